@@ -92,13 +92,13 @@ class CurrentLoad(NamedTuple):
         return self.place_wait(0.0)
 
     def queue(self, queued_part: float) -> float:
-        """Return the time of the backlog, with that part of what gateways hold."""
+        """Return the time of the backlog, with that part of the tokens that gateways hold."""
         num_sent_tokens = self.backlog_tokens - self.num_queued_tokens
         return (num_sent_tokens + queued_part * self.num_queued_tokens) * self.rates.token_s
 
     def place_wait(self, queued_part: float) -> float:
-        """Return the time until what was sent there, that part of what gateways hold, and one sequence more
-        have a place."""
+        """Return the time until the sequences sent there, that part of those that gateways hold, and one
+        sequence more have a place."""
         num_before = self.num_sent_sequences + queued_part * self.num_queued_sequences
         return max(0.0, num_before + 1 - self.num_places) * self.place_s
 
@@ -238,7 +238,7 @@ class _ReplicaLoad:
         return float("-inf") if self.report is None else self.report.received_at - REPORT_LAG_S
 
     def correction(self, now: float) -> float:
-        """Return what a prefill takes there over what its coefficients say."""
+        """Return the ratio of the time that a prefill takes there to the prediction of its coefficients."""
         if self.log_ratio <= 0.0:
             return 1.0
         kept = kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
@@ -258,7 +258,8 @@ class _ReplicaLoad:
         self.touch()
 
     def cover(self) -> None:
-        """Drop what the last report shows: routed by then or, if expected, handed over by then."""
+        """Drop the placements that the last report shows: routed by then or, if expected, handed over by
+        then."""
         until = self.covered_until
         for pending in (self.computing, self.staying):
             for placement in [it for it in pending.placements if not it.is_queued and it.routed_at <= until]:
@@ -369,7 +370,7 @@ class LoadTracker:
         replica.cover()
 
     def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
-        """Take what has changed since the last report, of which the rest still holds. Ignored before it."""
+        """Take the changes since the last report, of which the rest still holds. Ignored before it."""
         replica = self._replicas.get(identity.replica_id)
         if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
             self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
@@ -464,7 +465,7 @@ class LoadTracker:
         return None if placements is None else placements.find(request_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return the placements of this gateway: what was sent, the oldest first, and what it holds."""
+        """Return the placements of this gateway: the sent ones, the oldest first, and the held ones."""
         return iter(self._own)
 
     def state(self, replica_id: str) -> CurrentLoad:
@@ -501,7 +502,7 @@ class LoadTracker:
         return (it.report for it in self._replicas.values() if it.report is not None)
 
     def _predict(self, placement: Placement) -> None:
-        """Note when it will be computed: after what was sent there before it, and a step that runs."""
+        """Note when it will be computed: after the requests sent there before it, and a step that runs."""
         if placement.compute_id in self._replicas:
             state = self.state(placement.compute_id)
             placement.wait_s = max(state.queue(0.0), placement.load_s)

@@ -91,7 +91,7 @@ class TimeLimit(NamedTuple):
         return wait_s <= self.wait_s and wait_s + prefill_s <= self.ttft_s
 
     def includes(self, prediction: Prediction) -> bool:
-        """Whether what is predicted is in time."""
+        """Return whether the predicted times are in time."""
         return self.allows(prediction.wait_s, prediction.prefill_s)
 
 

@@ -161,7 +161,7 @@ class PrefixTree:
         self._predictions: deque[_Prediction] = deque()
 
     def add_replica(self, identity: ReplicaIdentity) -> None:
-        """Add this epoch of the replica with nothing known, and wipe what an earlier epoch held."""
+        """Add this epoch of the replica with no known blocks, and wipe the blocks of an earlier epoch."""
         known = self._holders.get(identity.replica_id)
         if known is not None:
             if known.identity.epoch == identity.epoch:
@@ -225,8 +225,8 @@ class PrefixTree:
         return False
 
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
-        """Replace what the replica held. Returns False, and ignores it, for another epoch or an older
-        sequence."""
+        """Replace the blocks that the replica held. Return False, and ignore the snapshot, for another epoch
+        or an older sequence."""
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
@@ -337,7 +337,7 @@ class PrefixTree:
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _masks(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the masks of the leading keys, without those behind one that nobody has."""
+        """Return the masks of the leading keys, without those behind one that no replica has."""
         masks: list[int] = []
         get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
@@ -387,15 +387,15 @@ class PrefixTree:
             self._clear_device(prediction.holder, over)
 
     def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
-        """Clear the device's bit of those keys for which nothing else says that they are there."""
+        """Clear the device's bit of the keys that are known to be there from no other source."""
         held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
         gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
         _clear_bit(self._key_to_mask, holder.device_bit, gone)
 
 
 def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
-    """Count the leading blocks that each replica has, as `Match` describes: what
-    `router.native.RouterKernel` does in compiled code."""
+    """Count the leading blocks that each replica has, as `Match` describes and `router.native.RouterKernel`
+    does in compiled code."""
     device = reached = int("1" * num_slots, 16)
     last = [0, 0, 0]
     for position, mask in enumerate([*masks, 0]):

@@ -97,8 +97,8 @@ def rates_of(
 
 
 def _mixed_s(report: ReplicaLoad) -> float:
-    """Return what decodes add to a prompt token: of a step they take their time and a token each, the prompts
-    the other tokens."""
+    """Return the time that decodes add to a prompt token: of a step they take their time and a token each,
+    the prompts the other tokens."""
     decodes_s = (
         report.num_running * report.decode_sequence_s + report.num_context_tokens * report.decode_context_s
     )

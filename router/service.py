@@ -112,8 +112,8 @@ class RouterService:
         self.loads.remove_replica(replica_id)
 
     def set_shared(self, is_shared: bool) -> None:
-        """Note whether other gateways place requests at the same replicas: then decisions say with which
-        backlog another replica would have been better (`Decision.most_backlog_tokens`)."""
+        """Note whether other gateways place requests at the same replicas: then decisions state the backlog
+        with which another replica would have been better (`Decision.most_backlog_tokens`)."""
         self._is_shared = is_shared
 
     def route(
@@ -282,7 +282,7 @@ class RouterService:
         self.loads.remove_gateway(gateway_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return what this gateway has placed and not finished, the oldest first."""
+        """Return the placements of this gateway that are not finished, the oldest first."""
         return self.loads.own_placements()
 
     @property
@@ -300,7 +300,7 @@ class RouterService:
         return self._decisions.get(request_id)
 
     def check(self) -> None:
-        """Assert the invariants of tree and load tracker, and that what is expected is held."""
+        """Assert the invariants of tree and load tracker, and that all expected placements are held."""
         for placement in (*self._expected, *self._unexpected):
             assert placement.is_queued
             assert self.loads.find(placement.request_id, placement.gateway_id) is placement
@@ -462,8 +462,8 @@ class RouterService:
         view: View,
         before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
-        """Choose among all replicas that take requests, by the policy "cost"; returns as well by how much
-        that is better than what was decided `before`."""
+        """Choose among all replicas that take requests, by the policy "cost"; return as well by how much the
+        choice is better than `before`."""
         seed = self._seed(request) if self._salt else None
         choice = table.cheapest(
             query,
@@ -530,8 +530,8 @@ class RouterService:
 
 
 def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
-    """Return with how many tokens before a request another replica is better, if this one is by `gain_s` with
-    what was sent there; None: with any."""
+    """Return the number of tokens before a request beyond which another replica is better, if this one is
+    better by `gain_s` with the work that was sent there; None: there is no such number."""
     num_tokens = state.backlog_tokens - state.num_queued_tokens + gain_s / state.rates.token_s
     return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
 

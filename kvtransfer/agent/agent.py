@@ -185,7 +185,8 @@ class TransferAgent:
 
 
 def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:
-    """Return the listeners of what is offered, and why the other configured transports are not."""
+    """Return the listeners of the offered transports, and why the other configured transports are not
+    offered."""
     listeners: list[Listener] = []
     unoffered: dict[str, str] = {}
     for name in target.settings.transports:

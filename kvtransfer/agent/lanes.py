@@ -75,7 +75,8 @@ class Paths:
         self._is_interrupted = False
 
     def open(self, lane: Lane, names: Sequence[str]) -> OpenLane:
-        """Open the best path of `lane` among the transports `names`; `PathError` says of each why not."""
+        """Open the best path of `lane` among the transports `names`; the text of `PathError` gives the reason
+        for each."""
         rejected = RejectedPaths()
         for name in names:
             if self._is_interrupted:

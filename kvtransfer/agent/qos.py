@@ -118,12 +118,10 @@ class TrafficGovernor:
 
     @contextmanager
     def flow(self, traffic: TrafficClass) -> Iterator[TakeTurn]:
-        """Hold lower classes back until the end of the block, which calls what it receives before every
-        batch.
-
-        `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes` more may move: True.
-        False when `give_up` says so: it is asked before waiting and after every `wake`, and must not call the
-        governor."""
+        """Hold lower classes back until the end of the block, which calls the function that it receives
+        before every batch. `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes`
+        more may move: True. False when `give_up` returns True: it is asked before waiting and after every
+        `wake`, and must not call the governor."""
         with self._changed:
             number = self._rules.open(traffic)
         try:
@@ -145,7 +143,7 @@ class TrafficGovernor:
             self._changed.notify_all()
 
     def counted(self) -> dict[TrafficClass, Counted]:
-        """Return what each class has done since the start."""
+        """Return the counts of each class since the start."""
         with self._changed:
             return dict(self._counted)
 

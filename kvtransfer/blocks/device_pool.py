@@ -171,7 +171,7 @@ class DevicePool(KvPool):
     def _load_batch(
         self, ids: Sequence[int], piece: Shard, memory: torch.Tensor, offsets: Sequence[int], shard: Shard
     ) -> torch.Tensor:
-        """Queue a part of what `load` does. Its memory is free for the next part when this returns."""
+        """Queue a part of the work of `load`. Its memory is free for the next part when this returns."""
         size = self.piece_bytes(shard)
         data = self.tensor.new_empty((len(ids), size))
         for row, offset in zip(data, offsets, strict=True):
@@ -214,7 +214,7 @@ class DevicePool(KvPool):
             yield
 
     def _pending(self, totals: Sequence[torch.Tensor], piece: Shard) -> PendingSums:
-        """Return what this thread has queued so far, with the sums S of its pieces."""
+        """Return the work that this thread has queued so far, with the sums S of its pieces."""
         summed = torch.cat(list(totals)) if totals else None
         if not self._is_cuda:
             return PendingSums(summed, self.piece_bytes(piece), None)

@@ -72,7 +72,7 @@ class BlockLayout:
 
 
 def intersect(first: Shard, second: Shard) -> Shard | None:
-    """Return what both shards hold, None if nothing."""
+    """Return the part that both shards hold, None if there is none."""
     both = Shard(
         max(first.layer_start, second.layer_start),
         min(first.layer_end, second.layer_end),
@@ -175,7 +175,7 @@ def _append(runs: list[Run], run: Run) -> None:
 
 def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterator[PlannedPiece]:
     """Deal the pieces that targets need of one shard to the ranks that hold it, laid end to end by size: the
-    i-th of n takes what lies between i/n and (i+1)/n of the whole, to the nearest layer."""
+    i-th of n takes the part between i/n and (i+1)/n of the whole, to the nearest layer."""
     total = sum(shard_size(piece) for _, piece in needed)
     begin = 0
     for target_rank, piece in needed:

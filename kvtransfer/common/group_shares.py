@@ -67,7 +67,7 @@ class GroupUsage:
         return int(self._capacity * self._shares.of(group))
 
     def take(self, group: str, amount: int) -> None:
-        """Add to what a group takes (subtract, when negative)."""
+        """Add to the use of a group (subtract, when negative)."""
         now = self.taken.get(group, 0) + amount
         assert now >= 0
         if now:

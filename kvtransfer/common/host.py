@@ -40,7 +40,7 @@ def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
 
 
 def cpu_name(cpu_info: Path | None = None) -> str:
-    """Return the processors' model name, "unknown" where the kernel does not say. `cpu_info` None:
+    """Return the processors' model name, "unknown" where the kernel gives none. `cpu_info` None:
     `CPU_INFO`."""
     try:
         text = (cpu_info or CPU_INFO).read_text(errors="replace")
@@ -52,7 +52,7 @@ def cpu_name(cpu_info: Path | None = None) -> str:
 
 def cache_bytes(folder: Path | None = None) -> int:
     """Return the bytes of the largest cache of the first processor, which it may share with others; 0 where
-    the kernel does not say. `folder` None: `CPU_CACHES`."""
+    the kernel gives none. `folder` None: `CPU_CACHES`."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = [path.read_text().strip() for path in (folder or CPU_CACHES).glob("index*/size")]
     found = [re.fullmatch(r"(\d+)([KMG]?)", size) for size in sizes]

@@ -46,7 +46,7 @@ class PushFence:
             self._connections.add(connection_id)
 
     def remove_connection(self, connection_id: bytes, reason: str) -> None:
-        """Fail what is queued on the connection, and everything that is submitted to it later."""
+        """Fail the pushes that are queued on the connection, and everything that is submitted to it later."""
         with self._lock:
             self._connections.discard(connection_id)
             for order in [each for each in self._queued.values() if each.connection_id == connection_id]:

@@ -107,7 +107,7 @@ class Gate:
             self._changed.notify_all()
 
     def close(self, landing_id: bytes) -> None:
-        """Accept nothing more and report which one-sided connections were let in and are still open."""
+        """Accept nothing more and report which one-sided connections were admitted and are still open."""
         with self._changed:
             landing = self._landings.pop(landing_id, None)
             self._closed.add(landing_id)

@@ -168,8 +168,8 @@ class LandingTable:
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`. Those of a
-        sharing group that has too little left of its share wait, in order, and hold back nobody else."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`. Landings of a
+        sharing group that has too little left of its share wait, in order, and hold back no other landing."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (
@@ -319,7 +319,7 @@ class LandingTable:
         ]
 
     def cancel(self, request_id: str, attempt: int) -> list[LandingAction]:
-        """Abort whatever lands for this attempt of a request."""
+        """Abort every landing for this attempt of a request."""
         return [
             action
             for landing in list(self._landings.values())
@@ -358,7 +358,7 @@ class LandingTable:
         return actions
 
     def check(self) -> None:
-        """Assert that no landing holds what its state does not allow."""
+        """Assert that no landing holds anything that its state does not allow."""
         for landing in self._landings.values():
             if landing.state is _State.WAITING:
                 assert not landing.held
@@ -386,8 +386,9 @@ class LandingTable:
                 yield landing.request.facts.sharing_group
 
     def _lacks_share(self, landing: _Landing) -> bool:
-        """Whether its group has too little left of its share for a waiting landing, and for the growth of
-        what the group runs here. A landing that is the group's only one needs space for the next token."""
+        """Return whether its group has too little left of its share for a waiting landing, and for the growth
+        of the sequences that the group runs here. A landing that is the group's only one needs space for the
+        next token."""
         request = landing.request
         group, held = request.facts.sharing_group, self._pool.match(request.block_keys)
         num_blocks = self._num_blocks(request.num_tokens)

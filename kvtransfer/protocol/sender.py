@@ -114,7 +114,7 @@ class PushCounters:
     gb_s: float = 0.0
 
     def add(self, report: PushDone) -> None:
-        """Count what a rank wrote."""
+        """Count the bytes that a rank wrote."""
         self.num_bytes[report.traffic] += report.num_bytes
         if report.num_bytes:
             self.num_bytes_by_transport[report.transport] += report.num_bytes

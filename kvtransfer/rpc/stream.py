@@ -192,7 +192,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.write(_PING)
 
     def close(self) -> None:
-        """End the stream after what was sent; both sides' `receive` return None."""
+        """End the stream after the frames that were sent; both sides' `receive` return None."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -215,7 +215,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._give_up_later()
 
     def abort(self) -> None:
-        """End the stream at once, whatever is still to be sent."""
+        """End the stream at once, even with frames still to be sent."""
         self.close()
         if self._transport is not None:
             self._transport.abort()
@@ -275,7 +275,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------- private
 
     def _unpack(self) -> None:
-        """Take the whole frames out of what is staged; one that cannot fit there gets a buffer of its own."""
+        """Take the whole frames out of the staged bytes; one that cannot fit there gets a buffer of its
+        own."""
         start, end = 0, self._num_staged_bytes
         while end - start >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._staged, start)
@@ -400,9 +401,8 @@ async def frame_stream(
     max_bytes: int = MAX_FRAME_BYTES,
     max_first_bytes: int | None = None,
 ) -> FrameStream:
-    """Return the stream over a proven connection, which it takes over; for its limits see `FrameStream`.
-    `TransferError` or `OSError` says why
-    there is no TLS where `tls` asks for it."""
+    """Return the stream over a proven connection, which it takes over; for its limits see `FrameStream`. The
+    text of `TransferError` or `OSError` gives the reason why there is no TLS where `tls` requires it."""
     taken = socket.socket(fileno=sock.detach())
     loop = asyncio.get_running_loop()
     is_unix = taken.family == socket.AF_UNIX
@@ -425,7 +425,7 @@ async def frame_stream(
 
 
 async def _secure(layer: TlsLayer, stream: FrameStream) -> None:
-    """Finish the TLS handshake, after which the server says welcome."""
+    """Finish the TLS handshake, after which the server sends its welcome."""
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await layer.opened
@@ -491,7 +491,7 @@ class LinkServer:
         return self.port
 
     async def stop(self) -> None:
-        """Take no new streams; those that do not end within a moment are cut."""
+        """Take no new streams; cut those that do not end within a moment."""
         if self._listener is not None:
             self._listener.close()
         await self._tasks.wait(_STOP_GRACE_S)

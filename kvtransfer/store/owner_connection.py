@@ -77,7 +77,7 @@ def attach(
     order: AttachStore, rank: int, trust: Trust, earlier: MappedArena | None
 ) -> tuple[socket.socket, MappedArena]:
     """Connect to the owner; return the open connection and its arena, which is `earlier` if the owner adopted
-    that one. `TransferError` says why that failed; then `earlier` is unchanged."""
+    that one. The text of `TransferError` gives the reason of a failure; then `earlier` is unchanged."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)

@@ -34,8 +34,8 @@ class Transport(NamedTuple):
         return ""
 
     def listen(self, target: TargetRank) -> Listener:
-        """Listen for writers of the rank; `PathError` tells why the rank cannot be reached over this
-        transport."""
+        """Listen for writers of the rank; the text of `PathError` gives the reason why it cannot be reached
+        this way."""
         unsuited = self.unsuited(target.pool.device, is_same_host=True)
         if unsuited:
             raise PathError(unsuited)
@@ -55,7 +55,7 @@ class Transport(NamedTuple):
         connection_id: bytes,
         on_lost: Callable[[str], None],
     ) -> Channel:
-        """Open a channel; `TransferError` says why it could not be."""
+        """Open a channel; the text of `TransferError` gives the reason of a failure."""
         return cast(Connect, self._load().connect)(rank, lane, address, connection_id, on_lost)
 
     def _load(self) -> ModuleType:

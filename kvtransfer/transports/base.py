@@ -297,12 +297,12 @@ class Channel(ABC):
 
     @abstractmethod
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        """Do what `write` does at full speed; ask `stopped` every few megabytes at least."""
+        """Write at full speed, as `write` promises; ask `stopped` every few megabytes at least."""
 
     @abstractmethod
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
-        """Do what `write` does, for one block with faults armed: pass `push.half` when half of its bytes are
-        written; with `corrupt` one bit arrives flipped. Return the sum of the bytes at the source."""
+        """Write one block with faults armed: pass `push.half` when half of its bytes are written; with
+        `corrupt` one bit arrives flipped. Return the sum of the bytes at the source."""
 
     @abstractmethod
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:

@@ -220,7 +220,7 @@ def listen(target: TargetRank) -> CudaIpcListener | None:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> CudaIpcChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     pool = rank.pool
     if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
         raise PathError(f"cuda_ipc: not for KV on {pool.device}")
@@ -237,7 +237,7 @@ def connect_over(
     connection_id: bytes,
     on_lost: Callable[[str], None],
 ) -> CudaIpcChannel:
-    """Do what `connect` does, with a given driver."""
+    """Open a channel with a given driver, as `connect` does."""
     with opening("cuda_ipc", address) as undo:
         hello = rank.hello(lane, connection_id)
         sock, welcome = greet(undo, connect_unix(address), rank.trust, hello)

@@ -191,7 +191,7 @@ class NixlAgent:
         raise PeerGoneError("write failed")
 
     def progress(self) -> None:
-        """Do what peers' writes and connections need of this side."""
+        """Do the work on this side that peers' writes and connections need."""
         try:
             self._agent.get_new_notifs()
         except self._errors as error:

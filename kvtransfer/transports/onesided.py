@@ -71,7 +71,7 @@ class OneSidedListener(Listener):
                 self._target.gate.leave(connection)
 
     def _answer(self, sock: socket.socket, connection: bytes) -> bool:
-        """Answer requests. True when the writer has said `Unmapped`, False when its connection ended."""
+        """Answer requests. True when the writer has sent `Unmapped`, False when its connection ended."""
         num_done = 0
         while True:
             try:
@@ -161,7 +161,7 @@ def _send(connection: Connection, request: Begin | Sync) -> None:
 
 
 def _await_end(sock: socket.socket) -> None:
-    """Return when the writer's end is closed, whatever else it still sends; shut down our side first."""
+    """Return when the writer's end is closed, regardless of what else it sends; shut down our side first."""
     with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):

@@ -326,7 +326,7 @@ def connect_pair(
     connection_id: bytes,
     on_lost: Callable[[str], None],
 ) -> PairChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     if not kind.is_possible(rank.pool.device):
         raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
     with opening(kind.backend, address) as undo:
@@ -341,8 +341,8 @@ def connect_pair(
 
 
 def _end(group: PairGroup, thread: threading.Thread) -> None:
-    """Abort, wait for the thread that this sets free, and let go of the pair. Should something hang all the
-    same, it is left behind: what it holds is not used again."""
+    """Abort, wait for the thread that this sets free, and release the pair. If something hangs all the same,
+    the pair is left behind: nothing that it holds is used again."""
     group.abort()
     thread.join(_END_TIMEOUT_S)
     if thread.is_alive() or not group.close(_END_TIMEOUT_S):

@@ -80,8 +80,8 @@ class PairGroup(ABC):
         """Return when it is done; `PeerGoneError` when the peer failed or this side aborted."""
 
     def abort(self) -> None:
-        """End what hangs here and all that comes after; does not wait. Bytes may still arrive in the memory
-        of a receipt that was not done."""
+        """End all waiting here, now and later; does not wait. Bytes may still arrive in the memory of a
+        receipt that was not done."""
         with self._lock:
             if not self._aborted.is_set():
                 self._aborted.set()

@@ -320,7 +320,7 @@ class RdmaChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> RdmaListener:
-    """Return a listener; `PathError` tells why there is none (no device, no NIXL)."""
+    """Return a listener; the text of `PathError` gives the reason why there is none (no device, no NIXL)."""
     pool_region(target.pool)
     devices = network_devices(target.settings)
     NixlAgent(devices).close()
@@ -330,7 +330,7 @@ def listen(target: TargetRank) -> RdmaListener:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> RdmaChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     agent = NixlAgent(network_devices(rank.settings))
     with opening("rdma", address) as undo:
         undo.callback(agent.close)

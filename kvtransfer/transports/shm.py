@@ -128,7 +128,7 @@ def listen(target: TargetRank) -> ShmListener | None:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> ShmChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     _host_pool(rank)
     with opening("shm", address) as undo:
         hello = rank.hello(lane, connection_id)

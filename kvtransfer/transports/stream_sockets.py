@@ -78,8 +78,8 @@ ACK_CODEC: Codec[Ack] = Codec(Ack)
 
 @contextlib.contextmanager
 def opening(transport: str, address: str) -> Iterator[contextlib.ExitStack]:
-    """Open a channel in the block: what the block has put on the stack is undone if it fails, and an
-    `OSError` becomes a `PathError`."""
+    """Open a channel in the block: the entries that the block has put on the stack are undone if it fails,
+    and an `OSError` becomes a `PathError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo

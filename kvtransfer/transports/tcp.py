@@ -80,7 +80,8 @@ class _Job(Generic[Frame, Result]):
                 self._changed.notify_all()
 
     def finish(self) -> list[Result]:
-        """Wait until no stream works on it any more; what `send` returned, in order, or the first error."""
+        """Wait until no stream works on it any more; return the results of `send`, in order, or raise the
+        first error."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_working == 0)
         if self._error is not None:
@@ -201,7 +202,7 @@ def listen(target: TargetRank) -> TcpListener:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> TcpChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     hello = rank.hello(lane, connection_id)
     connections: list[Connection] = []
     with opening("tcp", address) as undo:

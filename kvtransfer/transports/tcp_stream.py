@@ -157,7 +157,8 @@ class StreamReceiver:
             _consume(views, count)
 
     def _receive_some(self, views: list[memoryview]) -> int:
-        """Take what has arrived, without waiting; 0: nothing has. `PeerGoneError` at the end."""
+        """Take the bytes that have arrived, without waiting; 0: there are none. `PeerGoneError` at the
+        end."""
         try:
             count, _, _, _ = self._sock.recvmsg_into(views[:_MAX_VECTORS], 0, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -311,7 +311,7 @@ class Catalog:
 
     def purge(self, order: PurgeOrder, *, keeps_slots: bool = False) -> Purged:
         """Remove these records from the catalog; a slot with a reader or a writer is free after the last one.
-        Memory is cleared before it is free: here, or, with `keeps_slots`, by the caller, who has a lease of
+        Memory is cleared before it is free: here, or, with `keeps_slots`, by the caller, which has a lease of
         each slot of `Purged.slots`."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []

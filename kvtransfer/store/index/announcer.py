@@ -101,7 +101,7 @@ class Announcer:
         self._queue.clear()
 
     async def drain(self) -> None:
-        """Write what is announced, until cancelled."""
+        """Write the announced changes, until cancelled."""
         while True:
             await self._has_work.wait()
             if self._limits.linger_s:
@@ -135,7 +135,7 @@ class Announcer:
                 is_first = False
 
     async def _announce_all(self, pause_s: float) -> bool:
-        """Announce what the walk holds; False: it must be begun again."""
+        """Announce the entries of the walk; False: it must be begun again."""
         while self._walk:
             async with self._writing:
                 batch = dict(islice(self._walk.items(), self._limits.batch))
@@ -160,7 +160,7 @@ class Announcer:
     async def _write(
         self, batch: dict[RecordId, tuple[bytes, Tier | None]]
     ) -> dict[RecordId, tuple[bytes, Tier | None]]:
-        """Write these states; returns those that could not be."""
+        """Write these states; return those that could not be written."""
         groups: dict[bytes, dict[bytes, list[RecordId]]] = {}  # by the part of the key that says the slot
         for record, (chain, _) in batch.items():
             prefix = key_prefix(self._namespace, chain, record.space)

@@ -128,7 +128,7 @@ class Index:
         return lookup.found + [()] * (len(keys) - len(lookup.found))
 
     def stat(self) -> IndexStat:
-        """Return what was seen so far."""
+        """Return the statistics of this index so far."""
         state = "off"
         if self._url:
             state = "up" if not self._breaker.is_open else "slow" if self._is_late else "down"

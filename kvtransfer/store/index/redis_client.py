@@ -155,8 +155,8 @@ class RedisLink:
     async def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[bytes], Sequence[bytes | int]]]
     ) -> list[IndexAwayError | None]:
-        """Run the script for each (keys of one slot, arguments), few round trips where the server is no
-        cluster; what became of each."""
+        """Run the script for each (keys of one slot, arguments), in few round trips where the server is no
+        cluster; return the result of each."""
         client = self._client
         if client is None or isinstance(client, RedisCluster):
             return [await self._try(script, keys, args) for keys, args in calls]

@@ -133,7 +133,7 @@ class NvmeTier:
             self._table.removed(segment)
 
     def _complete_purges(self) -> None:
-        """Complete what was interrupted; where the disk refuses that, the records are not found all the
+        """Complete the interrupted purges; where the disk refuses that, the records are not found all the
         same."""
         orders = self._journal.read()
         if not orders:
@@ -192,8 +192,8 @@ class NvmeTier:
 
     def read(self, ref: NvmeRef, info: RecordInfo, into: memoryview, is_check: bool = False) -> None:
         """Fill the padded payload of the image `into`; its header page is left as it is. The bytes are not
-        summed. One for a check is no hit. `StoreIoError` when the disk fails or another record stands there;
-        what `into` holds is undefined then."""
+        summed. A read for a check is no hit. `StoreIoError` when the disk fails or another record stands
+        there; the contents of `into` are undefined then."""
         found = self._table.find(ref, self._files.pin)
         if found is None:
             raise StoreIoError(f"the record at {ref.offset} of segment {ref.segment} is not held any more")
@@ -341,8 +341,8 @@ class NvmeTier:
                 self._table.forget(ref)
 
     def _erase_dead(self) -> None:
-        """Erase all bytes that are not held from all files, while nobody writes; raise the first error, at
-        the end."""
+        """Erase all bytes that are not held from all files, while there are no writers; raise the first
+        error, at the end."""
         errors: list[StoreIoError] = []
         for segment in self._table.with_remains():
             try:
@@ -393,7 +393,7 @@ class NvmeTier:
 
 
 def _cut_to_pages(fd: int, segment: Segment) -> None:
-    """Remove what is behind the last whole page of a file that was cut: no record ends there."""
+    """Remove the bytes behind the last whole page of a file that was cut: no record ends there."""
     if segment.num_bytes % PAGE_BYTES:
         segment.num_bytes -= segment.num_bytes % PAGE_BYTES
         os.ftruncate(fd, segment.num_bytes)

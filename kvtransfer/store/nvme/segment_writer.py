@@ -110,7 +110,7 @@ class SegmentWriter:
             self._counters.failed(error)
 
     def sync(self, segments: Iterable[Segment]) -> None:
-        """Make what was written to them durable; `StoreIoError` when that is not sure."""
+        """Make the bytes written to them durable; `StoreIoError` when that is not sure."""
         for segment in segments:
             if not segment.is_dirty:
                 continue

@@ -188,7 +188,8 @@ def io_error(doing: str, path: Path, error: OSError) -> StoreIoError:
 
 @contextmanager
 def naming(doing: str, path: Path) -> Iterator[None]:
-    """Turn every `OSError` inside into a `StoreIoError` that says what failed, where and why."""
+    """Turn every `OSError` inside into a `StoreIoError` whose text names the failed step, the place and the
+    cause."""
     try:
         yield
     except OSError as error:

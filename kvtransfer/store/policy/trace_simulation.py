@@ -157,7 +157,7 @@ class SegmentLog:
         return len(self._was_used) + self._segment_blocks > self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
-        """Take one more record; return those that leave for it."""
+        """Take one more record; return the records that leave for it."""
         self._append(record_id)
         dropped = []
         while len(self._was_used) > self._capacity:
@@ -197,7 +197,7 @@ class PlainLru:
         return len(self._records) >= self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
-        """Take one more record; return those that leave for it."""
+        """Take one more record; return the records that leave for it."""
         self._records[record_id] = None
         return [self._records.popitem(last=False)[0] for _ in range(len(self._records) - self._capacity)]
 

@@ -138,9 +138,9 @@ class Exchange:
     async def fetch(
         self, holder: ReplicaIdentity, address: str, wanted: Sequence[Wanted]
     ) -> dict[RecordId, int]:
-        """Fetch these records from the owner at `address` into their slots. Return those that arrived whole,
-        header page included, with the payload's checksum, which is not yet verified. Every other slot is
-        reported by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
+        """Fetch these records from the owner at `address` into their slots. Return the records that arrived
+        whole, header page included, with the payload's checksum, which is not yet verified. Every other slot
+        is reported by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
         link: OwnerLink | None = None
         try:
             if not self.is_cooling(holder):

@@ -77,8 +77,8 @@ class OwnerLink:
 async def open_link(
     holder: ReplicaIdentity, address: str, trust: Trust, requester: ReplicaIdentity, granule_bytes: int
 ) -> OwnerLink:
-    """Connect and exchange hellos. `TransferError` says why that failed: a wrong secret, another epoch of the
-    owner, other granules."""
+    """Connect and exchange hellos. The text of `TransferError` gives the reason of a failure: a wrong secret,
+    another epoch of the owner, other granules."""
     try:
         async with asyncio.timeout(_OPEN_S):
             stream = await open_tcp(address, trust, requester.replica_id, max_bytes=MAX_OWNER_BYTES)

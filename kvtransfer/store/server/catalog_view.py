@@ -85,7 +85,7 @@ class CatalogView:
         self._changes.changed(record.key)
 
     def publish(self) -> None:
-        """Send what has changed since the last call."""
+        """Send the changes since the last call."""
         for events in self._changes.take():
             for send in self._watchers:
                 send(events)

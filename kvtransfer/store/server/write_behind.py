@@ -81,7 +81,7 @@ class WriteBehind:
             await asyncio.wait(set(self._writing))
 
     def drop_all(self) -> None:
-        """Drop what is queued; writes that run continue."""
+        """Drop the queued writes; writes that run continue."""
         self._late.clear()
         while self._queue:
             self._done(self._queue.popleft())
