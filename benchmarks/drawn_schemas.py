@@ -119,8 +119,7 @@ def _types(schema: Schema) -> tuple[str, ...]:
 
 
 def drawn_cases(num_cases: int, seed: int = 17) -> list[SchemaCase]:
-    """Draw schemas of which each supported keyword has its share; every twelfth has one of those that are
-    refused."""
+    """Draw schemas of which each supported keyword has its share; every twelfth has a refused keyword."""
     draw = random.Random(seed)
     supported, refused = list(PARTS), list(UNSUPPORTED)
     cases: dict[str, SchemaCase] = {}

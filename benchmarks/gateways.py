@@ -53,7 +53,8 @@ RECOVERY_S = 5.0
 
 
 class Outcome(NamedTuple):
-    """Of one run: seconds from arrival to first token, of all requests, and of those after the cut's end."""
+    """The outcome of one run: seconds from arrival to first token, of all requests, and of those after the
+    cut's end."""
 
     mean_s: float
     p99_s: float
@@ -296,7 +297,7 @@ class World:
         self.after(NETWORK_S, heard)
 
     def _pump(self, replica: Replica) -> None:
-        """Let what waits for the replica go, where it may."""
+        """Release the requests that wait for the replica, where they may go."""
         for gateway, admission in enumerate(self.admissions):
             admission.pump(replica.identity.replica_id)
             self._flush(gateway)
@@ -309,7 +310,7 @@ class World:
         self.after(REPORT_S, lambda: self._report(replica))
 
     def _flush(self, gateway: int) -> None:
-        """Send what has changed when `PlacementExchange` would."""
+        """Send the changes when `PlacementExchange` would."""
         feed, now = self.feeds[gateway], self.clock.now()
         if feed.changed.is_set():
             delay_s = 0.0 if feed.urgent.is_set() else BATCH_S

@@ -69,14 +69,14 @@ PART_TIMEOUT_S = 240
 
 
 class Limits(NamedTuple):
-    """What the device can do: bytes a second of copies, read and written, and operations a second."""
+    """The limits of the device: bytes a second of copies, read and written, and operations a second."""
 
     byte_s: float
     flop_s: float
 
 
 class Sizes(NamedTuple):
-    """How large everything is; `shape` are keys of config.json."""
+    """The sizes of everything; `shape` are keys of config.json."""
 
     shape: dict[str, Any]
     copied_bytes: int
@@ -437,7 +437,7 @@ class DeviceTime:
 
 
 def union_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of what the spans (start, end) cover together."""
+    """Return the length that the spans (start, end) cover together."""
     covered = 0.0
     last = float("-inf")
     for start, end in sorted(spans):
@@ -491,7 +491,7 @@ def push_rate(device: torch.device, sizes: Sizes) -> float:
 
 
 class PushRate(NamedTuple):
-    """What the writing process is to measure."""
+    """The order for the writing process to measure a push."""
 
     device: str
     layout: BlockLayout

@@ -64,7 +64,7 @@ _PERIOD_S = 0.02
 
 @dataclass(frozen=True)
 class SchemaAnswer:
-    """What became of a schema: a text and its end, or the reason of a refusal."""
+    """The answer to a schema: a text and its end, or the reason of a refusal."""
 
     case: SchemaCase
     text: str = ""
@@ -78,7 +78,7 @@ class SchemaAnswer:
         return self.finish_reason == pb.FINISH_REASON_STOP
 
     def find_problem(self) -> str:
-        """Return what is wrong with a complete answer, by a validator that knows nothing of grammars."""
+        """Return the fault of a complete answer, by a validator that knows nothing of grammars."""
         return find_problem(self.text, self.case.text)
 
 
@@ -170,7 +170,7 @@ async def answer_all(client: Client, cases: Sequence[SchemaCase], concurrency: i
 
 @dataclass(frozen=True)
 class SchemaCounts:
-    """How many schemas were refused, and of how many of the others the answers are complete and valid."""
+    """The number of schemas that were refused, and of the others whose answers are complete and valid."""
 
     schemas: int
     refused: int
@@ -205,7 +205,7 @@ class SchemaCounts:
 
 
 def report(answers: Sequence[SchemaAnswer]) -> list[Line]:
-    """Return the lines of a run: what is wrong, then by keyword, then by source."""
+    """Return the lines of a run: the faults, then by keyword, then by source."""
     lines: list[Line] = []
     for it in answers:
         problem = ""
@@ -318,7 +318,7 @@ class SchemaCluster:
         return next(core for core in self._cores.values() if core.role == "decode")
 
     async def kill(self, core: EngineCore) -> None:
-        """Kill the replica's rank, and do what the cluster does then."""
+        """Kill the replica's rank, and act as the cluster does then."""
         os.kill(core.rank_process_ids[0], signal.SIGKILL)
         while True:
             try:

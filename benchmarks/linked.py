@@ -36,7 +36,7 @@ _ROOT_KEY = bytes(16)
 
 @dataclass
 class Heard:
-    """What came up for a request; times are this process's monotonic clock."""
+    """The messages that came up for a request; times are this process's monotonic clock."""
 
     submitted_at: float
     token_times: list[float] = field(default_factory=list)

@@ -41,7 +41,7 @@ WAYS = ("chunked", "batch", "resumed", "moved")
 
 
 class Outputs:
-    """What the sequences of a run sampled, `tokens` of each, and the logits that they came from."""
+    """The sampled tokens of a run's sequences, `tokens` of each, and the logits that they came from."""
 
     def __init__(self, num_sequences: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]

@@ -80,7 +80,8 @@ _ROOT_KEY = bytes(16)
 
 @dataclass
 class Times:
-    """Of one stage and batch: to the first token of each request, and between its tokens; seconds."""
+    """The times of one stage and batch: to the first token of each request, and between its tokens;
+    seconds."""
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -100,7 +101,7 @@ Stage = Callable[[list[bytes], Times], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run in every stage."""
+    """The setting that is run in every stage."""
 
     model: Path
     dtype: str
@@ -451,8 +452,8 @@ def report(stage_to_times: dict[str, Times], batch: int, num_prompt_tokens: int,
 def report_http(
     stage_to_times: dict[str, Times], pairs: list[tuple[float, float]], batch: int, setting: Setting
 ) -> None:
-    """Report what HTTP adds to gRPC: to the first token the median over the rounds' pairs, with the interval
-    that 90 % of resampled medians are in."""
+    """Report the time that HTTP adds to gRPC: to the first token the median over the rounds' pairs, with the
+    interval that 90 % of resampled medians are in."""
     added_ms = 1e3 * np.array([over_http - over_grpc for over_http, over_grpc in pairs])
     drawn = np.random.default_rng(0).choice(added_ms, (10_000, len(added_ms)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.05, 0.95])

@@ -37,7 +37,7 @@ INTERACTIVE = [Tenant("a", "interactive")]
 
 
 class Scenario(NamedTuple):
-    """What is offered to which replicas. `roles` repeat until there are enough."""
+    """The load that is offered to the replicas. `roles` repeat until there are enough."""
 
     roles: tuple[str, ...]
     tenants: list[Tenant]
@@ -136,7 +136,7 @@ def run_load(
     after_s: float = 0.0,
     after_rate_s: float = 0.0,
 ) -> Load:
-    """Offer one load, then another for `after_s`, and let what was taken end."""
+    """Offer one load, then another for `after_s`, and wait for the accepted requests to end."""
     cluster = make_cluster(scenario, num_replicas, seed)
     cluster.offer(rate_s, duration_s, scenario.tenants, scenario.lengths)
     cluster.run(duration_s)
@@ -150,7 +150,7 @@ def run_load(
 
 def recovered_s(load: Load, after_s: float) -> float | None:
     """Return after how many seconds goodput is back, as `tandem bench serve --overload` has it; None: not at
-    all. The class batch has no objective: it is let in when the others are well."""
+    all. The class batch has no objective: it is admitted when the others are well."""
     config, end_s = load.cluster.config, load.duration_s
     sent = [
         it

@@ -99,7 +99,7 @@ MEBIBYTE = 1 << 20
 
 
 class Limits(NamedTuple):
-    """What is promised."""
+    """The promised limits."""
 
     goodput_share: float = 0.9
     gateway_refusal_p99_ms: float = 5.0
@@ -111,7 +111,7 @@ class Limits(NamedTuple):
 
 
 class LoadSpan(NamedTuple):
-    """When a load was offered (Unix time), and the gateway's resident memory during it, second by second."""
+    """The span of a load (Unix time), and the gateway's resident memory during it, second by second."""
 
     label: str
     began_at: float
@@ -173,8 +173,7 @@ async def gateway_process(service: Service) -> psutil.Process:
 
 
 def refusals_s(logs: Path) -> list[tuple[float, float]]:
-    """Return, of each refused request in the access log, its end (Unix time) and what it took in the
-    gateway."""
+    """Return, of each refused request in the access log, its end (Unix time) and its time in the gateway."""
     found = []
     for file in logs.glob("worker-*.err"):
         for line in file.read_text().splitlines():
@@ -189,7 +188,7 @@ def refusals_s(logs: Path) -> list[tuple[float, float]]:
 def with_gateway(
     records: Sequence[dict[str, Any]], spans: Sequence[LoadSpan], refused: Sequence[tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the records of the loads with what was seen at the gateway."""
+    """Return the records of the loads with the observations at the gateway."""
     found = []
     for record, span in zip(records, spans, strict=True):
         times_s = [it_s for at, it_s in refused if span.began_at <= at <= span.ended_at]
@@ -205,8 +204,8 @@ def with_gateway(
 
 
 def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """Return every limit with what was measured: the worst of all loads, where there are several. One of
-    which nothing was measured is not kept."""
+    """Return every limit with its measurement: the worst of all loads, where there are several. A limit
+    without a measurement is not kept."""
     _, middle_mb, end_mb = loads[-1]["gateway"]["rss_mb"]
 
     def worst(values: Sequence[float | None]) -> float | None:
@@ -234,7 +233,7 @@ def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: L
 
 
 async def measure(service: Service, duration_s: float, multiples: tuple[float, ...]) -> bool:
-    """Offer all loads, and print what came of them; returns whether all limits were kept."""
+    """Offer all loads, and print their results; return whether all limits were kept."""
     gateway = await gateway_process(service)
     console = Console(stderr=True, width=120)
     async with grpc_target(service.address, 60.0, None) as target:

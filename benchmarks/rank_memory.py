@@ -201,7 +201,7 @@ class MemoryCourse:
 
     @property
     def growth(self) -> int:
-        """What the second half of the steps adds to the process's own memory."""
+        """The memory that the second half of the steps adds to the process's own."""
         return self.end.own - self.middle.own
 
 

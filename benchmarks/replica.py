@@ -124,7 +124,7 @@ class BareReplica:
             self.finished.add(name)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait for what the next steps bring; `RuntimeError` when a rank dies before."""
+        """Wait for the results of the next steps; `RuntimeError` when a rank dies before."""
         while not is_reached():
             self._changed.clear()
             await self._changed.wait()

@@ -141,8 +141,8 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
 
 
 def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
-    """Time what an overloaded gateway adds to a decision: what a request would wait for each replica that
-    computes prompts, for each of which requests of so many tenants wait already."""
+    """Time the addition of an overloaded gateway to a decision: the wait of a request for each replica that
+    computes prompts, at each of which requests of this many tenants wait already."""
     clock = ManualClock()
     service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
     queues = ReplicaQueues(service)
@@ -214,7 +214,7 @@ class Node:
         return len(keys)
 
     def serve(self, request: TraceRequest, num_cached: int) -> tuple[float, KvEvents]:
-        """Queue and compute the request: the time of its first token, and what changed in the cache."""
+        """Queue and compute the request; return the time of its first token, and the changes in the cache."""
         uncached_tokens = max(1, request.num_tokens - num_cached * TRACE_BLOCK_TOKENS)
         self.num_computed_tokens += uncached_tokens
         self.free_at_s = max(self.free_at_s, request.at_s) + uncached_tokens / self.tok_s

@@ -78,7 +78,8 @@ class CurrentLoad(NamedTuple):
 
     @property
     def num_sent_sequences(self) -> int:
-        """Those that decode there, wait there, or are on their way there: what gateways hold left out."""
+        """The sequences that decode there, wait there, or are on their way there, without those that gateways
+        hold."""
         return self.num_sequences - self.num_queued_sequences
 
     @property
@@ -88,7 +89,7 @@ class CurrentLoad(NamedTuple):
 
     @property
     def submitted_place_wait_s(self) -> float:
-        """The time until what was sent there has a place, and the next one too."""
+        """The time until the sequences sent there have a place, and the next one too."""
         return self.place_wait(0.0)
 
     def queue(self, queued_part: float) -> float:
@@ -234,7 +235,7 @@ class _ReplicaLoad:
 
     @property
     def covered_until(self) -> float:
-        """What was made by then is shown by the last report; -inf before the first."""
+        """The time up to which the last report shows all placements; -inf before the first."""
         return float("-inf") if self.report is None else self.report.received_at - REPORT_LAG_S
 
     def correction(self, now: float) -> float:

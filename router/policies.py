@@ -131,7 +131,7 @@ class Choice(NamedTuple):
 
     @property
     def gain_s(self) -> float:
-        """By how much it is better than the earlier choice."""
+        """The gain over the earlier choice."""
         return self.before_cost_s - self.cost_s
 
 

@@ -55,18 +55,18 @@ class Match:
 
     @property
     def device(self) -> dict[str, int]:
-        """By replica; those with none are absent."""
+        """The blocks on the device by replica; replicas with none are absent."""
         return {name: self.counts[slot] for name, slot in self._id_to_slot.items() if self.counts[slot]}
 
     @property
     def stored(self) -> dict[str, InStore]:
-        """By replica; those with none are absent."""
+        """The blocks in the store by replica; replicas with none are absent."""
         each = {name: self.of(name)[1] for name in self._id_to_slot}
         return {name: counts for name, counts in each.items() if any(counts)}
 
     @property
     def most_blocks(self) -> int:
-        """How many the replica has that has most of them."""
+        """The number of blocks of the replica that has most of them."""
         counts, num_slots = self.counts, self.num_slots
         tiers = (counts[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
         return max(map(sum, zip(*tiers, strict=True)))

@@ -39,7 +39,8 @@ TakeTurn = Callable[[int, Callable[[], bool]], bool]
 
 
 class Counted(NamedTuple):
-    """What a class has moved, and how long its batches have waited for their turn (a sum over flows)."""
+    """The bytes that a class has moved, and how long its batches have waited for their turn (a sum over
+    flows)."""
 
     num_bytes: int
     num_batches: int

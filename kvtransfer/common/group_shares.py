@@ -33,7 +33,7 @@ class GroupShares(Part, frozen=True):
 
 
 class ShareClaim(NamedTuple):
-    """So many blocks of its group's share are waited for, since some time."""
+    """A group's claim to blocks of its share, with the time since which it waits."""
 
     since: float
     num_blocks: int
@@ -44,7 +44,7 @@ Claimant = Literal["sequences", "landings"]
 
 
 class GroupUsage:
-    """What each group takes of one memory, in blocks or bytes, and the groups that exceed their share."""
+    """The use of one memory by each group, in blocks or bytes, and the groups that exceed their share."""
 
     def __init__(self, shares: GroupShares, capacity: int = 0) -> None:
         self.is_limited = shares.is_limited

@@ -471,7 +471,7 @@ def _name(landing: _Landing) -> tuple[bytes, str, int]:
 
 
 class BlockSource(Protocol):
-    """What a landing needs of the block pool (see `workers.scheduler.block_pool.BlockPool`)."""
+    """The part of the block pool that a landing needs (see `workers.scheduler.block_pool.BlockPool`)."""
 
     @property
     def num_free(self) -> int: ...

@@ -120,7 +120,7 @@ class ServerHandshake:
 
     @property
     def client_name(self) -> str:
-        """Who the client says it is, as it may appear in logs."""
+        """The client's name by its own account, as it may appear in logs."""
         return shown(self._client_name)
 
     def challenge(self, frame: bytes) -> bytes:

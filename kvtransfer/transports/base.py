@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """What a listener serves: this rank's pool behind its gate."""
+    """A rank as a listener serves it: its pool behind its gate."""
 
     rank: int
     pool: KvPool
@@ -71,7 +71,7 @@ class TargetRank:
 
 @dataclass(frozen=True)
 class WriterRank:
-    """What a channel writes from, and for whom."""
+    """A rank as a channel writes for it: its identity and its pool."""
 
     identity: ReplicaIdentity
     rank: int

@@ -38,7 +38,8 @@ _MAX_VECTORS = 512
 
 
 class Packing:
-    """How a lane's pieces lie in one rank's pool: in place where that is worth it, else in staging memory."""
+    """The layout of a lane's pieces in one rank's pool: in place where that is worth it, else in staging
+    memory."""
 
     def __init__(self, pool: KvPool, piece: Shard, *, min_run_bytes: int = _SHORT_RUN_BYTES) -> None:
         self.pool = pool

@@ -177,7 +177,7 @@ class AdmissionWorld:
         return bool(self._due) and self._due[0][0] <= until_s
 
     def step(self) -> None:
-        """Let happen what is next, as one turn of an event loop."""
+        """Run the next event, as one turn of an event loop."""
         time_s, _, call = heapq.heappop(self._due)
         self.clock.advance(max(0.0, time_s - self.clock.now()))
         call()

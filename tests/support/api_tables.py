@@ -206,7 +206,7 @@ def _struct_table(title: str, fields: list[StructField]) -> list[str]:
 
 
 def _merged(kinds: tuple[type[msgspec.Struct], ...], places: Places) -> list[StructField]:
-    """Return each path once, with all that is said of it, and which of several kinds have it."""
+    """Return each path once, with all notes on it, and which of several kinds have it."""
     found: dict[str, StructField] = {}
     for kind in kinds:
         for it in _named_fields(kind, places, is_one_of_several=len(kinds) > 1):

@@ -156,7 +156,7 @@ class StandInOwner:
 
 
 class StoreReports:
-    """What worker report, in order; tests take the first of a type when it comes."""
+    """The reports of a worker, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()

@@ -53,7 +53,8 @@ LAYOUT = BlockLayout(Shard(0, 4, 0, 4), head_dim=32, block_tokens=8, item_bytes=
 
 
 class Setup(Message, frozen=True):
-    """What a rank is: its pool lies on `device` ("host": a HostPool) and is random (`seed`), or zero (0)."""
+    """The setup of a rank: its pool lies on `device` ("host": a HostPool) and is random (`seed`), or zero
+    (0)."""
 
     transport: str
     shard: Shard
@@ -348,7 +349,7 @@ class RankProcess:
         self._process.send_signal(number)
 
     def await_state(self, state: str) -> None:
-        """Wait until the kernel says that the process is in `state` ("T": stopped, "Z": dead)."""
+        """Wait until the process is in `state` for the kernel ("T": stopped, "Z": dead)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
 

@@ -183,7 +183,7 @@ def schema() -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return the rows of README.md: every value, its default and what it is."""
+    """Return the rows of README.md: every value, its default and its meaning."""
     rows = ["| value | default | |", "|---|---|---|"]
     descriptions = _descriptions()
     for path, default in _leaves("", values()):

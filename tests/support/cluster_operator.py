@@ -183,7 +183,7 @@ class Steady:
         return "" if num_tokens == self._options.max_tokens else f"{num_tokens} tokens"
 
     def end(self) -> None:
-        """Let those that run finish; none may have failed or been cut."""
+        """Let the running requests finish; none may have failed or been cut."""
         self._stop.set()
         for thread in self._threads:
             thread.join(120)

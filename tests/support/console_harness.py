@@ -34,7 +34,7 @@ from kvtransfer.common.clock import SystemClock
 
 @dataclass
 class Page:
-    """What a browser would do, without one."""
+    """The page as a browser would use it, without one."""
 
     url: str
     session: aiohttp.ClientSession

@@ -23,7 +23,7 @@ _NUCLEUS_TOKENS = 256
 
 @dataclass(slots=True)
 class _Slot:
-    """What one sequence's next token depends on in addition to the logits."""
+    """All on which one sequence's next token depends, in addition to the logits."""
 
     sampling: SamplingParams
     seed: int

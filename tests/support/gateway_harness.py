@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S
 
 @dataclass
 class Script:
-    """How a replica misbehaves. Counts are of what is still to come."""
+    """The misbehavior of a replica. Counts are of future events."""
 
     num_refusals: int = 0
     # Sent once in place of an answer; its ids are filled in.
@@ -225,7 +225,7 @@ class ScriptedReplica:
         self.broadcast(StepFrame(load=self._load()))
 
     async def _report_forever(self) -> None:
-        """As an engine core does, whatever its ranks do."""
+        """Report for ever, as an engine core does, whatever its ranks do."""
         while True:
             await self.harness.clock.sleep(LOAD_PERIOD_S)
             self.report(self._paths)
@@ -298,7 +298,7 @@ class ScriptedReplica:
             decode._run(submission, decode.join(submission, gateway_id))
 
     def _move(self, order: Move, gateway_id: str) -> None:
-        """Let the target go on where this one is, or tell why not."""
+        """Let the target continue where this one is, or report why not."""
         key = order.request_id, order.attempt
         error = self.script.moves_fail
         if not error:

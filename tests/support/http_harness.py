@@ -92,7 +92,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Of OpenAI's shape."""
+        """The error, in OpenAI's shape."""
         found: dict[str, Any] = self.json["error"]
         assert found.keys() == {"message", "type", "param", "code"}
         return found

@@ -74,7 +74,7 @@ class Wire:
 
 
 class RecordedTransport(httpx2.HTTPTransport):
-    """Of a client without asyncio."""
+    """The transport of a client without asyncio."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class RecordedTransport(httpx2.HTTPTransport):
 
 
 class RecordedAsyncTransport(httpx2.AsyncHTTPTransport):
-    """Of a client with asyncio."""
+    """The transport of a client with asyncio."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()

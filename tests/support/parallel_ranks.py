@@ -134,7 +134,7 @@ def _inputs(
 
 
 class RankProcesses:
-    """So many processes, started once for many cases; rank r of every case runs in the r-th."""
+    """A number of processes, started once for many cases; rank r of every case runs in the r-th."""
 
     def __init__(self, count: int) -> None:
         self._store, address = open_store(HOST)

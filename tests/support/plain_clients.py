@@ -54,7 +54,7 @@ class PlainClients:
 
 
 def main() -> None:
-    """Run as the arguments say."""
+    """Run the client as the arguments define."""
     address, *numbers = sys.argv[1:]
     clients = PlainClients(address, *map(int, numbers))
     asyncio.run(clients.run())

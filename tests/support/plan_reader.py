@@ -13,7 +13,7 @@ from workers.scheduler.step import unpack_ids
 
 
 class Work(NamedTuple):
-    """What a plan lets one sequence compute; `tokens` b"": the slot's newest token."""
+    """The work of one sequence by a plan; `tokens` b"": the slot's newest token."""
 
     slot: int
     start: int
@@ -85,7 +85,7 @@ def known_tables(sequences: Iterable[Sequence]) -> dict[int, dict[int, int]]:
 
 
 class ExpectedSlots:
-    """What ranks know of every slot once they have taken in the scheduler's newest plan."""
+    """The ranks' knowledge of every slot once they have taken in the scheduler's newest plan."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         issued, sequences = scheduler._issued[-1], slotted(scheduler)
@@ -97,7 +97,7 @@ class ExpectedSlots:
 
     def check(self, tables: Mapping[int, list[int]], positions: Mapping[int, int]) -> None:
         """Assert that these are the scheduler's: of sequences that the plan names the whole table, of the
-        others what was said of them."""
+        others the part that was sent."""
         assert tables.keys() == self._tables.keys()
         for slot, known in self._tables.items():
             assert {index: tables[slot][index] for index in known} == known

@@ -41,7 +41,7 @@ _CLOCK = SystemClock()
 
 
 class Attack(NamedTuple):
-    """What the other tenant sends, on how many connections, and the neighbor's call during that."""
+    """The other tenant's requests, the number of its connections, and the neighbor's call during that."""
 
     tenant: str
     path: str
@@ -100,7 +100,7 @@ class Figures(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """What the loud median may be."""
+        """The highest allowed loud median."""
         attack = ATTACKS[self.name]
         return attack.most_ratio * self.quiet_s + attack.most_more_s
 

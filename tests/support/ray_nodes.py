@@ -93,7 +93,7 @@ class HostNetwork:
         self._router = router
 
     def cut(self) -> None:
-        """Drop whatever one host sends to the other."""
+        """Drop all packets that one host sends to the other."""
         for host in (self.first, self.second):
             _ip("-n", self._router, "route", "add", "blackhole", f"{host.address}/32")
 
@@ -104,7 +104,7 @@ class HostNetwork:
 
 @contextmanager
 def host_network() -> Iterator[HostNetwork]:
-    """Make the network, and delete it; what runs on its hosts must have ended by then."""
+    """Make the network, and delete it; all processes on its hosts must have ended by then."""
     names = [f"tandem-{part}-{os.getpid()}" for part in ("a", "b", "router")]
     made = []
     try:

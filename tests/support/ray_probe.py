@@ -41,7 +41,7 @@ class Probe:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Note what the build itself sees of the configuration that it is part of."""
+    """Note the configuration, of which this build is a part, as the build itself sees it."""
     seen = ray_private.deployed_config("declared")
     ray_private.write_value(b"seen", json.dumps(seen).encode(), NAMESPACE)
     return serve.deployment(Probe).options(ray_actor_options={"num_cpus": 0}).bind()

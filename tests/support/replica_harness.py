@@ -264,7 +264,7 @@ DEPTH = 2
 
 @dataclass
 class Stream:
-    """What one request must get, and what the gateway heard of it."""
+    """The output that one request must get, and the reports of it to the gateway."""
 
     submission: Submission
     at: Side

@@ -81,7 +81,7 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 class SpeakingGateways(NamedTuple):
-    """Where they are reached."""
+    """The addresses of the gateways."""
 
     port: int
     grpc_address: str

@@ -131,7 +131,7 @@ class StagedEngine:
 
     @property
     def plans(self) -> list[StepPlan]:
-        """Those that are out, the oldest first."""
+        """The plans that are out, the oldest first."""
         return [step.plan for step in self.steps]
 
     def plan(self, now: float) -> bool:

@@ -353,8 +353,8 @@ class Replica:
     # ------------------------------------------------------------------------------------------ requests
 
     async def put(self, chain: Chain, *, only: Sequence[int] = ()) -> list[int]:
-        """Write these blocks of the chain (all); the indices of those that the owner was told to commit,
-        now or before."""
+        """Write these blocks of the chain (all); return the indices of those that the owner was told to
+        commit, now or before."""
         indices = list(only) or list(range(len(chain.keys)))
         grant = await self.grant(chain, indices)
         if grant is None:

@@ -96,7 +96,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 class Reports:
-    """What a rank has reported, in order; tests take the first of a type when it comes."""
+    """The reports of a rank, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
@@ -304,7 +304,7 @@ class AgentProcess:
         self._process.wait(WAIT_S)
 
     def await_state(self, state: str) -> None:
-        """Wait until the kernel says that the process is in `state` ("T": stopped)."""
+        """Wait until the process is in `state` for the kernel ("T": stopped)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
 

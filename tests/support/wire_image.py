@@ -144,7 +144,7 @@ def example(kind: Any, name: str = "value") -> Any:
 
 
 def image() -> Fields:
-    """Return what is recorded of this version."""
+    """Return the recording of this version."""
     return {
         "version": version(),
         "messages": {name: _described(kind) for name, kind in structs().items()},

@@ -79,12 +79,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect, with the password: not for logs."""
+        """The address for clients, with the password: not for logs."""
         return f"redis://:{self._password}@{self._place}"
 
     @property
     def public_url(self) -> str:
-        """The same without the password, which processes of the cluster add (`with_password`)."""
+        """The address without the password, which processes of the cluster add (`with_password`)."""
         return f"redis://{USER}@{self._place}"
 
     @property

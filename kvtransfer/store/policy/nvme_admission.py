@@ -55,7 +55,7 @@ def _unpack(packed: int) -> _History:
 
 
 class _Trials:
-    """How many records of a class ended, and how many of them by being read from NVMe."""
+    """The records of a class that ended, and those of them that ended by being read from NVMe."""
 
     __slots__ = ("num_ended", "num_read")
 

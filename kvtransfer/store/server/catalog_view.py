@@ -32,7 +32,7 @@ class PlannedRead(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """How a block is assembled for all ranks, and the slowest tier that takes part."""
+    """The way in which a block is assembled for all ranks, and the slowest tier that takes part."""
 
     tier: Tier
     reads: tuple[PlannedRead, ...]
