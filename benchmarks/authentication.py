@@ -74,7 +74,7 @@ def median_us(call: Callable[[], object], num_calls: int = 2000) -> float:
 
 
 def write_keys(path: Path, num_keys: int) -> str:
-    """Write a file of so many keys, and return one that is valid."""
+    """Write a file of `num_keys` keys, and return one that is valid."""
     key = add_key(path, draw_bytes, tenant="acme", roles=("user",), created=CREATED)
     raw = yaml.safe_load(path.read_text())
     (entry,) = raw["keys"]
@@ -122,7 +122,7 @@ class Issuer:
 
 
 def measure_alone(folder: Path) -> None:
-    """Report what it takes to know the caller, without a call."""
+    """Report the time to identify the caller, without a call."""
     keys_file = folder / "keys.yaml"
     key = write_keys(keys_file, NUM_KEYS)
     by_key = Authenticator(_config(keys_file), CLOCK)
@@ -159,7 +159,7 @@ def measure_certificates() -> None:
 
 
 def measure_resume() -> None:
-    """Report what `accepted` and a resumed call need."""
+    """Report the times of `accepted` and of a resumed call."""
     tokens = ResumeTokens(Trust.read(draw_trust()), CLOCK, 3600.0)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(PROMPT_TOKENS)), max_tokens=10)
 
@@ -194,7 +194,7 @@ class Streams(inference_pb2_grpc.InferenceServicer):
 
 
 class Served:
-    """The same server, with the interceptor or without, and a client."""
+    """A server with the interceptor or without, and a client."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], access: AccessControl | None) -> None:
         interceptors = [] if access is None else [Authentication(access, _reading())]
@@ -205,7 +205,7 @@ class Served:
         self._call: Any = None
 
     async def start(self) -> None:
-        """Listen, and connect."""
+        """Start the server, and connect."""
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -226,7 +226,7 @@ class Served:
 
 
 async def measure_calls(folder: Path, num_pairs: int) -> None:
-    """Report what an authenticated call takes more than one that is not, and each of its tokens."""
+    """Report the extra time of an authenticated call, and of each of its tokens."""
     keys_file = folder / "grpc.yaml"
     key = add_key(keys_file, draw_bytes, tenant="acme", roles=("user",), created=CREATED)
     access = AccessControl(_config(keys_file), "benchmark", Trust.read(draw_trust()), CLOCK)
@@ -244,7 +244,7 @@ async def measure_calls(folder: Path, num_pairs: int) -> None:
 
 
 async def differences(plain: Served, guarded: Served, num_tokens: int, num_pairs: int) -> float:
-    """Return the median difference of a pair of calls, in seconds; who goes first alternates."""
+    """Return the median difference of a pair of calls, in seconds; the two take turns in going first."""
     for served in (plain, guarded):
         for _ in range(20):
             await served.seconds(num_tokens)

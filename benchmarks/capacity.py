@@ -47,7 +47,7 @@ class Observer:
         self.history = History(600.0)
 
     async def look(self) -> Demand:
-        """One more sample; what was asked since the last."""
+        """Take one more sample; return the demand since the last."""
         clock = self._clock
         self._reports.add("gateway", await self._client.status(), clock.now())
         desired = {"prefill": 1, "decode": 1}
@@ -60,7 +60,7 @@ class Observer:
 
 
 async def load(client: Client, prompt_tokens: int, output_tokens: int, seed: int) -> None:
-    """One stream after the other, for ever."""
+    """Run one stream after the other, for ever."""
     generator = np.random.default_rng(seed)
     options = GenerateOptions(max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True)
     while True:
@@ -70,7 +70,7 @@ async def load(client: Client, prompt_tokens: int, output_tokens: int, seed: int
 
 @contextlib.asynccontextmanager
 async def streams(client: Client, num: int, prompt_tokens: int, output_tokens: int) -> AsyncIterator[None]:
-    """So many in flight, all the time."""
+    """Keep `num` streams in flight all the time."""
     tasks = [
         asyncio.create_task(load(client, prompt_tokens, output_tokens, seed=1000 * num + index))
         for index in range(num)
@@ -84,7 +84,7 @@ async def streams(client: Client, num: int, prompt_tokens: int, output_tokens: i
 
 
 async def watch(observer: Observer, client: Client, seconds: float) -> tuple[Demand, float]:
-    """What came in this time, and how long it was."""
+    """Return the demand that came in during this time, and how long the time was."""
     start, total = client.clock.now(), Demand()
     while client.clock.now() < start + seconds:
         await client.clock.sleep(LOOK_S)

@@ -33,11 +33,11 @@ class Sender(ABC):
     """Sends every frame to all receivers."""
 
     def orders(self) -> list[dict[str, Any]]:
-        """For each receiver, what `receiver` needs."""
+        """Return, for each receiver, what `receiver` needs."""
         return []
 
     def inherited(self) -> tuple[int, ...]:
-        """File descriptors that the receivers' processes must have."""
+        """Return the file descriptors that the receivers' processes must have."""
         return ()
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, frame: bytes) -> None:
-        """May return before the frame is received."""
+        """Send a frame; the call may return before the frame is received."""
 
 
 class Receiver(ABC):
@@ -120,7 +120,7 @@ class RingSender(Sender):
         return (self._memory_fd, *self._events)
 
     def ready(self) -> None:
-        """Nobody has to be waited for: what is written stays."""
+        """Return at once: written frames stay, so there is no receiver to wait for."""
 
     def send(self, frame: bytes) -> None:
         at = _HEADER.size + self._num_frames % _NUM_SLOTS * _SLOT_BYTES
@@ -180,7 +180,7 @@ class _BroadcastReceiver(Receiver):
 
 
 def receiver(order: dict[str, Any]) -> Receiver:
-    """The end of a sender that gave this order."""
+    """Return the end of a sender that gave this order."""
     kinds = {"ring": _RingReceiver, "gloo": _BroadcastReceiver}
     return kinds.get(order["how"], _SocketReceiver)(order)
 
@@ -194,7 +194,7 @@ def find_store(port: int) -> TCPStore:
 
 
 def gloo_group(store: TCPStore, name: str, rank: int, size: int) -> Any:
-    """A group like those of a replica's ranks."""
+    """Return a group like those of a replica's ranks."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the type stubs lack it
     options._timeout = _TIMEOUT
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]

@@ -119,8 +119,7 @@ def _types(schema: Schema) -> tuple[str, ...]:
 
 
 def drawn_cases(num_cases: int, seed: int = 17) -> list[SchemaCase]:
-    """Draw schemas of which each supported keyword has its share; every twelfth has one of those that are
-    refused."""
+    """Draw schemas of which each supported keyword has its share; every twelfth has a refused keyword."""
     draw = random.Random(seed)
     supported, refused = list(PARTS), list(UNSUPPORTED)
     cases: dict[str, SchemaCase] = {}
@@ -202,7 +201,7 @@ def _object(draw: random.Random, **how: Any) -> Schema:
 
 
 def _object_around(draw: random.Random, part: Schema) -> Schema:
-    """Return an object that requires the part, with others beside it; definitions stay at the top."""
+    """Return an object that requires the part, with others next to it; definitions stay at the top."""
     inner = dict(part)
     shared: Schema = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
     names = ["part", *draw.sample(_NAMES, draw.randrange(3))]

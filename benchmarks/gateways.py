@@ -44,16 +44,17 @@ PROMPT_TOKENS = 2048
 TOK_S = 10_000.0
 REPORT_S = 0.2
 NETWORK_S = 0.001
-# With shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
+# The shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
 NUM_PREFIXES = 64
 PREFIX_BLOCKS = 16
 KEPT_BLOCKS = 1024
-# What the cut exchange may have disturbed after its end.
+# The time after its end in which the cut exchange may still disturb requests.
 RECOVERY_S = 5.0
 
 
 class Outcome(NamedTuple):
-    """Of one run: seconds from arrival to first token, of all requests, and of those after the cut's end."""
+    """The outcome of one run: seconds from arrival to first token, of all requests, and of those after the
+    cut's end."""
 
     mean_s: float
     p99_s: float
@@ -162,7 +163,7 @@ class World:
         self.at(self.clock.now() + delay_s, call)
 
     def run(self, num_requests: int) -> None:
-        """Let so many requests arrive, and end when all have ended."""
+        """Let `num_requests` requests arrive, and end when all have ended."""
         num_arrived = 0
 
         def arrive() -> None:
@@ -296,7 +297,7 @@ class World:
         self.after(NETWORK_S, heard)
 
     def _pump(self, replica: Replica) -> None:
-        """Let what waits for the replica go, where it may."""
+        """Release the requests that wait for the replica, where they may go."""
         for gateway, admission in enumerate(self.admissions):
             admission.pump(replica.identity.replica_id)
             self._flush(gateway)
@@ -309,7 +310,7 @@ class World:
         self.after(REPORT_S, lambda: self._report(replica))
 
     def _flush(self, gateway: int) -> None:
-        """Send what has changed when `PlacementExchange` would."""
+        """Send the changes when `PlacementExchange` would."""
         feed, now = self.feeds[gateway], self.clock.now()
         if feed.changed.is_set():
             delay_s = 0.0 if feed.urgent.is_set() else BATCH_S
@@ -343,7 +344,7 @@ def run(
     has_cut: bool,
     has_admission: bool = False,
 ) -> Outcome:
-    """One run; nothing may be left in any router when all requests have ended."""
+    """Run one world; nothing may be left in any router when all requests have ended."""
     world = World(
         num_gateways,
         seed,

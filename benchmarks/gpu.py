@@ -69,14 +69,14 @@ PART_TIMEOUT_S = 240
 
 
 class Limits(NamedTuple):
-    """What the device can do: bytes a second of copies, read and written, and operations a second."""
+    """The limits of the device: bytes a second of copies, read and written, and operations a second."""
 
     byte_s: float
     flop_s: float
 
 
 class Sizes(NamedTuple):
-    """How large everything is; `shape` are keys of config.json."""
+    """The sizes of everything; `shape` are keys of config.json."""
 
     shape: dict[str, Any]
     copied_bytes: int
@@ -224,7 +224,7 @@ class Bench:
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def deterministic(self) -> Bench:
-        """The same in deterministic mode, with an engine of its own."""
+        """Return the same bench in deterministic mode, with an engine of its own."""
         arguments = self.device, self.sizes, self.limits, self.batches, self.context
         return Bench(*arguments, is_deterministic=True)
 
@@ -267,13 +267,13 @@ class Bench:
         return ModelWork(self.driver.runner.config, self._dtype.itemsize)
 
     def decode_step_s(self, batch: int) -> float:
-        """Seconds of a step, the best of three runs."""
+        """Return the seconds of a step, the best of three runs."""
         steps = self.sizes.num_steps
         self.driver.decode_s(batch, self.context, 4)
         return min(self.driver.decode_s(batch, self.context, steps) for _ in range(3)) / steps
 
     def prefill_s(self) -> float:
-        """Seconds of one prompt in one chunk, the best of three."""
+        """Return the seconds of one prompt in one chunk, the best of three."""
         num_tokens = self.sizes.prefill_tokens
         return min(self.driver.prefill_s(num_tokens, num_tokens) for _ in range(3))
 
@@ -437,7 +437,7 @@ class DeviceTime:
 
 
 def union_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of what the spans (start, end) cover together."""
+    """Return the length that the spans (start, end) cover together."""
     covered = 0.0
     last = float("-inf")
     for start, end in sorted(spans):
@@ -450,14 +450,14 @@ def union_us(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def block_layout(sizes: Sizes) -> BlockLayout:
-    """Of the model's blocks in 16 bits."""
+    """Return the layout of the model's blocks in 16 bits."""
     shape = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16} | sizes.shape
     shard = Shard(0, shape["num_hidden_layers"], 0, shape["num_key_value_heads"])
     return BlockLayout(shard, shape["head_dim"], BLOCK_TOKENS, 2)
 
 
 def make_pool(device: torch.device, layout: BlockLayout, num_blocks: int) -> KvPool:
-    """A pool of zeros on the device, or in host memory that another process can map."""
+    """Make a pool of zeros on the device, or in host memory that another process can map."""
     if device.type == "cpu":
         return HostPool(layout, KvMemory.allocate(num_blocks * layout.block_bytes))
     shape = num_blocks, layout.block_bytes
@@ -491,7 +491,7 @@ def push_rate(device: torch.device, sizes: Sizes) -> float:
 
 
 class PushRate(NamedTuple):
-    """What the writing process is to measure."""
+    """The order for the writing process to measure a push."""
 
     device: str
     layout: BlockLayout
@@ -506,7 +506,7 @@ _WRITER = ReplicaIdentity("writer", 1)
 
 
 def _report_rate(order: PushRate, sender: Connection) -> None:
-    """In the writing process: push all blocks a few times, and send the best rate."""
+    """Push all blocks a few times, in the writing process, and send the best rate."""
     device = torch.device(order.device)
     pool = make_pool(device, order.layout, order.num_blocks)
     settings = TransferSettings("127.0.0.1", ())

@@ -139,7 +139,7 @@ class EngineCoreHost:
             self.steps.settle(0, self._report())
 
     def step_ms(self) -> tuple[float, int]:
-        """The milliseconds of a step from one report to the next, with the bytes of its plan."""
+        """Return the milliseconds of a step from one report to the next, with the bytes of its plan."""
         self.steps.feed()
         reported = RANK_UP_CODEC.encode(self._report())
         num_sent = len(self._frames)
@@ -164,7 +164,7 @@ class EngineCoreHost:
         self._frames.append(RANK_DOWN_CODEC.encode(plan))
 
     def _report(self) -> StepReport:
-        """Of the oldest plan that is out."""
+        """Return the report of the oldest plan that is out."""
         (step,) = self.steps.steps_under_way()
         plan = _plan(self._frames[step - 1])
         self._frames[step - 1] = b""
@@ -272,8 +272,8 @@ class RankHost:
         )
 
     def step_ms(self, *, is_aligned: bool = False) -> tuple[float, float]:
-        """The milliseconds of a decoding step, and those in which attention was planned. `is_aligned`: every
-        sequence begins a block."""
+        """Return the milliseconds of a decoding step, and those in which attention was planned. `is_aligned`:
+        every sequence begins a block."""
         self._excluded_s = self._planned_s = 0.0
         began_at = CLOCK.now()
         report = self._runner.run(_plan(self._aligned_frame if is_aligned else self._frame))
@@ -295,7 +295,7 @@ class RankHost:
         return timed
 
     def _excluded(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The same call, with its time noted as not the host's."""
+        """Wrap the call so that its time is noted as not the host's."""
 
         def timed(*args: Any) -> Tensor:
             began_at = CLOCK.now()
@@ -318,7 +318,7 @@ def line(what: str, batch: int, context_tokens: int, measured_ms: float, limit_m
 
 
 def measure(model_dir: Path, batch: int, context_tokens: int, num_steps: int) -> list[dict[str, Any]]:
-    """The lines of one batch and context; medians of so many steps."""
+    """Return the lines of one batch and context; medians of `num_steps` steps."""
     core = EngineCoreHost(batch, context_tokens, ModelWork(read_model_config(model_dir), 2))
     of_core = [core.step_ms() for _ in range(num_steps)]
     rank = RankHost(model_dir, batch, context_tokens)

@@ -47,7 +47,7 @@ def equivalence(ratios: Sequence[float], margin: float = MARGIN) -> dict[str, An
 
 
 async def ttft_ms(client: Client, prompt: list[int], tenant: str) -> float:
-    """The time to the first token of a prompt, as the client sees it."""
+    """Return the time to the first token of a prompt, as the client sees it."""
     began_at = _CLOCK.now()
     options = GenerateOptions(max_tokens=1, seed=1, ignore_eos=True, tenant=tenant)
     await client.complete(prompt, options)
@@ -78,7 +78,7 @@ async def measure(address: str, num_pairs: int, num_tokens: int, vocab_size: int
             line = {"pair": number, "known_ms": known, "fresh_ms": unknown, "own_cached_ms": own}
             print(json.dumps(line), flush=True)
     result = {"result": "isolation", "cpu": cpu_name(), "num_tokens": num_tokens, **equivalence(ratios)}
-    # What there would be to see: the prompt of a tenant that has cached it itself.
+    # The visible difference, if there were one: the prompt of a tenant that has cached it itself.
     print(json.dumps({**result, "median_ratio_of_own_cached": median(cached)}))
 
 

@@ -57,14 +57,14 @@ TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 MAX_TOKENS = 512
 MIN_COMPLETE = 0.95
 MAX_REFUSED = 0.10
-# Of each answer that is asked again when a replica leaves.
+# The tokens of each answer that is asked again when a replica leaves.
 NUM_BEGUN_TOKENS = 8
 _PERIOD_S = 0.02
 
 
 @dataclass(frozen=True)
 class SchemaAnswer:
-    """What became of a schema: a text and its end, or the reason of a refusal."""
+    """The answer to a schema: a text and its end, or the reason of a refusal."""
 
     case: SchemaCase
     text: str = ""
@@ -78,7 +78,7 @@ class SchemaAnswer:
         return self.finish_reason == pb.FINISH_REASON_STOP
 
     def find_problem(self) -> str:
-        """Return what is wrong with a complete answer, by a validator that knows nothing of grammars."""
+        """Return the fault of a complete answer, by a validator that knows nothing of grammars."""
         return find_problem(self.text, self.case.text)
 
 
@@ -158,7 +158,7 @@ async def answer(
 
 
 async def answer_all(client: Client, cases: Sequence[SchemaCase], concurrency: int) -> list[SchemaAnswer]:
-    """Answer every case, so many at a time; the number of a case is its seed."""
+    """Answer every case, a limited number at a time; the number of a case is its seed."""
     places = asyncio.Semaphore(concurrency)
 
     async def one(number: int, case: SchemaCase) -> SchemaAnswer:
@@ -170,7 +170,7 @@ async def answer_all(client: Client, cases: Sequence[SchemaCase], concurrency: i
 
 @dataclass(frozen=True)
 class SchemaCounts:
-    """How many schemas were refused, and of how many of the others the answers are complete and valid."""
+    """The number of schemas that were refused, and of the others whose answers are complete and valid."""
 
     schemas: int
     refused: int
@@ -205,7 +205,7 @@ class SchemaCounts:
 
 
 def report(answers: Sequence[SchemaAnswer]) -> list[Line]:
-    """Return the lines of a run: what is wrong, then by keyword, then by source."""
+    """Return the lines of a run: the faults, then by keyword, then by source."""
     lines: list[Line] = []
     for it in answers:
         problem = ""
@@ -318,7 +318,7 @@ class SchemaCluster:
         return next(core for core in self._cores.values() if core.role == "decode")
 
     async def kill(self, core: EngineCore) -> None:
-        """Kill the replica's rank, and do what the cluster does then."""
+        """Kill the replica's rank, and act as the cluster does then."""
         os.kill(core.rank_process_ids[0], signal.SIGKILL)
         while True:
             try:
@@ -329,7 +329,7 @@ class SchemaCluster:
         await self._remove(core)
 
     async def drain(self, core: EngineCore) -> int:
-        """Drain the replica and end it. Returns how many streams have moved."""
+        """Drain the replica and end it. Return how many streams have moved."""
         await core.drain(60.0)
         num_moved = core.migration.num_migrated
         await self._remove(core)
@@ -394,8 +394,8 @@ async def measure_leaving(
 
 
 async def measure(num_schemas: int, num_leaving: int, concurrency: int) -> Lines:
-    """Yield the lines of a run with so many schemas, half of them of Kubernetes, and so many of them asked
-    again for each way to leave."""
+    """Yield the lines of a run with `num_schemas` schemas, half of them of Kubernetes, and `num_leaving` of
+    them asked again for each way to leave."""
     half = num_schemas // 2
     cases = [*kubernetes_cases(half), *drawn_cases(num_schemas - half)]
     async with SchemaCluster(TINY) as cluster:

@@ -36,7 +36,7 @@ _ROOT_KEY = bytes(16)
 
 @dataclass
 class Heard:
-    """What came up for a request; times are this process's monotonic clock."""
+    """The messages that came up for a request; times are this process's monotonic clock."""
 
     submitted_at: float
     token_times: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class LinkedReplicas:
         transfer: TransferConfig | None = None,
         store: str | None = None,
     ) -> EngineCore:
-        """A started replica with a Link to it."""
+        """Start a replica and open a Link to it."""
         spec = ReplicaSpec(
             identity=ReplicaIdentity(name, 1),
             pool=role,

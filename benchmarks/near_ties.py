@@ -41,7 +41,7 @@ WAYS = ("chunked", "batch", "resumed", "moved")
 
 
 class Outputs:
-    """What the sequences of a run sampled, `tokens` of each, and the logits that they came from."""
+    """The sampled tokens of a run's sequences, `tokens` of each, and the logits that they came from."""
 
     def __init__(self, num_sequences: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
@@ -67,7 +67,7 @@ class Model:
         self.attention = choose_attention(self.decoder.attention_shape, self._kv)
 
     def generate(self, prompts: Sequence[list[int]], chunk_tokens: int, *, moves: bool = False) -> Outputs:
-        """Compute the sequences beside each other until each has its prompt's and `num_tokens` tokens."""
+        """Compute the sequences together until each has its prompt's and `num_tokens` tokens."""
         outputs = Outputs(len(prompts))
         tables = [self._table(number) for number in range(len(prompts))]
         texts, at = [list(prompt) for prompt in prompts], [0] * len(prompts)

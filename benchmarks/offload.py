@@ -43,7 +43,7 @@ class Bench:
         host.kv.normal_()
 
     def tables(self, batch: int, context_tokens: int, num_in_host: int) -> list[tuple[int, ...]]:
-        """The first `num_in_host` blocks of each sequence are in host memory."""
+        """Return block tables in which the first `num_in_host` blocks of each sequence are in host memory."""
         num_blocks = context_tokens // self._block_tokens
         num_host = num_in_host * batch
         in_host = range(self._host.first_id, self._host.first_id + num_host)
@@ -56,7 +56,8 @@ class Bench:
         ]
 
     def step_s(self, tables: list[tuple[int, ...]], num_tokens: int) -> float:
-        """One step of the last `num_tokens` tokens of each sequence, without sampling."""
+        """Return the seconds of one step of the last `num_tokens` tokens of each sequence, without
+        sampling."""
         context_tokens = len(tables[0]) * self._block_tokens
         tokens, slots = b"\0\0\0\0" * num_tokens, range(len(tables))
         start = context_tokens - num_tokens
@@ -72,7 +73,8 @@ class Bench:
 
     @torch.inference_mode()
     def copy_s(self, tables: list[tuple[int, ...]]) -> float:
-        """Copying all that the step sees of host memory, layer by layer, and nothing else."""
+        """Return the seconds in which all host memory that the step sees is copied, layer by layer, and
+        nothing else."""
         self._host.use("stream")
         reader, num_layers = self._host.reader, self._host.kv.shape[1]
         in_host = sorted({block for table in tables for block in table if block >= self._host.first_id})

@@ -73,22 +73,23 @@ from workers.scheduler.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 CLOCK = SystemClock()
-# What HTTP may add to a first token, and of CPU time to a token.
+# The most that HTTP may add to a first token, and the CPU time that it may add to a token.
 HTTP_LIMIT_MS, HTTP_LIMIT_CPU_US = 1.0, 100.0
 _ROOT_KEY = bytes(16)
 
 
 @dataclass
 class Times:
-    """Of one stage and batch: to the first token of each request, and between its tokens; seconds."""
+    """The times of one stage and batch: to the first token of each request, and between its tokens;
+    seconds."""
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    # Of the gateway's process, all together.
+    # The CPU time of the gateway's process in all.
     cpu_s: float = 0.0
 
     def add(self, started_at: float, arrivals: list[tuple[float, int]]) -> None:
-        """One request: when its tokens came, and how many at a time."""
+        """Add one request: its start, when its tokens came, and how many at a time."""
         self.ttfts.append(arrivals[0][0] - started_at)
         for (before, _), (at, num_tokens) in pairwise(arrivals):
             self.gaps += [(at - before) / num_tokens] * num_tokens
@@ -100,7 +101,7 @@ Stage = Callable[[list[bytes], Times], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run in every stage."""
+    """The setting that is run in every stage."""
 
     model: Path
     dtype: str
@@ -170,7 +171,7 @@ class BareRunner:
             times.add(started_at, of_slot)
 
     def _record(self, prompts: list[bytes]) -> list[StepPlan]:
-        """The plans of a run with as many plans ahead as an engine core has."""
+        """Return the plans of a run with as many plans ahead as an engine core has."""
         fields = self._runner.ready_fields
         pool = BlockPool(fields.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
@@ -192,7 +193,7 @@ class BareRunner:
         return plans
 
     def _free(self, plans: list[StepPlan]) -> None:
-        """The slots that the last plans left taken."""
+        """Free the slots that the last plans left taken."""
         taken: set[int] = set()
         for plan in plans:
             taken = taken - set(plan.free_slots) | set(plan.started_slots)
@@ -288,7 +289,7 @@ class OverHttp:
 
 @asynccontextmanager
 async def part(kind: str, **order: Any) -> AsyncIterator[str]:
-    """A process of this program that plays one part; gives what it prints when it is ready."""
+    """Start a process of this program that plays one part; yield its output when it is ready."""
     command = [sys.executable, "-m", "benchmarks.overhead", "--part", kind]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -422,7 +423,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
 
 
 def _cpu_s(process_id: int | None) -> float:
-    """What the process has used; 0: there is none."""
+    """Return the processor time that the process has used; 0: there is none."""
     if process_id is None:
         return 0.0
     used = psutil.Process(process_id).cpu_times()
@@ -451,8 +452,8 @@ def report(stage_to_times: dict[str, Times], batch: int, num_prompt_tokens: int,
 def report_http(
     stage_to_times: dict[str, Times], pairs: list[tuple[float, float]], batch: int, setting: Setting
 ) -> None:
-    """Report what HTTP adds to gRPC: to the first token the median over the rounds' pairs, with the interval
-    that 90 % of resampled medians are in."""
+    """Report the time that HTTP adds to gRPC: to the first token the median over the rounds' pairs, with the
+    interval that 90 % of resampled medians are in."""
     added_ms = 1e3 * np.array([over_http - over_grpc for over_http, over_grpc in pairs])
     drawn = np.random.default_rng(0).choice(added_ms, (10_000, len(added_ms)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.05, 0.95])

@@ -56,7 +56,7 @@ class Pair:
         await self._replicas.add("decode", "decode", Parallel(), self._engine)
 
     async def run(self, name: str, num_tokens: int) -> Heard:
-        """One prompt of random tokens, handed over."""
+        """Run one prompt of random tokens, handed over."""
         prompt = self._draw.integers(3, 250, num_tokens).astype("<u4").tobytes()
         return await self._replicas.run("prefill", name, prompt, decode="decode")
 

@@ -27,7 +27,7 @@ from cluster.bench.overload_curve import recovered_after_s
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
 RECOVERY_S = 30.0
-# For long enough that so many requests come, where they are few.
+# The span is long enough for this number of requests, where they are few.
 RECOVERY_REQUESTS = 100
 # The first seconds of a load do not count where steady figures are meant.
 WARM_UP_S = 20.0
@@ -37,7 +37,7 @@ INTERACTIVE = [Tenant("a", "interactive")]
 
 
 class Scenario(NamedTuple):
-    """What is offered to which replicas. `roles` repeat until there are enough."""
+    """The load that is offered to the replicas. `roles` repeat until there are enough."""
 
     roles: tuple[str, ...]
     tenants: list[Tenant]
@@ -136,7 +136,7 @@ def run_load(
     after_s: float = 0.0,
     after_rate_s: float = 0.0,
 ) -> Load:
-    """Offer one load, then another for `after_s`, and let what was taken end."""
+    """Offer one load, then another for `after_s`, and wait for the accepted requests to end."""
     cluster = make_cluster(scenario, num_replicas, seed)
     cluster.offer(rate_s, duration_s, scenario.tenants, scenario.lengths)
     cluster.run(duration_s)
@@ -150,7 +150,7 @@ def run_load(
 
 def recovered_s(load: Load, after_s: float) -> float | None:
     """Return after how many seconds goodput is back, as `tandem bench serve --overload` has it; None: not at
-    all. The class batch has no objective: it is let in when the others are well."""
+    all. The class batch has no objective: it is admitted when the others are well."""
     config, end_s = load.cluster.config, load.duration_s
     sent = [
         it
@@ -195,8 +195,8 @@ def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float
 
 
 def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str, Any]:
-    """Four tenants of one weight: one offers ten times its share of the capacity, each of the others `load`
-    of its share."""
+    """Run four tenants of one weight: one offers ten times its share of the capacity, each of the others
+    `load` of its share."""
     scenario = SCENARIOS["interactive"]
     share = measured_capacity(scenario, num_replicas) / 4
     parts = {"greedy": 10.0, "b": load, "c": load, "d": load}
@@ -217,7 +217,7 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
         "what": "greedy",
         "replicas": num_replicas,
         "served_share_of_greedy": round(work_s["greedy"] / sum(work_s.values()), 3),
-        # What the others leave.
+        # The share that the others leave.
         "share_left": round(1 - 0.75 * load, 3),
         "served_per_s": round(num_served.total() / (duration_s - WARM_UP_S), 2),
         "capacity_per_s": round(4 * share, 2),
@@ -226,7 +226,7 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
 
 
 def _quantiles(values: list[float]) -> list[float]:
-    """The median, the 99th percentile and the greatest."""
+    """Return the median, the 99th percentile and the greatest."""
     if len(values) < 2:
         return values
     percentiles = statistics.quantiles(values, n=100)

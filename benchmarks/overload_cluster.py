@@ -57,7 +57,7 @@ CAPACITY_S = 30.0
 _TURN = ("interactive", "standard", "interactive", "interactive", "standard")
 CLASSES = (*_TURN, "interactive", "interactive", "batch", "interactive", "standard")
 INTERACTIVE_TTFT_S, STANDARD_TTFT_S = 3.0, 8.0
-# Of an output token; a batch request only has to end.
+# The second objective is for an output token; a batch request only has to end.
 OBJECTIVES = Objectives(1e3 * STANDARD_TTFT_S, 300.0, {"interactive": 1e3 * INTERACTIVE_TTFT_S, "batch": 1e6})
 LOAD = Workload(
     num_requests=1,
@@ -99,19 +99,19 @@ MEBIBYTE = 1 << 20
 
 
 class Limits(NamedTuple):
-    """What is promised."""
+    """The promised limits."""
 
     goodput_share: float = 0.9
     gateway_refusal_p99_ms: float = 5.0
     client_refusal_p99_ms: float = 50.0
     recovered_s: float = 5.0
-    # Of the gateway's resident memory: in the second half of the greatest load, when all that is bounded by
-    # a number of requests is full at last.
+    # Growth of the gateway's resident memory in the second half of the greatest load, when all that is
+    # bounded by a number of requests is full at last.
     growth_mb: float = 8.0
 
 
 class LoadSpan(NamedTuple):
-    """When a load was offered (Unix time), and the gateway's resident memory during it, second by second."""
+    """The span of a load (Unix time), and the gateway's resident memory during it, second by second."""
 
     label: str
     began_at: float
@@ -120,7 +120,7 @@ class LoadSpan(NamedTuple):
 
 
 class Measurement:
-    """Runs loads and watches the gateway meanwhile."""
+    """Runs loads and watches the gateway during them."""
 
     def __init__(self, target: Target, gateway: psutil.Process) -> None:
         self.spans: list[LoadSpan] = []
@@ -129,7 +129,7 @@ class Measurement:
         self._clock = SystemClock()
 
     async def run(self, label: str, workload: Workload) -> list[BenchRequest]:
-        """A `Runner`."""
+        """Run a load, as a `Runner` does."""
         print(f"{label}: {workload.num_requests} requests", file=sys.stderr, flush=True)
         span = LoadSpan(label, self._clock.wall(), 0.0, [])
         watching = asyncio.create_task(self._watch(span.rss_mb))
@@ -173,8 +173,7 @@ async def gateway_process(service: Service) -> psutil.Process:
 
 
 def refusals_s(logs: Path) -> list[tuple[float, float]]:
-    """Return, of each refused request in the access log, its end (Unix time) and what it took in the
-    gateway."""
+    """Return, of each refused request in the access log, its end (Unix time) and its time in the gateway."""
     found = []
     for file in logs.glob("worker-*.err"):
         for line in file.read_text().splitlines():
@@ -189,7 +188,7 @@ def refusals_s(logs: Path) -> list[tuple[float, float]]:
 def with_gateway(
     records: Sequence[dict[str, Any]], spans: Sequence[LoadSpan], refused: Sequence[tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return the records of the loads with what was seen at the gateway."""
+    """Return the records of the loads with the observations at the gateway."""
     found = []
     for record, span in zip(records, spans, strict=True):
         times_s = [it_s for at, it_s in refused if span.began_at <= at <= span.ended_at]
@@ -205,8 +204,8 @@ def with_gateway(
 
 
 def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """Return every limit with what was measured: the worst of all loads, where there are several. One of
-    which nothing was measured is not kept."""
+    """Return every limit with its measurement: the worst of all loads, where there are several. A limit
+    without a measurement is not kept."""
     _, middle_mb, end_mb = loads[-1]["gateway"]["rss_mb"]
 
     def worst(values: Sequence[float | None]) -> float | None:
@@ -234,13 +233,13 @@ def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: L
 
 
 async def measure(service: Service, duration_s: float, multiples: tuple[float, ...]) -> bool:
-    """Offer all loads, and print what came of them; returns whether all limits were kept."""
+    """Offer all loads, and print their results; return whether all limits were kept."""
     gateway = await gateway_process(service)
     console = Console(stderr=True, width=120)
     async with grpc_target(service.address, 60.0, None) as target:
         measurement = Measurement(target, gateway)
         run: Runner = measurement.run
-        # Of one class that waits longest, so that what is measured is not what is refused.
+        # The class that waits longest, alone, so that no refusals are measured.
         alone = replace(LOAD, service_classes=("standard",))
         capacity = await measured_capacity(
             OverloadPlan(alone, 0.0, CONCURRENCY, min(CAPACITY_S, 3 * duration_s)), OBJECTIVES, run

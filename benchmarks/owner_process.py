@@ -16,7 +16,7 @@ from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
 
 def owner_settings(**changes: Any) -> StoreSettings:
-    """Of a node by itself: no index, and a socket name of its own."""
+    """Return the settings of a node by itself: no index, and a socket name of its own."""
     fields: dict[str, Any] = {
         "node_id": "node",
         "epoch": 1,
@@ -29,7 +29,7 @@ def owner_settings(**changes: Any) -> StoreSettings:
 
 @contextmanager
 def running_owner(settings: StoreSettings, trust: TrustFiles) -> Iterator[str]:
-    """The owner's address, while it runs; at the end it flushes and leaves."""
+    """Run an owner and yield its address; at the end the owner flushes and leaves."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kvtransfer.store.server.store_server"],
         stdin=subprocess.PIPE,

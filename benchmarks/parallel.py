@@ -56,7 +56,7 @@ from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2
 BLOCK_TOKENS = 16
-# Of each sequence of a plan that is delivered: its block table is in the plan.
+# The context of each sequence of a plan that is delivered: its block table is in the plan.
 CONTEXT_TOKENS = 1024
 # Between plans, so that the receivers sleep.
 PAUSE_S = 0.003
@@ -76,7 +76,7 @@ _NEVER = Event()
 def part(
     kind: str, order: dict[str, Any], inherited: tuple[int, ...] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process of this program that plays one part, one thread."""
+    """Start a process of this program that plays one part, with one thread."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.parallel", "--part", kind],
         stdin=subprocess.PIPE,
@@ -149,7 +149,8 @@ def play_reducer(order: dict[str, Any]) -> None:
 
 
 def _sum_over_socket(connection: socket.socket, tensor: torch.Tensor) -> None:
-    """Both send what the other's buffers take, and receive, until nothing is left."""
+    """Sum a tensor over both processes, each of which sends as the other's buffers allow, and receives, until
+    nothing is left."""
     other = torch.empty_like(tensor)
     to_send, to_receive = (memoryview(each.numpy().data).cast("B") for each in (tensor, other))
     while to_send or to_receive:
@@ -173,8 +174,8 @@ def play_echo(order: dict[str, Any]) -> None:
 
 
 def wake_up_us(repeat: int, pause_s: float) -> float:
-    """Half a round trip of a byte between two processes on two cores. Each sleeps until it comes, the second
-    for `pause_s` at least."""
+    """Return half a round trip of a byte between two processes on two cores. Each sleeps until the byte
+    comes, the second for `pause_s` at least."""
     there, back = os.pipe(), os.pipe()
     cores = os.sched_getaffinity(0)
     order = {"in": there[0], "out": back[1], "repeat": repeat, "core": max(cores)}
@@ -194,7 +195,7 @@ def wake_up_us(repeat: int, pause_s: float) -> float:
 
 
 def memory_gb_s() -> float:
-    """Bytes read and written, of a copy that fits no cache; the best of several."""
+    """Return the GB a second read and written by a copy that fits no cache; the best of several."""
     source = np.ones(64 << 20, dtype=np.uint8)
     target = np.zeros_like(source)
     rates = []
@@ -206,12 +207,12 @@ def memory_gb_s() -> float:
 
 
 def decode_plan(step: int, batch: int) -> StepPlan:
-    """A plan in which every slot decodes."""
+    """Return a plan in which every slot decodes."""
     return StepPlan(step, decodes=np.arange(batch, dtype="<u4").tobytes())
 
 
 def deliver(sender: Sender, batch: int, repeat: int) -> list[float]:
-    """Microseconds of each plan until both ranks have it."""
+    """Return the microseconds of each plan until both ranks have it."""
     sent = []
     with ExitStack() as parts:
         processes = [
@@ -231,7 +232,7 @@ def deliver(sender: Sender, batch: int, repeat: int) -> list[float]:
 
 
 def measure_plans(batches: list[int], repeat: int, wake_us: float) -> dict[int, float]:
-    """Prints every way; returns how long the one that is used takes, by batch."""
+    """Print every way; return how long the one that is used takes, by batch."""
     batch_to_us = {}
     for batch in batches:
         frame = RANK_DOWN_CODEC.encode(decode_plan(0, batch))
@@ -255,7 +256,7 @@ def measure_plans(batches: list[int], repeat: int, wake_us: float) -> dict[int, 
 def measure_sums(
     rows: list[int], hidden: int, num_layers: int, repeat: int, limits: tuple[float, float]
 ) -> dict[int, float]:
-    """Prints all ways; returns how long the one that is used takes, by number of rows. `limits`: to wake a
+    """Print all ways; return how long the one that is used takes, by number of rows. `limits`: to wake a
     process (microseconds), and the memory's bandwidth (GB/s)."""
     wake_us, gb_s = limits
     store = open_store()
@@ -284,7 +285,8 @@ def measure_sums(
 async def step_times(
     model_dir: Path, dtype: str, tp: int, batch: int, num_tokens: int
 ) -> tuple[float, float]:
-    """(between two tokens, a rank's own time for a step), microseconds, while `batch` sequences decode."""
+    """Return (between two tokens, a rank's own time for a step), microseconds, while `batch` sequences
+    decode."""
     engine = EngineConfig(block_tokens=BLOCK_TOKENS, kv_tokens=(num_tokens + 64) * batch + 256)
     async with bare_replica(model_dir, dtype, Parallel(tp=tp), engine) as replica:
         names = [replica.submit(8, num_tokens) for _ in range(batch)]

@@ -44,7 +44,7 @@ class Timeline:
         self.spans = [span for span in spans if span.finished_at > start and span.started_at < end]
 
     def busy(self, min_ranks: int) -> float:
-        """Seconds of the window in which at least so many ranks are busy."""
+        """Return the seconds of the window in which at least `min_ranks` ranks are busy."""
         edges = [(max(span.started_at, self._start), 1) for span in self.spans]
         edges += [(min(span.finished_at, self._end), -1) for span in self.spans]
         total, num_busy, before = 0.0, 0, 0.0
@@ -84,7 +84,7 @@ async def record(
 
 
 async def _decode_alone(replica: BareReplica, decoding: list[str], num_tokens: int) -> tuple[float, float]:
-    """From now until every sequence has so many tokens more."""
+    """Wait from now until every sequence has `num_tokens` tokens more."""
     start = CLOCK.now()
     goals = {name: len(replica.token_times[name]) + num_tokens for name in decoding}
     await replica.until(lambda: all(len(replica.token_times[name]) >= goal for name, goal in goals.items()))
@@ -92,7 +92,7 @@ async def _decode_alone(replica: BareReplica, decoding: list[str], num_tokens: i
 
 
 def chunk_spans(replica: BareReplica) -> list[Span]:
-    """The spans of the steps that have a prefill chunk."""
+    """Return the spans of the steps that have a prefill chunk."""
     steps = {
         step for step, plan in replica.plans.items() if any(entry.num_tokens > 1 for entry in plan.entries)
     }

@@ -134,7 +134,7 @@ def _onednn(weight: Tensor) -> Product:
 
 
 def _mkl(weight: Tensor) -> Product:
-    """The product in float32, whatever the weights are."""
+    """Return the product in float32, whatever the weights are."""
     plain = weight.float()
     packed = torch.ops.mkl._mkl_reorder_linear_weight(plain, 16)
     return lambda x: torch.ops.mkl._mkl_linear(x.float(), packed, plain, None, len(x))

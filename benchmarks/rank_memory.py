@@ -86,7 +86,8 @@ class _Sequence:
 
 
 class VariedSteps:
-    """Makes random plans. Prompts are computed in chunks of random lengths beside decodes of others."""
+    """Makes random plans. Prompts are computed in chunks of random lengths together with decodes of
+    others."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class MemoryCourse:
 
     @property
     def growth(self) -> int:
-        """What the second half of the steps adds to the process's own memory."""
+        """The memory that the second half of the steps adds to the process's own."""
         return self.end.own - self.middle.own
 
 
@@ -214,7 +215,7 @@ def watch(
     num_threads: int,
     dtype: str = "bf16",
 ) -> MemoryCourse:
-    """Run so many random steps on a rank of its own process."""
+    """Run random steps on a rank of its own process."""
     config = read_model_config(model_dir)
     rank = RankProcess(
         model_dir,

@@ -126,7 +126,7 @@ class RankProcess:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def phase_s(self) -> dict[str, float]:
-        """Return how long each phase of the start took; those that share a first word are one."""
+        """Return how long each phase of the start took; phases that share a first word are one."""
         durations: dict[str, float] = {}
         for phase, later in zip(self.phases, self.phases[1:], strict=False):
             name = phase.name.partition(",")[0]

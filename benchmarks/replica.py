@@ -52,7 +52,7 @@ class BareReplica:
         # When each token of a request was known here.
         self.token_times: dict[str, list[float]] = {}
         self.finished: set[str] = set()
-        # By which prefill chunks shrink.
+        # The ratio by which prefill chunks shrink.
         self.attention_ratio = 0.0
         self._model_dir = model_dir
         self._engine = engine
@@ -77,7 +77,7 @@ class BareReplica:
         self._shape = Shape(spec)
 
     async def start(self, attention_ratio: float | None = None) -> None:
-        """`attention_ratio` is used instead of the measured one."""
+        """Start the replica; `attention_ratio` is used instead of the measured one."""
         ready = (await self._group.start(self._shape.specs, "127.0.0.1", self._shape.plan_stages))[0]
         self.attention_ratio = self._shape.attention_ratio if attention_ratio is None else attention_ratio
         self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
@@ -95,7 +95,7 @@ class BareReplica:
         await self._group.stop()
 
     def submit(self, num_prompt_tokens: int, max_tokens: int) -> str:
-        """A prompt that was never seen before; it ends after `max_tokens`. Returns its name."""
+        """Submit a prompt that was never seen before; it ends after `max_tokens`. Return its name."""
         tokens = self._draw.integers(2, self._vocab_size, num_prompt_tokens, dtype="<u4").tobytes()
         self._num_requests += 1
         name = f"r{self._num_requests}"
@@ -124,7 +124,7 @@ class BareReplica:
             self.finished.add(name)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait for what the next steps bring; `RuntimeError` when a rank dies before."""
+        """Wait for the results of the next steps; `RuntimeError` when a rank dies before."""
         while not is_reached():
             self._changed.clear()
             await self._changed.wait()
@@ -162,7 +162,7 @@ async def bare_replica(
     engine: EngineConfig,
     attention_ratio: float | None = None,
 ) -> AsyncIterator[BareReplica]:
-    """A started replica, stopped at the end."""
+    """Start a replica, and stop it at the end."""
     replica = BareReplica(model_dir, dtype, parallel, engine)
     await replica.start(attention_ratio)
     try:

@@ -41,7 +41,7 @@ NUM_REPLICAS = 64
 TRACE_BLOCK_TOKENS = 512
 NUM_NODES = 16
 NODE_BLOCKS = 3000
-# Of all nodes together, if nothing were cached: sets the nodes' rate.
+# The use of all nodes together, if nothing were cached: it sets the nodes' rate.
 UTILISATION = 0.75
 
 
@@ -71,7 +71,7 @@ def load_of(replica_id: str, now: float, backlog_tokens: int = 0, num_running: i
 def quantiles_us(
     call: Callable[[], object], num_calls: int, before: Callable[[], object] = tuple
 ) -> tuple[float, float]:
-    """Median and 99th percentile of the processor time of one call; what is done before it does not count."""
+    """Return the median and 99th percentile of the processor time of one call; `before` does not count."""
     times = []
     for _ in range(num_calls):
         before()
@@ -141,8 +141,8 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
 
 
 def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
-    """Time what an overloaded gateway adds to a decision: what a request would wait for each replica that
-    computes prompts, for each of which requests of so many tenants wait already."""
+    """Time the addition of an overloaded gateway to a decision: the wait of a request for each replica that
+    computes prompts, at each of which requests of this many tenants wait already."""
     clock = ManualClock()
     service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
     queues = ReplicaQueues(service)
@@ -214,7 +214,7 @@ class Node:
         return len(keys)
 
     def serve(self, request: TraceRequest, num_cached: int) -> tuple[float, KvEvents]:
-        """Queue and compute the request: the time of its first token, and what changed in the cache."""
+        """Queue and compute the request; return the time of its first token, and the changes in the cache."""
         uncached_tokens = max(1, request.num_tokens - num_cached * TRACE_BLOCK_TOKENS)
         self.num_computed_tokens += uncached_tokens
         self.free_at_s = max(self.free_at_s, request.at_s) + uncached_tokens / self.tok_s
@@ -234,8 +234,8 @@ class Node:
 
 
 def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
-    """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
-    the router's own deltas carry it through requests of the same instant."""
+    """Send all requests through one policy. The cache view is exact; the load is exact whenever time moves,
+    and the router's own deltas carry it through requests of the same instant."""
     clock = ManualClock()
     config = RouterConfig(policy=policy, skip_prefill_tokens=0)
     router = RouterService(config, TRACE_BLOCK_TOKENS, clock, 1)

@@ -99,7 +99,7 @@ def measure(num_rows: int, vocab_size: int, num_rounds: int, kernels: str, kinds
 
 
 def _sampler(num_rows: int, vocab_size: int, sampling: SamplingParams) -> Sampler:
-    """With slots in the middle of an answer."""
+    """Return a sampler with slots in the middle of an answer."""
     sampler = Sampler(vocab_size, (0,), torch.device("cpu"), num_rows)
     tokens = torch.randint(0, vocab_size, (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS,), dtype=torch.int32)
     packed = tokens.numpy().tobytes()

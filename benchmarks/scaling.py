@@ -26,7 +26,7 @@ LIMITS = PoolLimits(min=1, max=40)
 
 
 def rate(at: float) -> float:
-    """Requests a second."""
+    """Return the requests a second."""
     smooth = 9 - 8 * math.cos(2 * math.pi * at / LENGTH_S)
     return smooth * (2 if any(start <= at < end for start, end in BURSTS_S) else 1)
 

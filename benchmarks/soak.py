@@ -69,7 +69,7 @@ class Samples(NamedTuple):
     shared_mb: list[float]
 
     def read(self, now: float) -> None:
-        """Read what the process has now."""
+        """Read the present figures of the process."""
         lines = Path(f"/proc/{self.process_id}/status").read_text().splitlines()
         kb = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
         self.times_s.append(now)

@@ -79,12 +79,12 @@ class UnsummedPool(HostPool):
 
 
 def layout(block_bytes: int) -> BlockLayout:
-    """Eight layers of eight heads."""
+    """Return a layout of eight layers of eight heads."""
     return BlockLayout(Shard(0, 8, 0, 8), head_dim=block_bytes // 4096, block_tokens=16, item_bytes=2)
 
 
 def serve(num_bytes: int, trust: Trust, address: str) -> None:
-    """The owner's part: an arena whose pages are taken, granted to each rank that comes."""
+    """Play the owner: grant an arena whose pages are taken to each rank that comes."""
     arena = Arena.create(num_bytes, GRANULE_BYTES, huge_pages=True)
     np.frombuffer(arena.view, dtype=np.uint8)[GRANULE_BYTES:] = 1
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -168,7 +168,7 @@ class TimedWorker:
             assert not done.bad, "a record has another sum"
 
     def copies(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """memcpy of every block to its record, and back."""
+        """Return the memcpy of every block to its record, and the one back."""
         arena, pool, size = self._owner.region, self._pool.region, self._size
         pairs = [
             (pool.address + block * size, arena.address + offset + HEADER_BYTES)
@@ -199,7 +199,7 @@ class Way(NamedTuple):
 
 
 def filled_pool(kind: type[HostPool], block_bytes: int, num_blocks: int) -> HostPool:
-    """A pool whose pages are taken."""
+    """Return a pool whose pages are taken."""
     memory = KvMemory.allocate(num_blocks * block_bytes)
     np.frombuffer(memory.buffer, dtype=np.uint64)[:] = np.random.default_rng(1).integers(
         0, 1 << 63, memory.num_bytes // 8, dtype=np.uint64

@@ -38,7 +38,7 @@ CLOCK = SystemClock()
 
 
 def make_index(node: str, url: str) -> Index:
-    """A node's, with a budget that never cuts off: here every look-up counts."""
+    """Return a node's index, with a budget that never cuts off: here every look-up counts."""
     settings = StoreSettings(
         node_id=node,
         epoch=1,
@@ -52,7 +52,7 @@ def make_index(node: str, url: str) -> Index:
 
 
 async def fill(holders: list[Index], keys: list[bytes]) -> None:
-    """Every holder announces all shards of all blocks."""
+    """Announce all shards of all blocks at every holder."""
     for holder in holders:
         for key in keys:
             for shard in SHARDS:
@@ -62,7 +62,7 @@ async def fill(holders: list[Index], keys: list[bytes]) -> None:
 
 
 async def measure(url: str, num_keys: int, num_nodes: int, num_rounds: int) -> dict[str, float]:
-    """Median seconds of each way."""
+    """Return the median seconds of each way."""
     keys = [hashlib.sha256(number.to_bytes(4, "big")).digest()[:16] for number in range(num_keys)]
     built = [key_prefix("tandem", keys[0], SPACE) + key for key in keys]
     holders = [make_index(f"node-{number}", url) for number in range(num_nodes)]

@@ -63,7 +63,7 @@ class Memory:
 
 
 def spread(workload: Workload, work: Callable[[int], None], step: int = 1) -> float:
-    """Seconds for `work` on every record (or every `step`-th), in order, by all threads."""
+    """Return the seconds for `work` on every record (or every `step`-th), in order, by all threads."""
     numbers = iter(range(0, workload.num_records, step))
 
     def run() -> None:
@@ -78,7 +78,7 @@ def spread(workload: Workload, work: Callable[[int], None], step: int = 1) -> fl
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Of these files, and all of it where that is allowed."""
+    """Drop the cached pages of these files, and all of the cache where that is allowed."""
     os.sync()
     for path in folder.iterdir():
         fd = os.open(path, os.O_RDONLY)

@@ -77,7 +77,7 @@ def layout(shard: Shard) -> BlockLayout:
 
 
 def filled_pool(shard: Shard, num_blocks: int, seed: int) -> HostPool:
-    """A pool whose pages are taken."""
+    """Return a pool whose pages are taken."""
     memory = KvMemory.allocate(num_blocks * layout(shard).block_bytes)
     np.frombuffer(memory.buffer, dtype=np.uint64)[:] = np.random.default_rng(seed).integers(
         0, 1 << 63, memory.num_bytes // 8, dtype=np.uint64

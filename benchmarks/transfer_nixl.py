@@ -94,7 +94,8 @@ class Pair:
         self.absent = next((reason for reason in map(self._answer, self._processes) if reason != "ready"), "")
 
     def run(self, operation: str, has_thread: bool, *, compare: bool = False) -> float:
-        """One pass over all blocks; returns its seconds. With `compare` the bytes are checked after it."""
+        """Run one pass over all blocks; return its seconds. With `compare` the bytes are checked after the
+        pass."""
         target, writer = self._processes
         offer = self._call(target, "open", has_thread)
         self._call(writer, "open", has_thread)
@@ -137,7 +138,7 @@ class Rivals:
             self._pairs[cell.system].run(cell.operation, cell.has_thread, compare=True)
 
     def run(self, cell: Cell) -> float:
-        """Seconds of one pass over all blocks, without setting up."""
+        """Return the seconds of one pass over all blocks, without setting up."""
         return self._pairs[cell.system].run(cell.operation, cell.has_thread)
 
     def close(self) -> None:
@@ -147,7 +148,7 @@ class Rivals:
 
 @contextmanager
 def rivals(num_bytes: int, block_bytes: int) -> Iterator[Rivals]:
-    """The other systems' processes, ready."""
+    """Start the other systems' processes and yield them when they are ready."""
     others = Rivals(num_bytes, block_bytes)
     try:
         yield others
@@ -159,7 +160,7 @@ def rivals(num_bytes: int, block_bytes: int) -> Iterator[Rivals]:
 
 
 class NixlPeer:
-    """One side of a NIXL pair; an agent for each pass, so that no progress thread runs beside others."""
+    """One side of a NIXL pair; an agent for each pass, so that no progress thread runs next to others."""
 
     def __init__(self, memory: Bytes, block_bytes: int) -> None:
         from kvtransfer.transports.nixl import load_nixl
@@ -181,7 +182,7 @@ class NixlPeer:
         return [self._agent.get_agent_metadata().hex(), address]
 
     def serve(self, closing: threading.Event) -> None:
-        """The target's part without a progress thread: answer UCX."""
+        """Answer UCX, as the target's part without a progress thread."""
         while not closing.wait(_POLL_PAUSE_S):
             self._agent.get_new_notifs()
 
@@ -235,7 +236,7 @@ class MooncakePeer:
         return [f"127.0.0.1:{self._engine.get_rpc_port()}", self._memory.ctypes.data]
 
     def serve(self, closing: threading.Event) -> None:
-        """Mooncake has threads of its own."""
+        """Return at once: Mooncake has threads of its own."""
 
     def connect(self, offer: Sequence[Any]) -> None:
         self._peer, self._address = str(offer[0]), int(offer[1])
@@ -251,11 +252,11 @@ class MooncakePeer:
         return CLOCK.now() - started
 
     def close(self) -> None:
-        """It stays."""
+        """Return without closing anything: the engine stays."""
 
 
 def serve_pair(system: str, role: str, num_bytes: int, block_bytes: int) -> None:
-    """A process of a pair: words come in on standard input, answers go to standard output."""
+    """Serve as a process of a pair: words come in on standard input, answers go to standard output."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     memory: Bytes = np.frombuffer(KvMemory.allocate(num_bytes).buffer, dtype=np.uint8)
@@ -363,7 +364,7 @@ def _timed(way: Way) -> Callable[[], float]:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios within one repetition."""
+    """Return the median of the ratios within one repetition."""
     return statistics.median([value / other for value, other in zip(values, others, strict=True)])
 
 

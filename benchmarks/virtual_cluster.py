@@ -42,7 +42,7 @@ NETWORK_S = 0.001
 
 
 class EngineModel(NamedTuple):
-    """What steps take at a replica, and what it has. The default serves about one request a second."""
+    """The step times and resources of a replica. The default serves about one request a second."""
 
     base_s: float = 0.03
     sequence_s: float = 0.001
@@ -51,17 +51,17 @@ class EngineModel(NamedTuple):
     max_batch_tokens: int = 256
     max_sequences: int = 32
     num_blocks: int = 8000
-    # Of sending the KV of a token to another replica.
+    # The time to send the KV of a token to another replica.
     transfer_s: float = 2e-5
 
     def work_s(self, num_prompt: int, num_output: int) -> float:
-        """Return what a request takes of a replica on which all sequences run."""
+        """Return the seconds that a request takes of a replica on which all sequences run."""
         each_s = self.base_s / self.max_sequences + self.sequence_s + num_prompt * self.context_s
         return num_prompt * self.token_s + num_output * each_s
 
 
 class Tenant(NamedTuple):
-    """Who sends requests of one class: its part of all requests, and its weight."""
+    """A sender of requests of one class: its part of all requests, and its weight."""
 
     name: str
     service_class: ServiceClass
@@ -134,7 +134,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _News:
-    """What a step brought, for the gateway."""
+    """The results of a step, for the gateway."""
 
     first: list[VirtualRequest] = field(default_factory=list)
     ended: list[VirtualRequest] = field(default_factory=list)
@@ -150,7 +150,7 @@ class VirtualReplica:
         self._cluster = cluster
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        # Of class batch, paused: they keep their blocks while nobody else needs them.
+        # Paused sequences of class batch keep their blocks while no other sequence needs them.
         self._paused: list[_Sequence] = []
         # Accepted, and waiting for blocks at the replica that will decode.
         self._unlanded: set[_Sequence] = set()
@@ -194,7 +194,7 @@ class VirtualReplica:
         )
 
     def queue_state(self) -> QueueState:
-        """Return what changes with every step."""
+        """Return the state that changes with every step."""
         return QueueState(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._unlanded),
@@ -299,7 +299,7 @@ class VirtualReplica:
             self._paused.clear()
 
     def _take_blocks(self, num_blocks: int) -> bool:
-        """Whether so many are free, at the cost of paused sequences."""
+        """Whether `num_blocks` blocks are free, at the cost of paused sequences."""
         while num_blocks > self._num_free_blocks and (kept := [it for it in self._paused if it.num_blocks]):
             self._evict(kept[-1])
         return num_blocks <= self._num_free_blocks
@@ -313,7 +313,7 @@ class VirtualReplica:
         self.num_preemptions += 1
 
     def _start_sequences(self) -> None:
-        """Move what waits to the running sequences, as far as slots and blocks allow."""
+        """Move waiting sequences to the running ones, as far as slots and blocks allow."""
         while self._waiting and len(self._running) < self.model.max_sequences:
             sequence = self._waiting[0]
             if not sequence.num_blocks:
@@ -427,7 +427,7 @@ class VirtualCluster:
         heapq.heappush(self._due, (time_s, next(self._numbers), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it in so many seconds."""
+        """Call it in `delay_s` seconds."""
         self.at(self.clock.now() + delay_s, call)
 
     def run(self, until_s: float) -> None:
@@ -449,7 +449,7 @@ class VirtualCluster:
         self.after(self.random.expovariate(rate_s), arrive)
 
     def saturate(self, num_requests: int, tenants: list[Tenant], lengths: Lengths) -> None:
-        """Keep so many requests in the cluster: one comes for each that ends."""
+        """Keep `num_requests` requests in the cluster: one comes for each that ends."""
 
         def arrive() -> None:
             self.arrive(self._draw(tenants), lengths)
@@ -492,7 +492,7 @@ class VirtualCluster:
             request.refusal, request.ended_at = str(outcome.error), self.clock.now()
 
     def on_frame(self, replica: VirtualReplica, state: QueueState, news: _News) -> None:
-        """Take what a step of a replica brought."""
+        """Take the results of a step of a replica."""
         now = self.clock.now()
         self.router.loads.on_queue(replica.identity, state, now)
         for request in news.first:

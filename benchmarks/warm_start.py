@@ -46,8 +46,8 @@ class Bench:
         self._last = tokens[num_tokens:].astype("<u4").tobytes()
 
     async def run(self, parallel: Parallel, *, is_cold: bool) -> tuple[Heard, EngineCore]:
-        """A new store and a new replica; when cold, after a first request that warms the rest up, and until
-        the prompt is in the tiers."""
+        """Run a new store and a new replica; when cold, after a first request that warms the rest up, and
+        until the prompt is in the tiers."""
         settings = self._settings()
         with running_owner(settings, self._trust):
             replicas = LinkedReplicas(self._model_dir, "bf16", self._trust)
@@ -83,7 +83,7 @@ class Bench:
 
 
 def read_gb_s(folder: Path) -> float:
-    """A plain loop over the segments with O_DIRECT, one thread."""
+    """Return the rate of a plain loop over the segments with O_DIRECT, one thread."""
     buffer = mmap.mmap(-1, _ALIGNED_BYTES)
     num_bytes = 0
     began_at = CLOCK.now()

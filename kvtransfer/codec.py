@@ -21,11 +21,12 @@ import msgspec
 
 from kvtransfer.errors import MAX_REASON_CHARS, PeerGoneError, UnknownMessageError, WireError, shown
 
-# Of any kind of stream; most take less (`FrameStream`).
+# The largest frame of any kind of stream; most take less (`FrameStream`).
 MAX_FRAME_BYTES = 64 << 20
-# Of a connection that carries no data of requests: hellos, offers, announcements and acknowledgements.
+# The largest frame of a connection that carries no data of requests: hellos, offers, announcements,
+# acknowledgements.
 CONTROL_FRAME_BYTES = 1 << 20
-# What a frame lies behind on a byte stream.
+# The length that precedes a frame on a byte stream.
 LENGTH = struct.Struct("<I")
 # No message has a longer name.
 _MAX_TAG_BYTES = 64
@@ -138,7 +139,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 
 def _read(stream: IO[bytes], num_bytes: int) -> bytes:
-    """Read so many bytes, in parts where the stream is not buffered."""
+    """Read `num_bytes` bytes, in parts where the stream is not buffered."""
     data = b""
     while len(data) < num_bytes:
         part = stream.read(num_bytes - len(data))

@@ -72,7 +72,7 @@ class TransferConfig(BaseModel):
         return value
 
     def settings(self) -> TransferSettings:
-        """What a rank's transfer agent needs of it."""
+        """Return the settings that a rank's transfer agent needs."""
         return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__struct_fields__})
 
 

@@ -76,7 +76,7 @@ MAX_REASON_CHARS = 300
 
 
 def shown(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Return the text with escapes for what is not printable, line breaks and marks of direction included,
+    """Return the text with escapes for unprintable characters, line breaks and marks of direction included,
     cut to `max_chars` with "..." as its end."""
     kept = text[: max_chars + 1]
     escaped = "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in kept)

@@ -65,7 +65,7 @@ class CompatibilityRecord(Part, frozen=True):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES.get(self.dtype, 2)
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
-        """One line per differing field; empty when the two may exchange KV."""
+        """Return one line per differing field; no lines when the two may exchange KV."""
         return [
             f"{field}: {getattr(self, field)!r} here, {getattr(other, field)!r} there"
             for field in self.__struct_fields__
@@ -137,7 +137,7 @@ class LandingRequest(Message, frozen=True):
     # Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
     # `num_tokens`.
     is_growing: bool = False
-    # With sharing_group and priority; None: its writer is of a version that sends these alone.
+    # The facts include sharing_group and priority; None: its writer is of a version that sends these alone.
     standing: RequestFacts | None = None
 
     @property

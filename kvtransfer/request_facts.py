@@ -12,7 +12,7 @@ from kvtransfer.codec import Part
 
 ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
-# What is taken of a prompt that is embedded: the last token's hidden state.
+# The state that is taken of an embedded prompt: the last token's hidden state.
 Pooling = Literal["last"]
 
 
@@ -20,14 +20,14 @@ class RequestFacts(Part, frozen=True):
     """Whose request it is, and how it may be treated."""
 
     tenant: str = ""
-    # Whose prefixes it shares, and whom its KV belongs to.
+    # The group whose prefixes it shares, and to which its KV belongs.
     sharing_group: str = ""
     # Among the requests of its tenant and class; higher goes first.
     priority: int = 0
     service_class: ServiceClass = "standard"
     # The conversation that it belongs to, among those of all tenants; "": none is named.
     session: str = ""
-    # Of each replica's KV blocks: what its sharing group may use.
+    # The part of each replica's KV blocks that its sharing group may use.
     kv_share: float = 1.0
     # Its KV is found by no other request, and not stored.
     is_private: bool = False

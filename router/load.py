@@ -47,7 +47,7 @@ _CORRECTION_MEMORY_S = 30.0
 _RESIDENCE_WEIGHT = 0.1
 # Output tokens of a sequence, assumed until one has ended at the replica.
 DEFAULT_OUTPUT_TOKENS = 64
-# From so many running sequences on, the blocks that they hold show how many fit.
+# The number of running sequences from which on the blocks that they hold show how many fit.
 _MIN_FITTING = 4
 # A request that was sent, and without news for this long, is stale and no longer counts as load: the message
 # of its end was lost.
@@ -64,20 +64,22 @@ class CurrentLoad(NamedTuple):
     backlog_tokens: int
     # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
-    # Blocks free for another request, beside what gateways hold; negative when more is on its way than fits.
+    # Blocks free for another request, without those that gateways hold; negative when more is on its way than
+    # fits.
     num_free_blocks: int
     rates: Rates
-    # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
+    # The parts of `backlog_tokens` and `num_sequences` that gateways still hold.
     num_queued_tokens: int = 0
     num_queued_sequences: int = 0
     # How many sequences can run there at once; 0 if unknown.
     num_places: float = 0.0
-    # For how long a sequence has such a place, from its first token to its end.
+    # The time for which a sequence has such a place, from its first token to its end.
     residence_s: float = 0.0
 
     @property
     def num_sent_sequences(self) -> int:
-        """Those that decode there, wait there, or are on their way there: what gateways hold left out."""
+        """The sequences that decode there, wait there, or are on their way there, without those that gateways
+        hold."""
         return self.num_sequences - self.num_queued_sequences
 
     @property
@@ -87,17 +89,17 @@ class CurrentLoad(NamedTuple):
 
     @property
     def submitted_place_wait_s(self) -> float:
-        """The time until what was sent there has a place, and the next one too."""
+        """The time until the sequences sent there have a place, and the next one too."""
         return self.place_wait(0.0)
 
     def queue(self, queued_part: float) -> float:
-        """Return the time of the backlog, with that part of what gateways hold."""
+        """Return the time of the backlog, with that part of the tokens that gateways hold."""
         num_sent_tokens = self.backlog_tokens - self.num_queued_tokens
         return (num_sent_tokens + queued_part * self.num_queued_tokens) * self.rates.token_s
 
     def place_wait(self, queued_part: float) -> float:
-        """Return the time until what was sent there, that part of what gateways hold, and one sequence more
-        have a place."""
+        """Return the time until the sequences sent there, that part of those that gateways hold, and one
+        sequence more have a place."""
         num_before = self.num_sent_sequences + queued_part * self.num_queued_sequences
         return max(0.0, num_before + 1 - self.num_places) * self.place_s
 
@@ -127,10 +129,10 @@ class Placement:
     gateway_id: str = ""
     # It waits in its gateway, and its replicas know nothing of it.
     is_queued: bool = False
-    # Of computing it, before any correction, and of loading what is stored; 0: not known.
+    # The times to compute it, before any correction, and to load its stored blocks; 0: not known.
     prefill_s: float = 0.0
     load_s: float = 0.0
-    # Until it is computed, as predicted when it was sent.
+    # The time until it is computed, as predicted when it was sent.
     wait_s: float = 0.0
 
 
@@ -154,10 +156,10 @@ class _Pending:
     placements: set[Placement] = field(default_factory=set)
     num_prefill_tokens: int = 0
     num_sequences: int = 0
-    # Of these: of placements that are held.
+    # The parts of these sums from placements that are held.
     num_queued_tokens: int = 0
     num_queued_sequences: int = 0
-    # Of those that are not held: only what was sent takes blocks.
+    # The parts from placements that are not held: only sent requests take blocks.
     num_sent: int = 0
     num_new_blocks: int = 0
 
@@ -203,7 +205,7 @@ class _ReplicaLoad:
 
     identity: ReplicaIdentity
     role: str
-    # Of all replicas.
+    # The ids of changed replicas: one set for all replicas.
     changed: set[str]
     report: ReplicaLoad | None = None
     computing: _Pending = field(default_factory=_Pending)
@@ -214,7 +216,7 @@ class _ReplicaLoad:
     # The logarithm of the times that prefills took there over those predicted, and when that was measured.
     log_ratio: float = 0.0
     measured_at: float = float("-inf")
-    # From first tokens to ends, the mean; 0: not measured.
+    # The mean time from first tokens to ends; 0: not measured.
     residence_s: float = 0.0
     # The mean of the sequences that it decodes, or decoded last.
     context_tokens: float = 0.0
@@ -233,11 +235,11 @@ class _ReplicaLoad:
 
     @property
     def covered_until(self) -> float:
-        """What was made by then is shown by the last report; -inf before the first."""
+        """The time up to which the last report shows all placements; -inf before the first."""
         return float("-inf") if self.report is None else self.report.received_at - REPORT_LAG_S
 
     def correction(self, now: float) -> float:
-        """Return what a prefill takes there over what its coefficients say."""
+        """Return the ratio of the time that a prefill takes there to the prediction of its coefficients."""
         if self.log_ratio <= 0.0:
             return 1.0
         kept = kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
@@ -257,7 +259,8 @@ class _ReplicaLoad:
         self.touch()
 
     def cover(self) -> None:
-        """Drop what the last report shows: routed by then or, if expected, handed over by then."""
+        """Drop the placements that the last report shows: routed by then or, if expected, handed over by
+        then."""
         until = self.covered_until
         for pending in (self.computing, self.staying):
             for placement in [it for it in pending.placements if not it.is_queued and it.routed_at <= until]:
@@ -331,7 +334,7 @@ class LoadTracker:
         self._on_dropped = on_dropped
         self._replicas: dict[str, _ReplicaLoad] = {}
         self._changed: set[str] = set()
-        # By gateway id.
+        # The placements by gateway id.
         self._own = _GatewayPlacements()
         self._placements: dict[str, _GatewayPlacements] = {"": self._own}
 
@@ -368,7 +371,7 @@ class LoadTracker:
         replica.cover()
 
     def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
-        """Take what has changed since the last report, of which the rest still holds. Ignored before it."""
+        """Take the changes since the last report, of which the rest still holds. Ignored before it."""
         replica = self._replicas.get(identity.replica_id)
         if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
             self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
@@ -463,7 +466,7 @@ class LoadTracker:
         return None if placements is None else placements.find(request_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return the placements of this gateway: what was sent, the oldest first, and what it holds."""
+        """Return the placements of this gateway: the sent ones, the oldest first, and the held ones."""
         return iter(self._own)
 
     def state(self, replica_id: str) -> CurrentLoad:
@@ -500,7 +503,7 @@ class LoadTracker:
         return (it.report for it in self._replicas.values() if it.report is not None)
 
     def _predict(self, placement: Placement) -> None:
-        """Note when it will be computed: after what was sent there before it, and a step that runs."""
+        """Note when it will be computed: after the requests sent there before it, and a step that runs."""
         if placement.compute_id in self._replicas:
             state = self.state(placement.compute_id)
             placement.wait_s = max(state.queue(0.0), placement.load_s)
@@ -563,7 +566,7 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     num_sent = num_sequences - num_queued_sequences
     rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
-    # By position, as `Rates`.
+    # The arguments are positional, as those of `Rates`.
     return CurrentLoad(
         replica.role,
         report,

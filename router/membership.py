@@ -43,7 +43,7 @@ class Members:
         self._load = load
         self._members: dict[str, Member] = {}
         self._turns = count()
-        # When replicas refused a request, until they are heard again.
+        # The times at which replicas refused a request, until they are heard again.
         self._refused_at: dict[str, float] = {}
         self.version = 0
 
@@ -147,7 +147,7 @@ class Members:
         return prefill_ids, decode_ids
 
     def move_ids(self, request: RouteRequest) -> list[str]:
-        """Return the ids of those to which a running stream may migrate, whatever is pinned."""
+        """Return the ids of the replicas to which a running stream may migrate, regardless of pins."""
         return self._preferred(
             replica_id
             for replica_id, member in self._members.items()
@@ -155,7 +155,7 @@ class Members:
         )
 
     def no_target(self, request: RouteRequest) -> NoReplicaError:
-        """Return the error that says that no decode replica can take the stream."""
+        """Return the error for a stream that no decode replica can take."""
         return NoReplicaError(self._missing("decode", request, ""))
 
     # ------------------------------------------------------------------------------ who can take more
@@ -181,7 +181,7 @@ class Members:
         return "prefill" if is_avoided or not self.can_compute(compute_id) else ""
 
     def takes_more(self, replica_id: str) -> bool:
-        """Whether a replica could take another request now, whatever it is."""
+        """Return whether a replica could take another request now, of any kind."""
         return (
             (member := self._members.get(replica_id)) is not None
             and member.is_usable
@@ -227,7 +227,7 @@ class Members:
         return refused_at is not None
 
     def _preferred(self, replica_ids: Iterable[str]) -> list[str]:
-        """Return those that are usable; all where none is."""
+        """Return the usable ones; all where there is none."""
         all_ids = list(replica_ids)
         return [each for each in all_ids if self._members[each].is_usable] or all_ids
 

@@ -28,7 +28,7 @@ class ReplicaLoad(Part, frozen=True):
     prefill_tok_s: float
     decode_step_s: float
     transfer_tok_s: float
-    # By tier ("dram", "nvme"): how fast blocks are loaded from the node's store; absent until measured.
+    # How fast blocks are loaded from the node's store, by tier ("dram", "nvme"); absent until measured.
     load_tok_s: dict[str, float] = {}
     # The longest context that it can serve alone, output included; 0 if unknown.
     max_local_tokens: int = 0
@@ -91,7 +91,7 @@ class TimeLimit(NamedTuple):
         return wait_s <= self.wait_s and wait_s + prefill_s <= self.ttft_s
 
     def includes(self, prediction: Prediction) -> bool:
-        """Whether what is predicted is in time."""
+        """Return whether the predicted times are in time."""
         return self.allows(prediction.wait_s, prediction.prefill_s)
 
 
@@ -113,7 +113,7 @@ class Candidate(Part, frozen=True):
     side: str
     matched_tokens: int
     uncached_tokens: int
-    # Of what was accepted there before.
+    # The time for the requests accepted there before.
     queue_s: float
     transfer_s: float
     pressure_s: float
@@ -121,10 +121,10 @@ class Candidate(Part, frozen=True):
     note: str = ""
     dram_tokens: int = 0
     nvme_tokens: int = 0
-    # Of loading both, and of computing what is uncached.
+    # The times to load both, and to compute the uncached tokens.
     load_s: float = 0.0
     prefill_s: float = 0.0
-    # Of a decode step there, with the request.
+    # The time of a decode step there, with the request.
     step_s: float = 0.0
 
 

@@ -69,9 +69,9 @@ NEVER_FITS_S = 1e9
 
 
 class View(NamedTuple):
-    """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
-    the part of what gateways hold that goes before it, the time before which a report is stale, and the limit
-    beyond which choices do not exist."""
+    """What a decision sees in addition to the loads: cached blocks, waits by replica that replace those of
+    the loads, the part of what gateways hold that goes before it, the time before which a report is stale,
+    and the limit beyond which choices do not exist."""
 
     match: Match
     waits: Mapping[str, float]
@@ -90,7 +90,7 @@ class RouteQuery(NamedTuple):
     skip_prefill_tokens: int
     # False when a prefill replica is pinned: then no replica serves the request alone.
     may_stay: bool
-    # Of each replica's blocks: what its sharing group may use.
+    # The part of each replica's blocks that its sharing group may use.
     kv_share: float = 1.0
 
 
@@ -131,7 +131,7 @@ class Choice(NamedTuple):
 
     @property
     def gain_s(self) -> float:
-        """By how much it is better than the earlier choice."""
+        """The gain over the earlier choice."""
         return self.before_cost_s - self.cost_s
 
 
@@ -154,8 +154,8 @@ def replica_cost(
     queued_part: float = 1.0,
 ) -> ReplicaCost:
     """Price a replica with `device` leading blocks of the prompt on its device, and after them `dram` and
-    `nvme` blocks in its node's store. At least one token must be computed, whatever is held. `queued_part` of
-    what gateways hold goes before the request."""
+    `nvme` blocks in its node's store. At least one token must be computed, even if all are held.
+    `queued_part` of the work that gateways hold goes before the request."""
     rates = state.rates
     matched_tokens = min(device * query.block_tokens, query.num_tokens - 1)
     rest_tokens = query.num_tokens - matched_tokens
@@ -229,7 +229,8 @@ def prefill_candidate(query: RouteQuery, replica: ReplicaCost) -> Candidate:
 
 
 def decode_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> Candidate:
-    """Price the replica as the decode side of a pair, which is sent whatever its device does not hold."""
+    """Price the replica as the decode side of a pair, which is sent all blocks that its device does not
+    hold."""
     pressure_s, note = _decode_pressure(query, replica, num_steps)
     state = replica.state
     if never_fits(query, state):
@@ -271,11 +272,9 @@ def choose(
     candidates: list[Candidate], *, finds_other: bool = False, limit: TimeLimit | None = None
 ) -> Choice | None:
     """Return the cheapest choice: a pair of two different replicas, or a local candidate, which wins a tie.
-    With `finds_other` it says as well what the cheapest one costs that computes elsewhere. With `limit` those
-    that are later do not exist.
-
-    Other ties go to the first prefill, then the first decode candidate. None if nothing can be chosen.
-    """
+    With `finds_other` return as well the cost of the cheapest choice that computes elsewhere. With `limit`
+    later choices do not exist. Other ties go to the first prefill, then the first decode candidate. None if
+    nothing can be chosen."""
     prefills = [item for item in candidates if item.side == "prefill"]
     decodes = [item for item in candidates if item.side == "decode"]
     alone = [item for item in candidates if item.side == "local" and _is_in_time(item, limit)]
@@ -323,7 +322,7 @@ def choose(
 def cost_of(
     candidates: Sequence[Candidate], prefill_id: str, decode_id: str, limit: TimeLimit | None = None
 ) -> float:
-    """Return what a choice costs; inf: it is not among the candidates, or later than the limit."""
+    """Return the cost of a choice; inf: it is not among the candidates, or later than the limit."""
     found = {(item.side, item.replica_id): item for item in candidates}
     prefill, decode = found.get(("prefill", prefill_id)), found.get(("decode", decode_id))
     if not prefill_id:
@@ -358,7 +357,7 @@ def _pair_cost_s(prefill: Candidate, decode: Candidate) -> float:
 
 
 def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
-    """A candidate on whose replica the prompt is computed."""
+    """Return a candidate on whose replica the prompt is computed."""
     state = replica.state
     queue_s = max(replica.queue_s, replica.place_wait_s) if side == "local" else replica.queue_s
     return Candidate(
@@ -390,7 +389,7 @@ def _is_in_time(candidate: Candidate, limit: TimeLimit | None, place_wait_s: flo
 
 
 def _decode_pressure(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> tuple[float, str]:
-    """Return what decoding there takes, with penalties, and a note that names the penalties."""
+    """Return the cost of decoding there, with penalties, and a note that names the penalties."""
     pressure_s = num_steps * replica.state.rates.step_s
     penalty_s = space_penalty_s(query, replica)
     if not penalty_s and not replica.is_stale:
@@ -511,7 +510,7 @@ def rank_by_load(replicas: Sequence[ReplicaCost], side: str) -> list[float]:
 
 
 def rank_by_prefix(replicas: Sequence[ReplicaCost], side: str) -> list[float]:
-    """Prefer the replica that holds most of the prompt, whatever its load."""
+    """Prefer the replica that holds most of the prompt, regardless of its load."""
     return [
         -float(replica.matched_tokens + replica.dram_tokens + replica.nvme_tokens) for replica in replicas
     ]

@@ -89,14 +89,14 @@ class PriceTable:
                 config.skip_prefill_tokens,
             )
         )
-        # What the compiled code writes while it looks for the cheapest choice.
+        # The buffers that the compiled code writes while it looks for the cheapest choice.
         self._costs = [bytearray(_COSTS_BYTES * len(self.ids)) for _ in range(2)]
         addresses = [_address(each) for each in (self._settings, self._rows, *self._costs)]
         self._table = bytearray(_TABLE.pack(*addresses[:2], len(self.ids), *addresses[2:]))
         self._addresses = [_address(each) for each in (self._table, self._query, self._result)]
 
     def refresh(self) -> None:
-        """Take over what has changed."""
+        """Take over the changes."""
         row_of, states, load = self._row_of, self.states, self._load
         for replica_id in load.take_changed():
             row = row_of.get(replica_id)
@@ -118,9 +118,9 @@ class PriceTable:
         limit: TimeLimit | None = None,
     ) -> Choice | None:
         """Return the cheapest choice within the limit, as `router.policies.choose` does; with `finds_other`
-        also what the cheapest one costs that computes elsewhere, and what the prefill and decode replica of
-        `before` do. Of equal costs the first one wins by `router.membership.hashed` with this seed; None: the
-        one that was chosen least recently."""
+        also the cost of the cheapest one that computes elsewhere, and the cost of the prefill and decode
+        replica of `before`. Of equal costs the first one wins by `router.membership.hashed` with this seed;
+        None: the one that was chosen least recently."""
         before_rows = _NONE, _NONE
         if before is not None:
             # A prefill replica that is not in the table is not "none", with which the other serves alone.

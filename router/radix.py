@@ -26,7 +26,7 @@ _MATCHED_AT_ONCE = 256
 StoreTier = Literal["dram", "nvme"]
 Counts = ctypes.Array[ctypes.c_int32]
 
-# Of each replica a mask has four bits: one for its device, one for each tier, and one that is never set.
+# A mask has four bits for each replica: one for its device, one for each tier, and one that is never set.
 _SLOT_BITS = 4
 _TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
 _WORD_BYTES = 8
@@ -55,18 +55,18 @@ class Match:
 
     @property
     def device(self) -> dict[str, int]:
-        """By replica; those with none are absent."""
+        """The blocks on the device by replica; replicas with none are absent."""
         return {name: self.counts[slot] for name, slot in self._id_to_slot.items() if self.counts[slot]}
 
     @property
     def stored(self) -> dict[str, InStore]:
-        """By replica; those with none are absent."""
+        """The blocks in the store by replica; replicas with none are absent."""
         each = {name: self.of(name)[1] for name in self._id_to_slot}
         return {name: counts for name, counts in each.items() if any(counts)}
 
     @property
     def most_blocks(self) -> int:
-        """How many the replica has that has most of them."""
+        """The number of blocks of the replica that has most of them."""
         counts, num_slots = self.counts, self.num_slots
         tiers = (counts[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
         return max(map(sum, zip(*tiers, strict=True)))
@@ -90,9 +90,9 @@ class _Holder:
     # True from a snapshot on, until a gap; events are applied only then.
     in_step: bool = False
     asked_at: float | None = None
-    # On its device.
+    # The block keys on its device.
     held: set[bytes] = field(default_factory=set)
-    # In the store of its node.
+    # The block keys in the store of its node, with their tier.
     stored: dict[bytes, StoreTier] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.
@@ -161,7 +161,7 @@ class PrefixTree:
         self._predictions: deque[_Prediction] = deque()
 
     def add_replica(self, identity: ReplicaIdentity) -> None:
-        """Add this epoch of the replica with nothing known, and wipe what an earlier epoch held."""
+        """Add this epoch of the replica with no known blocks, and wipe the blocks of an earlier epoch."""
         known = self._holders.get(identity.replica_id)
         if known is not None:
             if known.identity.epoch == identity.epoch:
@@ -225,8 +225,8 @@ class PrefixTree:
         return False
 
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
-        """Replace what the replica held. Returns False, and ignores it, for another epoch or an older
-        sequence."""
+        """Replace the blocks that the replica held. Return False, and ignore the snapshot, for another epoch
+        or an older sequence."""
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
@@ -311,12 +311,12 @@ class PrefixTree:
         return len(self._key_to_mask)
 
     def num_held(self, replica_id: str) -> int:
-        """Number of block keys that the replica reported to be on its device."""
+        """Return the number of block keys that the replica reported to be on its device."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.held)
 
     def num_stored(self, replica_id: str) -> int:
-        """Number of block keys that the replica reported to be in its node's store."""
+        """Return the number of block keys that the replica reported to be in its node's store."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 
@@ -337,7 +337,7 @@ class PrefixTree:
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _masks(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the masks of the leading keys, without those behind one that nobody has."""
+        """Return the masks of the leading keys, without those behind one that no replica has."""
         masks: list[int] = []
         get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
@@ -387,15 +387,15 @@ class PrefixTree:
             self._clear_device(prediction.holder, over)
 
     def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
-        """Clear the device's bit of those keys for which nothing else says that they are there."""
+        """Clear the device's bit of the keys that are known to be there from no other source."""
         held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
         gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
         _clear_bit(self._key_to_mask, holder.device_bit, gone)
 
 
 def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
-    """Count the leading blocks that each replica has, as `Match` describes: what
-    `router.native.RouterKernel` does in compiled code."""
+    """Count the leading blocks that each replica has, as `Match` describes and `router.native.RouterKernel`
+    does in compiled code."""
     device = reached = int("1" * num_slots, 16)
     last = [0, 0, 0]
     for position, mask in enumerate([*masks, 0]):

@@ -23,7 +23,7 @@ from router.messages import ReplicaLoad
 DEFAULT_PREFILL_TOK_S = 10_000.0
 # Assumed for a replica that has not measured its decode step.
 DEFAULT_DECODE_STEP_S = 0.03
-# What a sequence adds to a decode step, in parts of it, until the replica has measured both.
+# The part of a decode step that a sequence adds, until the replica has measured both.
 DEFAULT_SEQUENCE_PART = 0.02
 # Time of loading a token over computing it, by tier, assumed until the replica has measured both.
 DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
@@ -36,9 +36,11 @@ DEFAULT_BATCH_TOKENS = 512
 class Rates(NamedTuple):
     """Seconds of one token, or of a step, at a replica as it is loaded now."""
 
-    # Of a prompt token as the replica has met them, whatever lay before it and decoded in the same steps.
+    # The time of a prompt token as the replica has met them, whatever lay before it and decoded in the same
+    # steps.
     token_s: float
-    # The products of a token, its attention to one token before it, and its part of what decodes meanwhile.
+    # The products of a token, its attention to one token before it, and its part of the decoding in the same
+    # steps.
     product_s: float
     attention_s: float
     mixed_s: float
@@ -52,7 +54,7 @@ class Rates(NamedTuple):
     correction: float
 
     def prefill_s(self, num_tokens: int, num_before: int) -> float:
-        """Return the time to compute so many tokens behind so many."""
+        """Return the time to compute `num_tokens` tokens behind `num_before`."""
         return num_tokens * (self.product_s + self.attention_s * (num_before + 0.5 * num_tokens))
 
 
@@ -63,9 +65,9 @@ def rates_of(
     others: Callable[[], Iterable[ReplicaLoad]] = tuple,
     context_tokens: float = 0.0,
 ) -> Rates:
-    """Return the rates of a replica with so many sequences. Computing a prompt takes `correction` times what
-    the coefficients say. The reports of the `others` are asked for where it has not measured something.
-    `context_tokens` is what a sequence has on average where the report shows none that runs."""
+    """Return the rates of a replica with `num_sequences` sequences. Computing a prompt takes `correction`
+    times what the coefficients say. The reports of the `others` are asked for where it has not measured
+    something. `context_tokens` is what a sequence has on average where the report shows none that runs."""
     prefill_tok_s = report.prefill_tok_s or max(
         (it.prefill_tok_s for it in others() if it.prefill_tok_s), default=DEFAULT_PREFILL_TOK_S
     )
@@ -79,7 +81,7 @@ def rates_of(
         mixed_s = correction * _mixed_s(report)
     else:
         product_s, attention_s, mixed_s = correction * token_s, 0.0, 0.0
-    # By position: this runs for every replica that has reported since the last decision.
+    # The arguments are positional, as this runs for every replica that has reported since the last decision.
     return Rates(
         token_s,
         product_s,
@@ -95,8 +97,8 @@ def rates_of(
 
 
 def _mixed_s(report: ReplicaLoad) -> float:
-    """Return what decodes add to a prompt token: of a step they take their time and a token each, the prompts
-    the other tokens."""
+    """Return the time that decodes add to a prompt token: of a step they take their time and a token each,
+    the prompts the other tokens."""
     decodes_s = (
         report.num_running * report.decode_sequence_s + report.num_context_tokens * report.decode_context_s
     )

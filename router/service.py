@@ -38,7 +38,7 @@ from router.policies import (
 from router.price_table import PriceTable
 from router.radix import Expectation, PrefixTree
 
-# What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
+# The time to be sent back by a replica, and to another one: that is done only where more is to be gained.
 _SENT_BACK_S = 0.005
 # A request that waits stays where it is unless so much is to be won.
 _LEAST_GAIN_S = 0.005
@@ -90,10 +90,10 @@ class RouterService:
         self.loads = LoadTracker(clock, observer, self._on_dropped)
         self.members = Members(config, block_tokens, self.loads)
         self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
-        # Of the members of that version; None: of none yet.
+        # The table of the members of `_table_version`; None: there is none yet.
         self._table: PriceTable | None = None
         self._table_version = 0
-        # What the tree expects of placements that are held, and those of which it does not yet.
+        # The tree's expectations of placements that are held, and the placements without one yet.
         self._expected: dict[Placement, Expectation] = {}
         self._unexpected: dict[Placement, None] = {}
         # Whether other gateways use the replicas, too.
@@ -112,8 +112,8 @@ class RouterService:
         self.loads.remove_replica(replica_id)
 
     def set_shared(self, is_shared: bool) -> None:
-        """Note whether other gateways place requests at the same replicas: then decisions say with which
-        backlog another replica would have been better (`Decision.most_backlog_tokens`)."""
+        """Note whether other gateways place requests at the same replicas: then decisions state the backlog
+        with which another replica would have been better (`Decision.most_backlog_tokens`)."""
         self._is_shared = is_shared
 
     def route(
@@ -125,7 +125,7 @@ class RouterService:
         queued_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
-        """`decide`, and `place` the request there."""
+        """Decide for the request, as `decide` does, and `place` it there."""
         decision = self.decide(
             request, waits=waits, queued_part=queued_part, prefers_capacity=prefers_capacity
         )
@@ -282,7 +282,7 @@ class RouterService:
         self.loads.remove_gateway(gateway_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return what this gateway has placed and not finished, the oldest first."""
+        """Return the placements of this gateway that are not finished, the oldest first."""
         return self.loads.own_placements()
 
     @property
@@ -300,7 +300,7 @@ class RouterService:
         return self._decisions.get(request_id)
 
     def check(self) -> None:
-        """Assert the invariants of tree and load tracker, and that what is expected is held."""
+        """Assert the invariants of tree and load tracker, and that all expected placements are held."""
         for placement in (*self._expected, *self._unexpected):
             assert placement.is_queued
             assert self.loads.find(placement.request_id, placement.gateway_id) is placement
@@ -329,8 +329,8 @@ class RouterService:
         prefers_capacity: bool = False,
         before: Decision | None = None,
     ) -> tuple[Decision, float]:
-        """Decide as if the request were counted nowhere; returns as well by how much that is better than what
-        was decided `before`, which may not be possible any more."""
+        """Decide as if the request were counted nowhere; return as well by how much the decision is better
+        than `before`, which may not be possible any more."""
         placement = self.loads.suspend(request.request_id)
         if placement is not None:
             self._withdraw(placement)
@@ -462,8 +462,8 @@ class RouterService:
         view: View,
         before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
-        """Choose among all replicas that take requests, by the policy "cost"; returns as well by how much
-        that is better than what was decided `before`."""
+        """Choose among all replicas that take requests, by the policy "cost"; return as well by how much the
+        choice is better than `before`."""
         seed = self._seed(request) if self._salt else None
         choice = table.cheapest(
             query,
@@ -530,8 +530,8 @@ class RouterService:
 
 
 def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
-    """Return with how many tokens before a request another replica is better, if this one is by `gain_s` with
-    what was sent there; None: with any."""
+    """Return the number of tokens before a request beyond which another replica is better, if this one is
+    better by `gain_s` with the work that was sent there; None: there is no such number."""
     num_tokens = state.backlog_tokens - state.num_queued_tokens + gain_s / state.rates.token_s
     return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
 

@@ -97,7 +97,7 @@ class TransferAgent:
         )
 
     def endpoints(self) -> RankEndpoints:
-        """How writers reach this rank."""
+        """Return how writers reach this rank."""
         return RankEndpoints(
             self._rank,
             self._pool.layout.shard,
@@ -163,8 +163,8 @@ class TransferAgent:
             self._report(Verified(order.landing_id, tuple(sorted(self._bad_blocks(order.pieces)))))
 
     def _bad_blocks(self, pieces: Sequence[PieceCheck]) -> set[int]:
-        """The indices of blocks with a piece that has another sum, or that this rank cannot hold: peers may
-        lie."""
+        """Return the indices of blocks with a piece that has another sum, or that this rank cannot hold:
+        peers may lie."""
         bad: set[int] = set()
         batches: dict[Shard, list[PieceCheck]] = {}
         for piece in pieces:
@@ -185,7 +185,8 @@ class TransferAgent:
 
 
 def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:
-    """Return the listeners of what is offered, and why the other configured transports are not."""
+    """Return the listeners of the offered transports, and why the other configured transports are not
+    offered."""
     listeners: list[Listener] = []
     unoffered: dict[str, str] = {}
     for name in target.settings.transports:

@@ -75,7 +75,8 @@ class Paths:
         self._is_interrupted = False
 
     def open(self, lane: Lane, names: Sequence[str]) -> OpenLane:
-        """Open the best path of `lane` among the transports `names`; `PathError` says of each why not."""
+        """Open the best path of `lane` among the transports `names`; the text of `PathError` gives the reason
+        for each."""
         rejected = RejectedPaths()
         for name in names:
             if self._is_interrupted:
@@ -112,8 +113,8 @@ class Paths:
         raise PathError(f"no path to rank {lane.target.rank}: {rejected}")
 
     def better(self, opened: OpenLane) -> tuple[str, ...]:
-        """All transports preferred to the lane's present one, when one of them failed before and may be
-        tried again; else none."""
+        """Return all transports preferred to the lane's present one, when one of them failed before and may
+        be tried again; else none."""
         names = self._order.transports
         better = names[: names.index(opened.path.transport)]
         now = self._context.clock.now()
@@ -121,15 +122,15 @@ class Paths:
         return better if is_due else ()
 
     def note_lost(self, opened: OpenLane) -> None:
-        """The lane's channel broke."""
+        """Note that the lane's channel broke."""
         self._note_failure(opened.lane, opened.channel.transport, opened.channel.lost)
 
     def note_success(self, opened: OpenLane) -> None:
-        """A push went through the lane."""
+        """Note that a push went through the lane."""
         self._context.health.succeeded(self._key(opened.lane, opened.channel.transport))
 
     def interrupt(self) -> None:
-        """Whatever waits for the peer ends soon, now and later."""
+        """End all waiting for the peer soon, now and later."""
         with self._lock:
             self._is_interrupted = True
             for channel in self._channels:
@@ -146,7 +147,8 @@ class Paths:
             self.close(channel)
 
     def _address(self, lane: Lane, name: str, rejected: RejectedPaths) -> str | None:
-        """Where to reach the lane's target over the transport; None when there is a reason not to try."""
+        """Return where to reach the lane's target over the transport; None when there is a reason not to
+        try."""
         transport = TRANSPORTS.get(name)
         if transport is None:
             rejected.pass_over(name, "no such transport")

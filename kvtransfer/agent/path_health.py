@@ -44,8 +44,8 @@ class PathHealth:
         self._records: dict[PathKey, _Record] = {}
 
     def failed(self, key: PathKey, reason: str, now: float) -> None:
-        """The path could not be opened, or broke. From the last failure of the budget on, each one starts a
-        cool-down twice as long as the one before."""
+        """Note that the path could not be opened, or broke. From the last failure of the budget on, each
+        failure starts a cool-down twice as long as the one before."""
         with self._lock:
             self._forget_old(now)
             record = self._records.setdefault(key, _Record(Backoff(self._cool_down_s, self._max_cool_down_s)))
@@ -56,18 +56,18 @@ class PathHealth:
                 record.ends_at = now + record.backoff.failed()
 
     def succeeded(self, key: PathKey) -> None:
-        """A push went through: the budget is whole again, and the next cool-down short."""
+        """Note that a push went through: the budget is whole again, and the next cool-down short."""
         with self._lock:
             self._records.pop(key, None)
 
     def cooling_s(self, key: PathKey, now: float) -> float:
-        """How long the path must not be tried yet; 0.0: it may be."""
+        """Return the seconds for which the path must not be tried yet; 0.0: it may be."""
         with self._lock:
             record = self._records.get(key)
             return 0.0 if record is None else max(0.0, record.ends_at - now)
 
     def reason(self, key: PathKey) -> str:
-        """Why the path failed last; "" when it has not since its last success."""
+        """Return why the path failed last; "" when it has not failed since its last success."""
         with self._lock:
             record = self._records.get(key)
             return "" if record is None else record.reason
@@ -77,7 +77,8 @@ class PathHealth:
         return bool(self.reason(key)) and self.cooling_s(key, now) == 0
 
     def _forget_old(self, now: float) -> None:
-        """Peers come and go: a path that has not been tried for so long is forgotten."""
+        """Forget paths that have not been tried for four of the longest cool-downs, since peers come and
+        go."""
         limit = now - 4 * self._max_cool_down_s
         for key in [key for key, record in self._records.items() if record.last_at < limit]:
             del self._records[key]

@@ -39,7 +39,8 @@ TakeTurn = Callable[[int, Callable[[], bool]], bool]
 
 
 class Counted(NamedTuple):
-    """What a class has moved, and how long its batches have waited for their turn (a sum over flows)."""
+    """The bytes that a class has moved, and how long its batches have waited for their turn (a sum over
+    flows)."""
 
     num_bytes: int
     num_batches: int
@@ -49,7 +50,7 @@ class Counted(NamedTuple):
 @dataclass
 class _FlowState:
     traffic: TrafficClass
-    # When its last batch was let go; None while it waits.
+    # The time at which its last batch was let go; None while the flow waits.
     moving_since: float | None = None
 
 
@@ -67,18 +68,18 @@ class TrafficRules:
         self._num_opened = 0
 
     def open(self, traffic: TrafficClass) -> int:
-        """A flow that wants to move from now on; returns its number."""
+        """Add a flow that wants to move from now on; return its number."""
         self._num_opened += 1
         self._flows[self._num_opened] = _FlowState(traffic)
         return self._num_opened
 
     def close(self, flow: int) -> None:
-        """The flow has ended, or has given up for now."""
+        """Remove a flow that has ended, or has given up for now."""
         del self._flows[flow]
 
     def ask(self, flow: int, num_bytes: int, now: float) -> float:
-        """The flow's batch before has ended and it wants to move `num_bytes`: 0.0 when it may from now; else
-        ask again after so many seconds, or when a flow closes."""
+        """Note that the flow's previous batch has ended and that the flow wants to move `num_bytes`. Return
+        0.0 when it may from now; else the seconds after which to ask again, unless a flow closes before."""
         state = self._flows[flow]
         state.moving_since = None
         wait_s = self._held_back_s(state.traffic, now)
@@ -118,12 +119,10 @@ class TrafficGovernor:
 
     @contextmanager
     def flow(self, traffic: TrafficClass) -> Iterator[TakeTurn]:
-        """Hold lower classes back until the end of the block, which calls what it receives before every
-        batch.
-
-        `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes` more may move: True.
-        False when `give_up` says so: it is asked before waiting and after every `wake`, and must not call the
-        governor."""
+        """Hold lower classes back until the end of the block, which calls the function that it receives
+        before every batch. `take_turn(num_bytes, give_up)` ends the batch before and waits until `num_bytes`
+        more may move: True. False when `give_up` returns True: it is asked before waiting and after every
+        `wake`, and must not call the governor."""
         with self._changed:
             number = self._rules.open(traffic)
         try:
@@ -145,7 +144,7 @@ class TrafficGovernor:
             self._changed.notify_all()
 
     def counted(self) -> dict[TrafficClass, Counted]:
-        """What each class has done since the start."""
+        """Return the counts of each class since the start."""
         with self._changed:
             return dict(self._counted)
 
@@ -177,25 +176,25 @@ class ClassQueue(Generic[T]):
         self._is_woken = False
 
     def put(self, traffic: TrafficClass, item: T) -> None:
-        """At the end of its class."""
+        """Add an item at the end of its class."""
         with self._changed:
             self._items[traffic].append(item)
             self._changed.notify_all()
 
     def put_first(self, traffic: TrafficClass, item: T) -> None:
-        """Before all others of its class: it had its turn already and continues."""
+        """Add an item before all others of its class: it had its turn already and continues."""
         with self._changed:
             self._items[traffic].appendleft(item)
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """The next `get` returns at once."""
+        """Make the next `get` return at once."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def get(self) -> T | None:
-        """The most urgent item when there is one; None after `wake`, which comes first."""
+        """Return the most urgent item when there is one; None after `wake`, which comes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_woken or any(self._items.values()))
             if self._is_woken:

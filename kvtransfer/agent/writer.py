@@ -82,7 +82,7 @@ class WriterConnection:
         self._lanes: list[OpenLane] = []
         self._block_bytes = sum(context.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
         self._max_failures = context.rank.settings.error_budget * max(1, len(order.transports))
-        # What `_seek` has found: the lane as it was, and its better path.
+        # The results of `_seek`: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None
         self._closing = False
@@ -169,8 +169,8 @@ class WriterConnection:
         self._report_paths()
 
     def _seek_better(self) -> None:
-        """Try the transports again that had failed and are preferred to what a lane uses now; on a thread of
-        its own, for pushes must not wait for a peer that does not answer."""
+        """Try the failed transports again that are preferred to the one a lane uses now; on a thread of its
+        own, for pushes must not wait for a peer that does not answer."""
         wanted = [(opened, names) for opened in self._lanes if (names := self._paths.better(opened))]
         if wanted and not self._closing and (self._seeker is None or not self._seeker.is_alive()):
             self._seeker = threading.Thread(target=self._seek, args=(wanted,), name="kv-seek", daemon=True)
@@ -234,8 +234,8 @@ class WriterConnection:
             self._queue.put_first(push.order.traffic, push)
 
     def _move(self, push: _Push) -> bool:
-        """Write what is left of it. True when all is visible in the target's memory; False when it gives way
-        to a higher class that waits for this thread: then what was written is visible."""
+        """Write the rest of the push. True when all is visible in the target's memory; False when it gives
+        way to a higher class that waits for this thread: then the part that was written is visible."""
         order = push.order
         if push.started_at is None:
             push.started_at = self._clock.now()
@@ -299,7 +299,7 @@ class WriterConnection:
 
 @contextmanager
 def _marking_lost(opened: OpenLane) -> Iterator[None]:
-    """A channel that reports its peer gone is lost, also when it has not noticed that itself yet."""
+    """Mark a channel that reports its peer gone as lost, even when it has not noticed the loss itself yet."""
     try:
         yield
     except PeerGoneError as error:

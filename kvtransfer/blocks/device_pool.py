@@ -26,7 +26,7 @@ from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
-# Bytes moved at a time where that takes as much memory of the device beside the pool.
+# Bytes moved at a time where that takes as much of the device's memory in addition to the pool.
 _BATCH_BYTES = 32 << 20
 # Threads that move a batch at a time: the store's, and those of connections, most of which move less.
 _NUM_BATCHES = 8
@@ -64,7 +64,7 @@ class PendingSums:
 
 
 def transfer_bytes(layout: BlockLayout) -> int:
-    """Return how much memory of the device transfers take beside a pool of this layout."""
+    """Return how much memory of the device transfers take in addition to a pool of this layout."""
     return _NUM_BATCHES * max(_BATCH_BYTES, layout.block_bytes)
 
 
@@ -171,7 +171,7 @@ class DevicePool(KvPool):
     def _load_batch(
         self, ids: Sequence[int], piece: Shard, memory: torch.Tensor, offsets: Sequence[int], shard: Shard
     ) -> torch.Tensor:
-        """Queue a part of what `load` does. Its memory is free for the next part when this returns."""
+        """Queue a part of the work of `load`. Its memory is free for the next part when this returns."""
         size = self.piece_bytes(shard)
         data = self.tensor.new_empty((len(ids), size))
         for row, offset in zip(data, offsets, strict=True):
@@ -214,7 +214,7 @@ class DevicePool(KvPool):
             yield
 
     def _pending(self, totals: Sequence[torch.Tensor], piece: Shard) -> PendingSums:
-        """Return what this thread has queued so far, with the sums S of its pieces."""
+        """Return the work that this thread has queued so far, with the sums S of its pieces."""
         summed = torch.cat(list(totals)) if totals else None
         if not self._is_cuda:
             return PendingSums(summed, self.piece_bytes(piece), None)
@@ -297,7 +297,7 @@ def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tens
 
 
 class StagingArea:
-    """Memory for packed pieces beside a pool, on its device (`data`: uint8 [num_bytes])."""
+    """Memory for packed pieces in addition to a pool, on its device (`data`: uint8 [num_bytes])."""
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool

@@ -13,7 +13,7 @@ import threading
 ALIGNMENT_BYTES = 2 << 20
 # Arguments of Linux's madvise that the mmap module does not name.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-# So much is populated at a time: meanwhile the process can neither map memory nor unmap any.
+# Bytes populated at a time: until they are, the process can neither map memory nor unmap any.
 _POPULATE_BYTES = 8 << 20
 # The least of priorities: populating a pool takes what cores have left.
 _LEAST_PRIORITY = 19
@@ -57,8 +57,8 @@ class KvMemory:
 
     def populate(self, most_bytes: int | None = None) -> threading.Thread:
         """Take the pages of the pool, the first `most_bytes` or all, on a thread that is returned: the first
-        write to a page costs many times a copy to it. Nobody need wait for the thread; what is written before
-        it comes is taken then."""
+        write to a page costs many times a copy to it. There is no need to wait for the thread; pages that are
+        written before it reaches them are taken then."""
         assert self._mapping is not None
         num_bytes = self.num_bytes if most_bytes is None else min(self.num_bytes, most_bytes)
         arguments = self._mapping, num_bytes, self._closed
@@ -110,8 +110,8 @@ def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
 
 
 def _populate_all(mapping: mmap.mmap, num_bytes: int, stop: threading.Event) -> None:
-    """Like `populate_write` of all pages, but other threads run meanwhile, as they do not during
-    `mmap.madvise`."""
+    """Populate all pages as `populate_write` does, but without keeping other threads from running, as
+    `mmap.madvise` would."""
     if sys.platform != "linux":
         return
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)  # of this thread alone

@@ -72,7 +72,7 @@ class BlockLayout:
 
 
 def intersect(first: Shard, second: Shard) -> Shard | None:
-    """Return what both shards hold, None if nothing."""
+    """Return the part that both shards hold, None if there is none."""
     both = Shard(
         max(first.layer_start, second.layer_start),
         min(first.layer_end, second.layer_end),
@@ -131,8 +131,8 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
 
 
 def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
-    """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
-    the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
+    """Return the one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K
+    or V of the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
     row_bytes = piece.num_heads * src.head_bytes
     num_rows = 2 * piece.num_layers
     pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
@@ -175,7 +175,7 @@ def _append(runs: list[Run], run: Run) -> None:
 
 def _shared(ranks: Sequence[int], needed: Sequence[tuple[int, Shard]]) -> Iterator[PlannedPiece]:
     """Deal the pieces that targets need of one shard to the ranks that hold it, laid end to end by size: the
-    i-th of n takes what lies between i/n and (i+1)/n of the whole, to the nearest layer."""
+    i-th of n takes the part between i/n and (i+1)/n of the whole, to the nearest layer."""
     total = sum(shard_size(piece) for _, piece in needed)
     begin = 0
     for target_rank, piece in needed:

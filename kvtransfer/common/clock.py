@@ -12,10 +12,10 @@ class Clock(Protocol):
     """What every timed class receives instead of the `time` module."""
 
     def now(self) -> float:
-        """Monotonic seconds; comparable between processes of one host, not between hosts."""
+        """Return monotonic seconds; comparable between processes of one host, not between hosts."""
 
     def wall(self) -> float:
-        """Unix time in seconds, for records people read."""
+        """Return the Unix time in seconds, for records that people read."""
 
     async def sleep(self, delay_s: float) -> None:
         """Return after `delay_s` seconds of this clock."""
@@ -69,5 +69,5 @@ async def give_way() -> None:
 
 
 def let_others_run() -> None:
-    """In a thread with much to do: give the interpreter to one that waits for it, as an event loop may."""
+    """Give the interpreter from a busy thread to a thread that waits for it, such as an event loop."""
     time.sleep(0)

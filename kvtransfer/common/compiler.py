@@ -30,8 +30,8 @@ Bound = TypeVar("Bound")
 def bound_library(
     source: Path, flags: Sequence[str], bind: Callable[[Path], Bound], instead: str
 ) -> Bound | None:
-    """Return what `bind` makes of the compiled library; None, with a warning that says what runs `instead`
-    where there is a compiler, if there is no library to bind."""
+    """Return the result of `bind` for the compiled library; None if there is no library to bind, with a
+    warning that names the code that runs `instead` where there is a compiler."""
     try:
         path = compile_library(source, flags)
         return None if path is None else bind(path)

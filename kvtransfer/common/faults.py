@@ -43,8 +43,8 @@ class Faults:
         return bool(self._rules)
 
     def at(self, point: str) -> bool:
-        """Pass `point`. True when the caller shall corrupt what it holds (flip one bit). Raises MemoryError
-        by a rule that says so."""
+        """Pass `point`. True when the caller must corrupt its data (flip one bit). Raises MemoryError if a
+        rule requires it."""
         rules = self._rules.get(point)
         if rules is None:
             return False

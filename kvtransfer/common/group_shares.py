@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.codec import Part
 
-# What a product may exceed a whole number by.
+# The amount by which a product may exceed a whole number.
 _ROUNDING = 1e-9
 
 
@@ -28,23 +28,23 @@ class GroupShares(Part, frozen=True):
         return self.by_group.get(group, self.default)
 
     def most_of(self, group: str, num_slots: int) -> int:
-        """Return how many of so many slots a group may take: its share, rounded up."""
+        """Return how many of `num_slots` slots a group may take: its share, rounded up."""
         return max(1, math.ceil(num_slots * self.of(group) - _ROUNDING))
 
 
 class ShareClaim(NamedTuple):
-    """So many blocks of its group's share are waited for, since some time."""
+    """A group's claim to blocks of its share, with the time since which it waits."""
 
     since: float
     num_blocks: int
 
 
-# Who waits for blocks of a device: each of the two defers to an older claim of the other.
+# The two that wait for blocks of a device: each defers to an older claim of the other.
 Claimant = Literal["sequences", "landings"]
 
 
 class GroupUsage:
-    """What each group takes of one memory, in blocks or bytes, and the groups that exceed their share."""
+    """The use of one memory by each group, in blocks or bytes, and the groups that exceed their share."""
 
     def __init__(self, shares: GroupShares, capacity: int = 0) -> None:
         self.is_limited = shares.is_limited
@@ -67,7 +67,7 @@ class GroupUsage:
         return int(self._capacity * self._shares.of(group))
 
     def take(self, group: str, amount: int) -> None:
-        """Add to what a group takes (subtract, when negative)."""
+        """Add to the use of a group (subtract, when negative)."""
         now = self.taken.get(group, 0) + amount
         assert now >= 0
         if now:

@@ -19,8 +19,8 @@ def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
 
 
 def spread_s(pause_s: float, drawn: int) -> float:
-    """Return a pause that is up to `JITTER` longer, by a number that was drawn: those that wait for the same
-    thing do not all come back at once."""
+    """Return a pause that is up to `JITTER` longer, by a number that was drawn: waiters for the same thing
+    then do not all come back at once."""
     return pause_s * (1 + JITTER * (drawn % _JITTER_STEPS) / (_JITTER_STEPS - 1))
 
 

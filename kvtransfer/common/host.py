@@ -17,7 +17,8 @@ _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def host_id() -> str:
-    """Equal exactly where unix sockets and memory can be shared: one boot, network namespace and user."""
+    """Return an id that is equal exactly where unix sockets and memory can be shared: for one boot, network
+    namespace and user."""
     if not _BOOT_ID.exists():
         return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:32]
     fields = (_BOOT_ID.read_text().strip(), os.stat(_NETWORK_NAMESPACE).st_ino, os.getuid())
@@ -25,9 +26,10 @@ def host_id() -> str:
 
 
 def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
-    """The features that every processor has, as the kernel names them: "avx2", "amx_bf16"; on ARM "bf16".
+    """Return the features that every processor has, as the kernel names them: "avx2", "amx_bf16"; on ARM
+    "bf16".
 
-    Empty where the kernel does not say. `cpu_info` None: `CPU_INFO`.
+    The set is empty where the kernel names none. `cpu_info` None: `CPU_INFO`.
     """
     try:
         text = (cpu_info or CPU_INFO).read_text(errors="replace")
@@ -38,7 +40,7 @@ def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
 
 
 def cpu_name(cpu_info: Path | None = None) -> str:
-    """Return the processors' model name, "unknown" where the kernel does not say. `cpu_info` None:
+    """Return the processors' model name, "unknown" where the kernel gives none. `cpu_info` None:
     `CPU_INFO`."""
     try:
         text = (cpu_info or CPU_INFO).read_text(errors="replace")
@@ -50,7 +52,7 @@ def cpu_name(cpu_info: Path | None = None) -> str:
 
 def cache_bytes(folder: Path | None = None) -> int:
     """Return the bytes of the largest cache of the first processor, which it may share with others; 0 where
-    the kernel does not say. `folder` None: `CPU_CACHES`."""
+    the kernel gives none. `folder` None: `CPU_CACHES`."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = [path.read_text().strip() for path in (folder or CPU_CACHES).glob("index*/size")]
     found = [re.fullmatch(r"(\d+)([KMG]?)", size) for size in sizes]

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-# Entries of removed items that may be left beside as many as there are items.
+# Entries of removed items that may be left in addition to the number of items.
 _MOST_STALE = 16
 
 T = TypeVar("T")

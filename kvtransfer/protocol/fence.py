@@ -41,24 +41,24 @@ class PushFence:
         self._unanswered: set[bytes] = set()
 
     def add_connection(self, connection_id: bytes) -> None:
-        """Pushes on this connection are accepted from now."""
+        """Accept pushes on this connection from now on."""
         with self._lock:
             self._connections.add(connection_id)
 
     def remove_connection(self, connection_id: bytes, reason: str) -> None:
-        """Fail what is queued on the connection, and everything that is submitted to it later."""
+        """Fail the pushes that are queued on the connection, and everything that is submitted to it later."""
         with self._lock:
             self._connections.discard(connection_id)
             for order in [each for each in self._queued.values() if each.connection_id == connection_id]:
                 self._fail_queued(order, reason)
 
     def submit(self, order: PushOrder) -> bool:
-        """True when it is queued; else it was reported as failed."""
+        """Queue the order and return True, or report it as failed and return False."""
         with self._lock:
             return self._queue(order)
 
     def start(self, order: PushOrder) -> bool:
-        """The writing thread takes it; False when it was failed while it waited."""
+        """Take the order into the writing thread; False when it was failed while it waited."""
         with self._lock:
             if self._queued.pop(order.push_id, None) is None:
                 return False
@@ -66,8 +66,8 @@ class PushFence:
             return True
 
     def park(self, order: PushOrder) -> bool:
-        """The writing thread leaves it for now: it is queued again, so a stop need not wait for it. False
-        when it was stopped before, and was reported as failed."""
+        """Queue an order again that the writing thread leaves for now, so that a stop need not wait for it.
+        False when the order was stopped before, and was reported as failed."""
         with self._lock:
             del self._running[order.push_id]
             is_queued = self._queue(order)
@@ -75,14 +75,15 @@ class PushFence:
             return is_queued
 
     def end(self, order: PushOrder, result: PushDone | PushFailed) -> None:
-        """The writing thread is out of it: report, and answer a stop that waited for it."""
+        """Note that the writing thread is done with the order: report its result, and answer a stop that
+        waited."""
         with self._lock:
             del self._running[order.push_id]
             self._report(result)
             self._answer(order.landing_id)
 
     def stop(self, landing_id: bytes) -> None:
-        """Nothing more of the landing is started; `PushStopped` when nothing of it runs."""
+        """Start nothing more of the landing; `PushStopped` follows when nothing of it runs."""
         with self._lock:
             self._stopped.add(landing_id)
             for order in [each for each in self._queued.values() if each.landing_id == landing_id]:

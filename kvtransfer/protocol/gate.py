@@ -63,8 +63,8 @@ class OpenedLanding:
         self.admitted: set[bytes] = set()
 
     def start_receiving(self) -> bool:
-        """True when it is open: until `end_receiving`, which must come without waiting for the writer, bytes
-        may be put into its blocks."""
+        """Return whether the landing is open. If so, bytes may be put into its blocks until `end_receiving`,
+        which must come without waiting for the writer."""
         with self.lock:
             self._num_receiving += self.is_open
             return self.is_open
@@ -76,7 +76,7 @@ class OpenedLanding:
                 self.lock.notify_all()
 
     def shut(self) -> None:
-        """Nothing is put into its blocks after this."""
+        """Close the landing: nothing is put into its blocks after this."""
         with self.lock:
             self.is_open = False
             self.lock.wait_for(lambda: self._num_receiving == 0)
@@ -107,7 +107,7 @@ class Gate:
             self._changed.notify_all()
 
     def close(self, landing_id: bytes) -> None:
-        """Accept nothing more and report which one-sided connections were let in and are still open."""
+        """Accept nothing more and report which one-sided connections were admitted and are still open."""
         with self._changed:
             landing = self._landings.pop(landing_id, None)
             self._closed.add(landing_id)
@@ -119,7 +119,8 @@ class Gate:
             self._report(LandingClosed(landing_id, connections))
 
     def find(self, landing_id: bytes, writer: ReplicaIdentity) -> OpenedLanding | None:
-        """The open landing, waiting for the order that opens it; None when it is closed or another's."""
+        """Return the open landing, after waiting for the order that opens it; None when it is closed or
+        another writer's."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(landing_id), EARLY_WAIT_S)
             landing = self._landings.get(landing_id)
@@ -142,7 +143,7 @@ class Gate:
         return connection
 
     def leave(self, connection: bytes) -> None:
-        """The connection's other end is closed: it can write no more."""
+        """Note that the connection's other end is closed: it can write no more."""
         with self._changed:
             writer = self._connections.pop(connection)
             for landing in self._landings.values():

@@ -98,7 +98,7 @@ class LandingTable:
         return sum(landing.state is _State.OPEN for landing in self._landings.values())
 
     def num_of(self, group: str | None) -> int:
-        """Landings of this sharing group (None: all) that wait or are open."""
+        """Return the number of landings of this sharing group (None: all) that wait or are open."""
         return sum(
             group is None or landing.request.facts.sharing_group == group
             for landing in self._landings.values()
@@ -121,8 +121,9 @@ class LandingTable:
     def writer_joined(
         self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]
     ) -> list[LandingAction]:
-        """A writer's link opened; of every block it will write these (rank of ours, piece). What it said of
-        the landings in quarantine may have been lost with its last link: they are aborted again."""
+        """Note that a writer's link opened, and which pieces (rank of ours, piece) it will write of every
+        block. Its reports on the landings in quarantine may have been lost with its last link: they are
+        aborted again."""
         self._writers[writer] = Lanes(pieces)
         return [
             ToWriter(writer, LandingAbort(landing.request.landing_id, "the peer link was lost", False))
@@ -167,8 +168,8 @@ class LandingTable:
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`. Those of a
-        sharing group that has too little left of its share wait, in order, and hold back nobody else."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`. Landings of a
+        sharing group that has too little left of its share wait, in order, and hold back no other landing."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (
@@ -226,7 +227,8 @@ class LandingTable:
     def hand_over(
         self, writer: ReplicaIdentity, landing_id: bytes, name: tuple[str, int], num_tokens: int, now: float
     ) -> list[LandingAction]:
-        """The sequence state of attempt `name` arrived, with `num_tokens` tokens whose KV was to land."""
+        """Take the sequence state of attempt `name`, which came with `num_tokens` tokens whose KV was to
+        land."""
         landing = self._of(writer, landing_id)
         if landing is None:  # aborted, and freed since: its writer must know
             return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
@@ -273,7 +275,8 @@ class LandingTable:
         return self._land(landing)
 
     def closed(self, rank: int, report: LandingClosed) -> None:
-        """A rank accepts nothing more for it; when all do, and no one-sided writer is left, it is freed."""
+        """Note that a rank accepts nothing more for the landing, which is freed when all ranks have reported
+        so and no one-sided writer is left."""
         landing = self._landings.get(report.landing_id)
         if landing is not None and landing.state is _State.QUARANTINED:
             landing.closed_ranks.add(rank)
@@ -281,8 +284,9 @@ class LandingTable:
             self._free_if_unreachable(landing)
 
     def writer_gone(self, rank: int, report: WriterGone) -> None:
-        """Proof that nothing is written into the rank over a connection any more. It ends quarantine only: an
-        open landing is aborted when the Peer link ends, and what the rank then answers leaves it out."""
+        """Take the proof that nothing is written into the rank over a connection any more. It ends quarantine
+        only: an open landing is aborted when the Peer link ends, and the rank's answer then leaves this
+        connection out."""
         for landing in self._of_writer(report.writer):
             if landing.state is _State.QUARANTINED and (rank, report.connection) in landing.connections:
                 landing.connections.discard((rank, report.connection))
@@ -315,7 +319,7 @@ class LandingTable:
         ]
 
     def cancel(self, request_id: str, attempt: int) -> list[LandingAction]:
-        """Abort whatever lands for this attempt of a request."""
+        """Abort every landing for this attempt of a request."""
         return [
             action
             for landing in list(self._landings.values())
@@ -324,7 +328,7 @@ class LandingTable:
         ]
 
     def writer_lost(self, writer: ReplicaIdentity) -> list[LandingAction]:
-        """The Peer link ended. That is no proof of death: open landings go to quarantine."""
+        """Note that the Peer link ended. That is no proof of death: open landings go to quarantine."""
         self._writers.pop(writer, None)
         actions: list[LandingAction] = []
         for landing in self._of_writer(writer):
@@ -354,7 +358,7 @@ class LandingTable:
         return actions
 
     def check(self) -> None:
-        """Assert that no landing holds what its state does not allow."""
+        """Assert that no landing holds anything that its state does not allow."""
         for landing in self._landings.values():
             if landing.state is _State.WAITING:
                 assert not landing.held
@@ -365,8 +369,8 @@ class LandingTable:
     # -------------------------------------------------------------------------------------- private
 
     def _num_ahead(self, group: str) -> int:
-        """Waiting landings that a new one of this group would wait for: not those of other groups with a
-        limit, which may wait for their own share."""
+        """Return the number of waiting landings that a new one of this group would wait for: not those of
+        other groups with a limit, which may wait for their own share."""
         return sum(each == group or not self._pool.has_limit(each) for each in self._waiting_groups())
 
     def _has_full_queue(self, group: str) -> bool:
@@ -382,8 +386,9 @@ class LandingTable:
                 yield landing.request.facts.sharing_group
 
     def _lacks_share(self, landing: _Landing) -> bool:
-        """Whether its group has too little left of its share for a waiting landing, and for the growth of
-        what the group runs here. A landing that is the group's only one needs space for the next token."""
+        """Return whether its group has too little left of its share for a waiting landing, and for the growth
+        of the sequences that the group runs here. A landing that is the group's only one needs space for the
+        next token."""
         request = landing.request
         group, held = request.facts.sharing_group, self._pool.match(request.block_keys)
         num_blocks = self._num_blocks(request.num_tokens)
@@ -466,7 +471,7 @@ def _name(landing: _Landing) -> tuple[bytes, str, int]:
 
 
 class BlockSource(Protocol):
-    """What a landing needs of the block pool (see `workers.scheduler.block_pool.BlockPool`)."""
+    """The part of the block pool that a landing needs (see `workers.scheduler.block_pool.BlockPool`)."""
 
     @property
     def num_free(self) -> int: ...
@@ -488,7 +493,7 @@ class BlockSource(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------
-# When landings may pass one that is first in the queue and finds too few free blocks: a function of time.
+# The times at which landings may pass one that is first in the queue and finds too few free blocks.
 #
 # A landing that needs much of the pool may find enough free blocks only after nearly everything that runs
 # at the replica has ended. So periods in which others pass it alternate with holds in which none does, and

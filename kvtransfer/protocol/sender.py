@@ -67,7 +67,7 @@ class _State(Enum):
 class _Order:
     """A push that not every rank has reported."""
 
-    # Those that have.
+    # The ranks that have reported it.
     ranks: set[int] = field(default_factory=set)
     num_bytes: int = 0
     started_at: float = 0.0
@@ -83,18 +83,18 @@ class _Push:
     first_block: int = 0
     target_blocks: tuple[int, ...] = ()
     num_pushed_blocks: int = 0
-    # By push id.
+    # The orders by push id.
     running: dict[int, _Order] = field(default_factory=dict)
     num_orders: int = 0
     num_computed_tokens: int = 0
-    # It ends with so many: what was asked for, unless `end_at` says less.
+    # The tokens with which it ends: those of the request, unless `end_at` has set fewer.
     num_tokens: int = 0
     prompt_done: bool = False
     num_moved_bytes: int = 0
     transports: set[str] = field(default_factory=set)
     started_at: float = 0.0
     push_seconds: float = 0.0
-    # When it was granted, or when something of it was computed or pushed last.
+    # The time at which it was granted, or at which something of it was computed or pushed last.
     progress_at: float = 0.0
     asked_by_peer: bool = False
     stop_reason: str = ""
@@ -114,7 +114,7 @@ class PushCounters:
     gb_s: float = 0.0
 
     def add(self, report: PushDone) -> None:
-        """Count what a rank wrote."""
+        """Count the bytes that a rank wrote."""
         self.num_bytes[report.traffic] += report.num_bytes
         if report.num_bytes:
             self.num_bytes_by_transport[report.transport] += report.num_bytes
@@ -150,7 +150,8 @@ class SendTable:
     def computed(
         self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int], now: float
     ) -> list[PushAction]:
-        """A chunk of the prompt is in the pool: push what is whole and not yet pushed."""
+        """Note that a chunk of the prompt is in the pool: push the blocks that are whole and not yet
+        pushed."""
         push = self._find(request_id, attempt)
         if push is None or push.state is not _State.OPEN:
             return []
@@ -170,8 +171,8 @@ class SendTable:
         return push is not None and push.state is _State.OPEN and not push.running
 
     def end_at(self, request_id: str, attempt: int, num_tokens: int) -> None:
-        """A growing sequence (`LandingRequest.is_growing`) stops with so many tokens, which fit its landing
-        and are not computed yet."""
+        """Set the end of a growing sequence (`LandingRequest.is_growing`) to `num_tokens` tokens, which fit
+        its landing and are not computed yet."""
         push = self._find(request_id, attempt)
         assert push is not None
         assert push.num_computed_tokens < num_tokens <= push.request.num_tokens
@@ -214,7 +215,7 @@ class SendTable:
         return self._stop(push, abort.reason, now)
 
     def request_of(self, landing_id: bytes) -> str:
-        """Whose KV is pushed there; "" when no push to it is going on."""
+        """Return the request whose KV is pushed there; "" when no push to the landing is going on."""
         push = self._pushes.get(landing_id)
         return push.request.request_id if push else ""
 
@@ -228,7 +229,7 @@ class SendTable:
         return [self._forget(push, "", "")]
 
     def peer_lost(self, peer: ReplicaIdentity, now: float) -> list[PushAction]:
-        """The Peer link ended: stop everything that goes there."""
+        """Note that the Peer link ended: stop every push over it."""
         actions: list[PushAction] = []
         for push in [item for item in self._pushes.values() if item.peer == peer]:
             actions += self._stop(push, f"the peer link to {peer.replica_id} was lost", now)
@@ -266,7 +267,7 @@ class SendTable:
         return self._stop(push, f"rank {rank}: {report.reason}", now)
 
     def push_stopped(self, rank: int, report: PushStopped) -> list[PushAction]:
-        """The fence of one rank; after the last one nothing of the landing is written any more."""
+        """Take the fence of one rank; after the last one nothing of the landing is written any more."""
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.STOPPING:
             return []

@@ -30,7 +30,7 @@ class Lanes:
         self.all_bits = (1 << len(self._bits)) - 1
 
     def bit(self, rank: int, shard: Shard) -> int:
-        """One bit per lane; 0 when there is no such lane."""
+        """Return the lane's bit; 0 when there is no such lane."""
         return self._bits.get((rank, shard), 0)
 
 
@@ -43,7 +43,7 @@ class Verification:
         self._block_ids = block_ids
         self._announced = [0] * len(block_ids)
         self._good = [0] * len(block_ids)
-        # Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered.
+        # For each rank: (index into `block_ids`, lane) of each piece of every order that it has not answered.
         self._pending: dict[int, deque[tuple[tuple[int, int], ...]]] = {}
         self.num_bad_pieces = 0
 
@@ -87,6 +87,6 @@ class Verification:
         return any(self._pending.values())
 
     def num_good_blocks(self) -> int:
-        """How many blocks from the first one on are good without a gap."""
+        """Return how many blocks from the first one on are good without a gap."""
         bad = (index for index, lanes in enumerate(self._good) if lanes != self._lanes.all_bits)
         return next(bad, len(self._good))

@@ -62,12 +62,12 @@ WELCOME = HANDSHAKE_CODEC.encode(Welcome())
 
 
 def draw_secret() -> bytes:
-    """A fresh 256-bit cluster secret."""
+    """Draw a fresh 256-bit cluster secret."""
     return secrets.token_bytes(32)
 
 
 def draw_id() -> bytes:
-    """128 random bits: landing ids, connection ids."""
+    """Draw 128 random bits: a landing id or connection id."""
     return secrets.token_bytes(16)
 
 
@@ -85,7 +85,7 @@ class ClientHandshake:
         return HANDSHAKE_CODEC.encode(Hello(self._name, self._nonce, self._has_tls))
 
     def answer(self, frame: bytes) -> bytes:
-        """The proof to send; `ProofError` when the server's own proof is wrong."""
+        """Return the proof to send; `ProofError` when the server's own proof is wrong."""
         challenge = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(challenge, Challenge):
             raise ProofError(f"expected Challenge, got {type(challenge).__name__}")
@@ -120,7 +120,7 @@ class ServerHandshake:
 
     @property
     def client_name(self) -> str:
-        """Who the client says it is, as it may appear in logs."""
+        """The client's name by its own account, as it may appear in logs."""
         return shown(self._client_name)
 
     def challenge(self, frame: bytes) -> bytes:
@@ -133,8 +133,8 @@ class ServerHandshake:
         return HANDSHAKE_CODEC.encode(Challenge(self._nonce, self._has_tls, self._mac(b"server")))
 
     def welcome(self, frame: bytes) -> bytes:
-        """The last frame to send; `ProofError` when the client's proof is wrong, or it speaks TLS and this
-        side does not, or the other way round."""
+        """Return the last frame to send; `ProofError` when the client's proof is wrong, or when only one of
+        the two sides speaks TLS."""
         proof = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(proof, Proof):
             raise ProofError(f"expected Proof, got {type(proof).__name__}")
@@ -210,8 +210,8 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def prove_as_client(sock: socket.socket, trust: Trust, name: str) -> socket.socket:
-    """The connecting side's handshake; `ProofError` or `PeerGoneError` when it fails. Returns the socket to
-    use from then on, which with TLS is another one that takes over."""
+    """Run the connecting side's handshake; `ProofError` or `PeerGoneError` when it fails. Return the socket
+    to use from then on, which with TLS is another one that takes over."""
     tls = trust.client_tls(sock)
     handshake = ClientHandshake(trust, name, has_tls=tls is not None)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -230,7 +230,8 @@ def prove_as_client(sock: socket.socket, trust: Trust, name: str) -> socket.sock
 
 
 def prove_as_server(sock: socket.socket, trust: Trust) -> str:
-    """The accepting side's handshake; returns the client's name. With TLS `wrapped` and `secure` follow."""
+    """Run the accepting side's handshake; return the client's name. With TLS `wrapped` and `secure`
+    follow."""
     handshake = ServerHandshake(trust, has_tls=trust.server_tls(sock) is not None)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.challenge(receive_frame(sock, _HANDSHAKE_BYTES)))

@@ -138,7 +138,7 @@ class ListeningThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; returns when no further connection is handed out."""
+        """Stop listening; return when no further connection is handed out."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this was called before
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
@@ -170,13 +170,13 @@ class ListeningThread:
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Wake whatever waits for the socket, which ends for both sides."""
+    """Wake every thread that waits for the socket, which ends for both sides."""
     with contextlib.suppress(OSError):  # the other side was first
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def _close(sock: socket.socket, _: asyncio.Task[None]) -> None:
-    """Close what a task worked on, also when it was cancelled before it began."""
+    """Close the resources of a task, also when it was cancelled before it began."""
     sock.close()
 
 

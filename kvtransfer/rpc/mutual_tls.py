@@ -58,7 +58,7 @@ class TlsContexts:
 
     def _current(self) -> _Contexts:
         """Read files that have changed. While they cannot be used, such as between the change of a
-        certificate and that of its key, what was read before stays in use."""
+        certificate and that of its key, the files read before stay in use."""
         versions = _versions(self._files)
         with self._lock:
             if versions != self._versions:
@@ -75,7 +75,7 @@ class TlsContexts:
 
 
 def _versions(files: TlsFiles) -> tuple[object, ...]:
-    """Return what differs when a file has changed."""
+    """Return a value that differs when a file has changed."""
     return tuple(_version(getattr(files, field)) for field in _FIELDS)
 
 

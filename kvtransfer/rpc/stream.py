@@ -48,8 +48,8 @@ _BACKLOG = 128
 _MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
 # Frames that wait for `receive` beyond this many bytes stop the reading, until they are taken.
 _MAX_UNREAD_BYTES = 1 << 20
-# After so many frames that had come already, a receiver lets others have their turns of the event loop: what
-# came while this process did not run may be much.
+# After this number of frames that had come already, a receiver lets others have their turns of the event
+# loop: what came while this process did not run may be much.
 MOST_AT_ONCE = 4
 # A frame longer than this is not joined with its header before it is written.
 _JOINED_BYTES = 64 << 10
@@ -57,7 +57,7 @@ _STAGED_BYTES = 64 << 10
 # No name of a kind of link is longer.
 _KIND_BYTES = 16
 
-# Of Linux' `struct tcp_info`: the field `tcpi_unacked`, segments that were sent and not acknowledged.
+# The field `tcpi_unacked` of Linux's `struct tcp_info`: segments that were sent and not acknowledged.
 _UNACKNOWLEDGED = struct.Struct("=I")
 _UNACKNOWLEDGED_AT = 24
 _TCP_INFO_BYTES = 104
@@ -107,7 +107,7 @@ class FrameStream(asyncio.BufferedProtocol):
         # Frames taken since the receiver last waited.
         self._num_at_once = 0
         self._is_over = asyncio.get_running_loop().create_future()
-        # What the connection was lost by.
+        # The error by which the connection was lost.
         self.error: Exception | None = None
 
     @property
@@ -115,7 +115,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._is_closed or self._is_over.done()
 
     def allow(self, max_bytes: int) -> None:
-        """Take frames of up to so many bytes from now on."""
+        """Take frames of up to `max_bytes` bytes from now on."""
         self._max_bytes = self._max_next_bytes = max_bytes
 
     def send(self, frame: bytes) -> None:
@@ -139,7 +139,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
 
     async def receive(self) -> bytes | None:
-        """The next frame, or None when the stream has ended (for whatever reason)."""
+        """Return the next frame, or None when the stream has ended (for whatever reason)."""
         while not self._is_closed:
             if self._frames and self._num_at_once < MOST_AT_ONCE:
                 self._num_at_once += 1
@@ -160,7 +160,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return None
 
     async def next_frame(self) -> bytes:
-        """The next frame; `PeerGoneError` when the stream has ended."""
+        """Return the next frame; `PeerGoneError` when the stream has ended."""
         frame = await self.receive()
         if frame is None:
             raise PeerGoneError("connection closed by the other side")
@@ -192,7 +192,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.write(_PING)
 
     def close(self) -> None:
-        """End the stream after what was sent; both sides' `receive` return None."""
+        """End the stream after the frames that were sent; both sides' `receive` return None."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -215,7 +215,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._give_up_later()
 
     def abort(self) -> None:
-        """End the stream at once, whatever is still to be sent."""
+        """End the stream at once, even with frames still to be sent."""
         self.close()
         if self._transport is not None:
             self._transport.abort()
@@ -275,7 +275,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------- private
 
     def _unpack(self) -> None:
-        """Take the whole frames out of what is staged; one that cannot fit there gets a buffer of its own."""
+        """Take the whole frames out of the staged bytes; one that cannot fit there gets a buffer of its
+        own."""
         start, end = 0, self._num_staged_bytes
         while end - start >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._staged, start)
@@ -327,7 +328,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pinging = asyncio.get_running_loop().call_later(_PING_S, self._ping)
 
     def _ping(self) -> None:
-        # Turns are counted rather than seconds: after a pause of this process what came meanwhile is read.
+        # Turns are counted rather than seconds: after a pause of this process, the bytes that came are read.
         assert self._transport is not None
         if not self._has_sent and not self._is_closed:
             self._transport.write(_PING)
@@ -345,7 +346,7 @@ class FrameStream(asyncio.BufferedProtocol):
         asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._give_up, num_unsent_bytes)
 
     def _give_up(self, num_unsent_bytes: int) -> None:
-        """Abort unless the connection is over, or some of what was unsent has been sent meanwhile."""
+        """Abort unless the connection is over, or some of the unsent bytes have been sent since."""
         assert self._transport is not None
         if self._is_over.done():
             return
@@ -400,9 +401,8 @@ async def frame_stream(
     max_bytes: int = MAX_FRAME_BYTES,
     max_first_bytes: int | None = None,
 ) -> FrameStream:
-    """Return the stream over a proven connection, which it takes over; for its limits see `FrameStream`.
-    `TransferError` or `OSError` says why
-    there is no TLS where `tls` asks for it."""
+    """Return the stream over a proven connection, which it takes over; for its limits see `FrameStream`. The
+    text of `TransferError` or `OSError` gives the reason why there is no TLS where `tls` requires it."""
     taken = socket.socket(fileno=sock.detach())
     loop = asyncio.get_running_loop()
     is_unix = taken.family == socket.AF_UNIX
@@ -425,7 +425,7 @@ async def frame_stream(
 
 
 async def _secure(layer: TlsLayer, stream: FrameStream) -> None:
-    """Finish the TLS handshake, after which the server says welcome."""
+    """Finish the TLS handshake, after which the server sends its welcome."""
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await layer.opened
@@ -481,7 +481,7 @@ class LinkServer:
         self.port = 0
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port (a free one when `port` is 0)."""
+        """Listen; return the port (a free one when `port` is 0)."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port = sock.getsockname()[1]
@@ -491,7 +491,7 @@ class LinkServer:
         return self.port
 
     async def stop(self) -> None:
-        """Take no new streams; those that do not end within a moment are cut."""
+        """Take no new streams; cut those that do not end within a moment."""
         if self._listener is not None:
             self._listener.close()
         await self._tasks.wait(_STOP_GRACE_S)

@@ -9,7 +9,7 @@ from typing import cast
 from kvtransfer.rpc.tls_errors import lost_in_handshake, refusal
 
 _BUFFER_BYTES = 64 << 10
-# So much is encrypted before it is passed on.
+# Bytes encrypted before they are passed on.
 _FLUSH_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ class TlsLayer(asyncio.Transport, asyncio.BufferedProtocol):
         self._is_open = False
         # Done when the handshake is; `ProofError` or `PeerGoneError` when it failed.
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # What broke TLS after that.
+        # The error that broke TLS after that.
         self.error: ssl.SSLError | None = None
 
     # ----------------------------------------------------------------------- called by the transport

@@ -23,8 +23,8 @@ class TlsSocket(ssl.SSLSocket):
     _patience_s: float | None = None
 
     def open(self, name: str, timeout_s: float) -> None:
-        """Run the handshake with `name`. `ProofError` says whose certificate was refused, `PeerGoneError`
-        that the connection ended."""
+        """Run the handshake with `name`. `ProofError` names the one whose certificate was refused,
+        `PeerGoneError`: the connection ended."""
         self.settimeout(timeout_s)
         try:
             self.do_handshake()
@@ -65,8 +65,8 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(  # type: ignore[override]
         self, buffers: Iterable[memoryview], ancdata: Sequence[object] = (), flags: int = 0
     ) -> int:
-        """Send what goes without a wait. `BlockingIOError` when nothing does; the next call must then begin
-        with the same bytes."""
+        """Send the bytes that go without a wait. `BlockingIOError` when none do; the next call must then
+        begin with the same bytes."""
         num_sent = 0
         for view in buffers:
             count = self._send_some(view)
@@ -80,7 +80,7 @@ class TlsSocket(ssl.SSLSocket):
     def recvmsg_into(  # type: ignore[override]
         self, buffers: Iterable[memoryview], ancbufsize: int = 0, flags: int = 0
     ) -> tuple[int, list[object], int, object]:
-        """Receive what is there, without a wait. `BlockingIOError` when nothing is."""
+        """Receive the bytes that are there, without a wait. `BlockingIOError` when there are none."""
         assert self._calls is not None, "opened"
         num_received = 0
         try:
@@ -99,8 +99,8 @@ class TlsSocket(ssl.SSLSocket):
         return num_received, [], 0, None
 
     def shutdown(self, how: int) -> None:
-        """End the connection. Unlike the base class it keeps the TLS state, or another thread would take what
-        is still to be received for plain bytes."""
+        """End the connection. Unlike the base class it keeps the TLS state, or another thread would take the
+        bytes still to be received for plain ones."""
         socket.socket.shutdown(self, how)
 
     def _send_some(self, view: memoryview) -> int:

@@ -41,7 +41,7 @@ class Trust:
 
     @classmethod
     def of(cls, secret: bytes) -> Trust:
-        """Return the trust of those who know `secret`."""
+        """Return the trust of all holders of `secret`."""
         return cls(secret)
 
     @classmethod
@@ -56,7 +56,7 @@ class Trust:
         return cls(secrets.token_bytes(32))
 
     def key_for(self, purpose: str) -> bytes:
-        """Return 256 bits that all who know the secret derive for this purpose, and nobody else can."""
+        """Return 256 bits that all holders of the secret derive for this purpose, and no others can."""
         return hmac.digest(self.secret, purpose.encode(), hashlib.sha256)
 
     def client_tls(self, sock: socket.socket) -> ssl.SSLContext | None:

@@ -16,16 +16,16 @@ from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints
 
 STORE_PROTOCOL = 4
 HEADER_BYTES = 4096
-# Of a frame between an owner and an engine core, another owner or an administrator: blocks of a long prompt,
-# or a listing. What an owner tells the engine cores of its node may be longer.
+# The most bytes of a frame between an owner and an engine core, another owner or an administrator: blocks of
+# a long prompt, or a listing. The messages of an owner to the engine cores of its node may be longer.
 MAX_OWNER_BYTES = 16 << 20
 
 # Where a block is held, the cheapest tier first. "remote": in a tier of another node.
 Tier = Literal["dram", "nvme", "remote"]
 
-# In a `PutGrant`: the record is already in the host tier, or is being written.
+# Stands in a `PutGrant` for a record that is already in the host tier, or is being written.
 HELD = -1
-# In a `PutGrant`: there is no space or no arena, or the share of the group is used up.
+# Stands in a `PutGrant` for one without space or arena, or whose group has used up its share.
 REFUSED = -2
 
 
@@ -380,7 +380,7 @@ class TierStat(Part, frozen=True):
     write_gb_s: float = 0.0
     # Moving average of one read (nvme), one fetch (remote).
     latency_s: float = 0.0
-    # What is wrong with the tier, or "".
+    # The fault of the tier, or "".
     note: str = ""
 
 

@@ -55,7 +55,7 @@ class MappedArena:
             os.close(fd)
             raise
         self.region = ByteRegion(memoryview(self._mapping))
-        # For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped.
+        # Whether this process has the pages of each unit of `_MAPPED_BYTES` mapped.
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
 
     def expect(self, offset: int, num_bytes: int) -> None:
@@ -77,7 +77,7 @@ def attach(
     order: AttachStore, rank: int, trust: Trust, earlier: MappedArena | None
 ) -> tuple[socket.socket, MappedArena]:
     """Connect to the owner; return the open connection and its arena, which is `earlier` if the owner adopted
-    that one. `TransferError` says why that failed; then `earlier` is unchanged."""
+    that one. The text of `TransferError` gives the reason of a failure; then `earlier` is unchanged."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)

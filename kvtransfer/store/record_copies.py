@@ -51,7 +51,7 @@ class CopyWork(ABC):
 
     @abstractmethod
     def next(self, limit_bytes: int) -> CopyBatch | None:
-        """Return the next copies, of at most so many bytes if more than one; None: all are done."""
+        """Return the next copies, of at most `limit_bytes` bytes if more than one; None: all are done."""
 
     @abstractmethod
     def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
@@ -124,7 +124,7 @@ class GetWork(CopyWork):
         for position, read in enumerate(order.reads):
             shapes.setdefault((read.shard, read.piece), []).append(position)
         self._groups = list(shapes.values())
-        # Of the first group, copied already.
+        # The copies of the first group that are done already.
         self._num_done = 0
         self._bad: list[int] = []
 

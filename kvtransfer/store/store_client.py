@@ -54,10 +54,10 @@ class StoreEvents(Protocol):
         the owner that nothing of the session's earlier grants is written any more."""
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
-        """The owner accepts requests; called again when its rates have changed."""
+        """Note that the owner accepts requests; called again when its rates have changed."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection has ended; called once for each first welcome."""
+        """Note that the connection has ended; called once for each first welcome."""
 
     def on_grant(self, grant: PutGrant) -> None: ...
 

@@ -186,7 +186,7 @@ class StoreWorker:
 
     def _detach(self, lost: _Lost) -> None:
         if lost.connection != self._num_connections or self._sock is None:
-            return  # another one was made meanwhile
+            return  # another one has been made since
         self._drop_all(lost.reason)
         self._disconnect()
         self._report(StoreAttached(b"", lost.reason))

@@ -25,7 +25,8 @@ class Transport(NamedTuple):
     device: Literal["cpu", "cuda", ""]
 
     def unsuited(self, device: str, is_same_host: bool) -> str:
-        """Why it cannot work, by its nature, from a pool on `device` ("cpu", "cuda:0"); "" when it can."""
+        """Return why the transport cannot work, by its nature, from a pool on `device` ("cpu", "cuda:0"); ""
+        when it can."""
         if self.device and not device.startswith(self.device):
             return f"not for KV on {device}"
         if self.same_host and not is_same_host:
@@ -33,7 +34,8 @@ class Transport(NamedTuple):
         return ""
 
     def listen(self, target: TargetRank) -> Listener:
-        """`PathError` says why the rank cannot be reached over it."""
+        """Listen for writers of the rank; the text of `PathError` gives the reason why it cannot be reached
+        this way."""
         unsuited = self.unsuited(target.pool.device, is_same_host=True)
         if unsuited:
             raise PathError(unsuited)
@@ -53,7 +55,7 @@ class Transport(NamedTuple):
         connection_id: bytes,
         on_lost: Callable[[str], None],
     ) -> Channel:
-        """Open a channel; `TransferError` says why it could not be."""
+        """Open a channel; the text of `TransferError` gives the reason of a failure."""
         return cast(Connect, self._load().connect)(rank, lane, address, connection_id, on_lost)
 
     def _load(self) -> ModuleType:

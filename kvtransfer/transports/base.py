@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """What a listener serves: this rank's pool behind its gate."""
+    """A rank as a listener serves it: its pool behind its gate."""
 
     rank: int
     pool: KvPool
@@ -71,7 +71,7 @@ class TargetRank:
 
 @dataclass(frozen=True)
 class WriterRank:
-    """What a channel writes from, and for whom."""
+    """A rank as a channel writes for it: its identity and its pool."""
 
     identity: ReplicaIdentity
     rank: int
@@ -81,7 +81,7 @@ class WriterRank:
     settings: TransferSettings
 
     def hello(self, lane: Lane, connection_id: bytes) -> ChannelHello:
-        """The hello of the lane's channel."""
+        """Return the hello of the lane's channel."""
         layout = self.pool.layout
         return ChannelHello(
             PROTOCOL_VERSION,
@@ -181,7 +181,8 @@ class Listener(ABC):
         return hello
 
     def _check(self, hello: ChannelHello) -> None:
-        """`IncompatibleError` when the writer means another rank, or a piece that one of the two lacks."""
+        """Check the hello; `IncompatibleError` when the writer means another rank, or a piece that one of the
+        two lacks."""
         if hello.target_rank != self._target.rank:
             raise IncompatibleError(f"this is rank {self._target.rank}, not {hello.target_rank}")
         try:
@@ -223,12 +224,12 @@ class Channel(ABC):
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """The last act of `connect`: begin to listen for the target's answers."""
+        """Begin to listen for the target's answers, as the last act of `connect`."""
         for connection in self._connections:
             connection.start(self._end)
 
     def begin(self, landing_id: bytes, stopped: Stopped) -> None:
-        """Before the first `write` of a push. `PushStoppedError` when the target refuses the landing."""
+        """Prepare for the first `write` of a push. `PushStoppedError` when the target refuses the landing."""
         self.check()
 
     def write(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
@@ -258,8 +259,8 @@ class Channel(ABC):
         self._check_accepted(landing_id)
 
     def drain(self) -> None:
-        """After a push that was stopped or failed: return when nothing of it is read from this rank's pool
-        any more, nor written by this channel. Here: no write leaves anything behind when it ends."""
+        """Wait after a push that was stopped or failed; return when nothing of it is read from this rank's
+        pool any more, nor written by this channel. Here: no write leaves anything behind when it ends."""
         return
 
     def measure(self, clock: Clock) -> Measured:
@@ -278,12 +279,12 @@ class Channel(ABC):
         return Measured(SCRATCH_BYTES / max(seconds, 1e-9) / 1e9, latency_s * 1e6)
 
     def check(self) -> None:
-        """`PeerGoneError` when the connection is lost."""
+        """Raise `PeerGoneError` when the connection is lost."""
         if self.lost:
             raise PeerGoneError(self.lost)
 
     def interrupt(self, reason: str = "closed on request") -> None:
-        """From any thread: what waits for the target ends with `PeerGoneError`."""
+        """End all waiting for the target with `PeerGoneError`; callable from any thread."""
         self._lose(reason)
 
     def close(self) -> None:
@@ -296,12 +297,12 @@ class Channel(ABC):
 
     @abstractmethod
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        """`write` at full speed; asks `stopped` every few megabytes at least."""
+        """Write at full speed, as `write` promises; ask `stopped` every few megabytes at least."""
 
     @abstractmethod
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
-        """`write` of one block with faults armed: passes `push.half` when half of its bytes are written;
-        with `corrupt` one bit arrives flipped. Returns the sum of what lies at the source."""
+        """Write one block with faults armed: pass `push.half` when half of its bytes are written; with
+        `corrupt` one bit arrives flipped. Return the sum of the bytes at the source."""
 
     @abstractmethod
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
@@ -346,7 +347,7 @@ class Channel(ABC):
             self._on_lost(reason)
 
     def _lose(self, reason: str) -> bool:
-        """True for the first reason, which stays."""
+        """Set the reason of the loss and return True, unless one was set before, which stays."""
         with self._lock:
             first = not self.lost
             self.lost = self.lost or reason

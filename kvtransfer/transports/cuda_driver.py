@@ -47,7 +47,7 @@ class CudaDriver:
         self._context = context
 
     def export(self, address: int) -> Exported:
-        """For memory of this process; it must have come from one `cuMemAlloc`."""
+        """Export memory of this process, which must have come from one `cuMemAlloc`."""
         self._bind()
         base, size, handle = c_uint64(), c_size_t(), _Handle()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
@@ -55,8 +55,8 @@ class CudaDriver:
         return Exported(bytes(memoryview(handle)), address - base.value)
 
     def map(self, handle: bytes) -> int:
-        """The address of another process's allocation here. A process can open a handle only once, so its
-        users share the mapping."""
+        """Return the address here of another process's allocation. A process can open a handle only once, so
+        its users share the mapping."""
         if len(handle) != HANDLE_BYTES:
             raise PathError(f"a handle of {len(handle)} bytes")
         self._bind()
@@ -71,7 +71,7 @@ class CudaDriver:
             return mapped[0]
 
     def unmap(self, handle: bytes) -> None:
-        """The end of one use of a mapping, of which nothing may be under way any more."""
+        """End one use of a mapping; no copy of that use may be under way any more."""
         self._bind()
         with self._lock:
             mapped = self._mapped[handle]
@@ -81,7 +81,7 @@ class CudaDriver:
                 self._call("cuIpcCloseMemHandle", c_uint64(mapped[0]))
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Mapped memory as uint8 [num_bytes]."""
+        """Return mapped memory as uint8 [num_bytes]."""
         return view_memory(address, num_bytes)
 
     def _bind(self) -> None:
@@ -98,7 +98,7 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver(index: int) -> CudaDriver:
-    """The driver for a device; `PathError` where there is none."""
+    """Return the driver for a device; `PathError` where there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -132,7 +132,7 @@ class Mapped:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Unmap. No copy may be under way."""
+        """Unmap the memory. No copy may be under way."""
         del self.pool, self.scratch
         self._undo.close()
 
@@ -160,11 +160,12 @@ class CudaIpcChannel(OneSidedChannel):
         self._scratch = DevicePool(_SCRATCH, pool.tensor.new_empty((1, SCRATCH_BYTES)))
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
-        """Nothing to wait for: copies are done when `write` returns."""
+        """Check the connection; there is nothing to wait for, as copies are done when `write` returns."""
         self.check()
 
     def close(self) -> None:
-        """Unmap, say so, and close the connection. Without the first the target waits for this process."""
+        """Unmap the memory, report that, and close the connection. Without the report the target waits for
+        this process."""
         self.interrupt()
         try:
             self._mapped.close()
@@ -208,8 +209,8 @@ class CudaIpcChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> CudaIpcListener | None:
-    """A listener, or None for a pool that is not on a CUDA device. `PathError`: memory that cannot be shared
-    (of torch's expandable segments, for one)."""
+    """Return a listener, or None for a pool that is not on a CUDA device. `PathError`: memory that cannot be
+    shared (of torch's expandable segments, for one)."""
     pool = target.pool
     if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
         return None
@@ -219,7 +220,7 @@ def listen(target: TargetRank) -> CudaIpcListener | None:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> CudaIpcChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     pool = rank.pool
     if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
         raise PathError(f"cuda_ipc: not for KV on {pool.device}")
@@ -236,7 +237,7 @@ def connect_over(
     connection_id: bytes,
     on_lost: Callable[[str], None],
 ) -> CudaIpcChannel:
-    """`connect` with a given driver."""
+    """Open a channel with a given driver, as `connect` does."""
     with opening("cuda_ipc", address) as undo:
         hello = rank.hello(lane, connection_id)
         sock, welcome = greet(undo, connect_unix(address), rank.trust, hello)
@@ -262,7 +263,8 @@ def halves(piece: Shard) -> tuple[Shard, ...]:
 
 
 def peer_process(sock: socket.socket) -> int:
-    """A pidfd of the process that connected this unix socket. `PathError` when it is invisible from here."""
+    """Return a pidfd of the process that connected this unix socket. `PathError` when the process is
+    invisible from here."""
     with contextlib.suppress(OSError):  # a kernel before 6.5
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

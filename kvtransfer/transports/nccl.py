@@ -45,8 +45,8 @@ class NcclPair(PairGroup):
         return cls(make_group(store, rank, 2, cuda), rank, cuda)
 
     def wait(self, work: PairWork) -> None:
-        """A failure that NCCL sees first counts as done here: the bytes then have wrong sums, and the end of
-        the peer's control connection follows."""
+        """Wait for the work. A failure that NCCL sees first counts as done here: the bytes then have wrong
+        sums, and the end of the peer's control connection follows."""
         while not work.is_completed():
             if self._aborted.wait(_POLL_S):
                 self._check()
@@ -65,7 +65,7 @@ connect = functools.partial(connect_pair, NcclPair)
 
 
 def make_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
-    """A process group that leaves what fails or hangs to its user. Connected when this returns."""
+    """Return a process group, already connected, that leaves failures and hangs to its user."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = ENDLESS
     torch.cuda.set_device(device)  # of this thread
@@ -77,7 +77,7 @@ def make_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """torch reads these when a group is made; the rank's other groups keep theirs."""
+    """Set the variables that torch reads when a group is made; the rank's other groups keep theirs."""
     with _environment:
         before = {name: os.environ.get(name) for name in _SETTINGS}
         os.environ.update(_SETTINGS)

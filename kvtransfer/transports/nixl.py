@@ -43,7 +43,8 @@ class Region(NamedTuple):
     device_index: int
 
     def spans(self, starts: Spans, lengths: Spans) -> Spans:
-        """`lengths[i]` bytes at offset `starts[i]` of the region; `PathError` when one leaves it."""
+        """Return the spans of `lengths[i]` bytes at offset `starts[i]` of the region; `PathError` when one
+        leaves it."""
         if starts.size and int((starts + lengths).max()) > self.num_bytes:
             raise PathError(f"a span leaves a region of {self.num_bytes} bytes")
         spans = np.empty((starts.size, 3), dtype=np.uint64)
@@ -81,8 +82,8 @@ def load_nixl() -> Nixl:
 
 
 def network_devices(settings: TransferSettings) -> tuple[str, ...]:
-    """UCX's names of the devices to use: those of the settings, else the active ports of InfiniBand devices.
-    `PathError` when there is none or one does not exist."""
+    """Return UCX's names of the devices to use: those of the settings, else the active ports of InfiniBand
+    devices. `PathError` when there is none or one does not exist."""
     if not settings.rdma_devices:
         active = [
             f"{state.parts[-4]}:{state.parts[-2]}"
@@ -145,7 +146,7 @@ class NixlAgent:
             raise PathError(f"NIXL cannot register {region.num_bytes} bytes: {error}") from error
 
     def metadata(self) -> bytes:
-        """What another agent needs to write here."""
+        """Return what another agent needs to write here."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> None:
@@ -190,7 +191,7 @@ class NixlAgent:
         raise PeerGoneError("write failed")
 
     def progress(self) -> None:
-        """Do what peers' writes and connections need of this side."""
+        """Do the work on this side that peers' writes and connections need."""
         try:
             self._agent.get_new_notifs()
         except self._errors as error:

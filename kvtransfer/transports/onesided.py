@@ -57,7 +57,7 @@ class OneSidedListener(Listener):
 
     @abstractmethod
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        """After the welcome: send what the writer needs to reach the pool."""
+        """Send, after the welcome, what the writer needs to reach the pool."""
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         connection = self._target.gate.enter(hello.writer)
@@ -71,7 +71,7 @@ class OneSidedListener(Listener):
                 self._target.gate.leave(connection)
 
     def _answer(self, sock: socket.socket, connection: bytes) -> bool:
-        """Answer requests. True when the writer has said `Unmapped`, False when its connection ended."""
+        """Answer requests. True when the writer has sent `Unmapped`, False when its connection ended."""
         num_done = 0
         while True:
             try:
@@ -137,7 +137,7 @@ class OneSidedChannel(Channel):
 
     @abstractmethod
     def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
-        """Begin to write the pieces of so many blocks. What is returned waits until they are written, and
+        """Begin to write the pieces of these blocks. Return a function that waits until they are written and
         returns their sums at the source."""
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
@@ -161,7 +161,7 @@ def _send(connection: Connection, request: Begin | Sync) -> None:
 
 
 def _await_end(sock: socket.socket) -> None:
-    """Return when the writer's end is closed, whatever else it still sends; shut down our side first."""
+    """Return when the writer's end is closed, regardless of what else it sends; shut down our side first."""
     with contextlib.suppress(OSError):  # reset: the writer closed with our answers unread
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):

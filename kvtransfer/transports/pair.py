@@ -67,7 +67,7 @@ REQUEST_CODEC: Codec[Pieces | Barrier] = Codec(Pieces | Barrier)
 
 
 def staging_bytes(piece_bytes: int) -> int:
-    """Size of the largest message: as many pieces as fit in the scratch size, at least one."""
+    """Return the size of the largest message: as many pieces as fit in the scratch size, at least one."""
     return max(piece_bytes, SCRATCH_BYTES)
 
 
@@ -270,13 +270,13 @@ class PairChannel(Channel):
         self._submit(_Send(staging, 0, num_bytes, is_last=True))
 
     def _take(self, stopped: Stopped) -> StagingArea:
-        """A staging area that nothing uses."""
+        """Return a staging area that nothing uses."""
         self._await(lambda: bool(self._free), stopped)
         return self._free.pop()
 
     def _await(self, condition: Callable[[], bool], stopped: Stopped) -> None:
-        """A message cannot be left half sent, so a push that is stopped while the target takes nothing costs
-        the connection (`PeerGoneError`)."""
+        """Wait for the condition. A message cannot be left half sent, so a push that is stopped while the
+        target takes nothing costs the connection (`PeerGoneError`)."""
         with self._changed:
             while not condition():
                 self.check()
@@ -326,7 +326,7 @@ def connect_pair(
     connection_id: bytes,
     on_lost: Callable[[str], None],
 ) -> PairChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     if not kind.is_possible(rank.pool.device):
         raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
     with opening(kind.backend, address) as undo:
@@ -341,8 +341,8 @@ def connect_pair(
 
 
 def _end(group: PairGroup, thread: threading.Thread) -> None:
-    """Abort, wait for the thread that this sets free, and let go of the pair. Should something hang all the
-    same, it is left behind: what it holds is not used again."""
+    """Abort, wait for the thread that this sets free, and release the pair. If something hangs all the same,
+    the pair is left behind: nothing that it holds is used again."""
     group.abort()
     thread.join(_END_TIMEOUT_S)
     if thread.is_alive() or not group.close(_END_TIMEOUT_S):

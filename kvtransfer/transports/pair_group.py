@@ -64,7 +64,8 @@ class PairGroup(ABC):
     @classmethod
     @abstractmethod
     def form(cls, store: Store, rank: int, device: str, address: str) -> PairGroup:
-        """Returns when both have come; `RuntimeError` when that fails. `address` is this side's."""
+        """Form the group; return when both sides have come; `RuntimeError` when that fails. `address` is this
+        side's."""
 
     def start_send(self, data: torch.Tensor) -> PairWork:
         """Queue a message (uint8 [num_bytes] on the device); `data` is in use until `wait` returns."""
@@ -79,16 +80,16 @@ class PairGroup(ABC):
         """Return when it is done; `PeerGoneError` when the peer failed or this side aborted."""
 
     def abort(self) -> None:
-        """End what hangs here and all that comes after; does not wait. Bytes may still arrive in the memory
-        of a receipt that was not done."""
+        """End all waiting here, now and later; does not wait. Bytes may still arrive in the memory of a
+        receipt that was not done."""
         with self._lock:
             if not self._aborted.is_set():
                 self._aborted.set()
                 self._aborter.start()
 
     def close(self, timeout_s: float) -> bool:
-        """After `abort`, when no thread waits any more: let go of the connection, and of torch's threads.
-        False, and nothing is let go, when the abort itself hangs."""
+        """Release the connection and torch's threads, after `abort`, when no thread waits any more. False,
+        and nothing is released, when the abort itself hangs."""
         self._aborter.join(timeout_s)
         if self._aborter.is_alive():
             return False
@@ -116,7 +117,7 @@ class PairGroup(ABC):
 
 
 def open_store(host: str) -> tuple[Store, str]:
-    """A store that listens on `host` alone, and its address. `PathError` when it cannot."""
+    """Return a store that listens on `host` alone, and its address. `PathError` when it cannot."""
     try:
         listening = socket.create_server((host, 0), family=family(host))
         port = listening.getsockname()[1]

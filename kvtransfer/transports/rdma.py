@@ -225,7 +225,7 @@ class RdmaChannel(OneSidedChannel):
         super().close()
 
     def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
-        """The writes themselves are awaited by `flush`."""
+        """Post the writes of a batch; `flush` awaits the writes themselves."""
         self._await(_MAX_UNDER_WAY - 1, stopped)
         sources, targets = [move.src_block for move in moves], [move.dst_block for move in moves]
         if not self._packs:
@@ -257,7 +257,8 @@ class RdmaChannel(OneSidedChannel):
         self._await(0, stopped)
 
     def _timed(self, clock: Clock, num_bytes: int, stopped: Stopped) -> float:
-        """An empty round trip is that of one word: UCX answers a write when it has been flushed."""
+        """Return the seconds of a round trip. An empty one is that of one word: UCX answers a write when it
+        has been flushed."""
         started = clock.now()
         self._write_scratch(num_bytes or _WORD_BYTES, stopped)
         return clock.now() - started
@@ -302,7 +303,7 @@ class RdmaChannel(OneSidedChannel):
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """A write that failed costs the connection."""
+        """Mark the connection as lost when a write fails."""
         try:
             yield
         except PeerGoneError as error:
@@ -319,7 +320,7 @@ class RdmaChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> RdmaListener:
-    """A listener; `PathError` says why there is none (no device, no NIXL)."""
+    """Return a listener; the text of `PathError` gives the reason why there is none (no device, no NIXL)."""
     pool_region(target.pool)
     devices = network_devices(target.settings)
     NixlAgent(devices).close()
@@ -329,7 +330,7 @@ def listen(target: TargetRank) -> RdmaListener:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> RdmaChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     agent = NixlAgent(network_devices(rank.settings))
     with opening("rdma", address) as undo:
         undo.callback(agent.close)

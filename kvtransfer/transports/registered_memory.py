@@ -26,7 +26,7 @@ class Runs:
     def spans(
         self, source: Region, src_blocks: Sequence[int], target: Region, dst_blocks: Sequence[int]
     ) -> tuple[Spans, Spans]:
-        """Of every pair of blocks, each run: where it lies and where it goes."""
+        """Return the source and the target span of each run of every pair of blocks."""
         lengths = np.tile(self._lengths, len(src_blocks))
         starts = (_starts(src_blocks, self._src_bytes) + self._src).ravel()
         ends = (_starts(dst_blocks, self._dst_bytes) + self._dst).ravel()
@@ -42,7 +42,7 @@ class RegisteredBuffer(StagingArea):
 
 
 def pool_region(pool: KvPool) -> Region:
-    """Where the pool's blocks lie; `PathError` for memory that cannot be registered."""
+    """Return where the pool's blocks lie; `PathError` for memory that cannot be registered."""
     if isinstance(pool, HostPool):
         address = int(np.frombuffer(pool.memory.buffer, dtype=np.uint8).ctypes.data)
         return Region(address, len(pool.memory.buffer), "DRAM", 0)

@@ -83,7 +83,8 @@ class ShmChannel(OneSidedChannel):
         self._scratch = scratch_offset(welcome.num_blocks * target.block_bytes)
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
-        """Nothing to wait for: stores are visible when made, if the target still lives."""
+        """Check that the target still lives; there is nothing to wait for, as stores are visible when
+        made."""
         self._connection.check_other_end()
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class ShmChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> ShmListener | None:
-    """A listener, or None where the pool's memory cannot be shared."""
+    """Return a listener, or None where the pool's memory cannot be shared."""
     pool = target.pool
     return ShmListener(target, pool.memory.fd) if isinstance(pool, HostPool) and pool.memory.fd >= 0 else None
 
@@ -127,7 +128,7 @@ def listen(target: TargetRank) -> ShmListener | None:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> ShmChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     _host_pool(rank)
     with opening("shm", address) as undo:
         hello = rank.hello(lane, connection_id)

@@ -78,8 +78,8 @@ ACK_CODEC: Codec[Ack] = Codec(Ack)
 
 @contextlib.contextmanager
 def opening(transport: str, address: str) -> Iterator[contextlib.ExitStack]:
-    """Open a channel in the block: what the block has put on the stack is undone if it fails, and an
-    `OSError` becomes a `PathError`."""
+    """Open a channel in the block: the entries that the block has put on the stack are undone if it fails,
+    and an `OSError` becomes a `PathError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo
@@ -96,8 +96,8 @@ class Greeted(NamedTuple):
 
 
 def greet(undo: contextlib.ExitStack, connected: socket.socket, trust: Trust, hello: ChannelHello) -> Greeted:
-    """The writer's opening: proof, hello. `ProofError`, `PathError` or `PeerGoneError` when it fails; `undo`
-    closes the connection. It keeps a timeout until a `Connection` takes it."""
+    """Open as the writer: send the proof, then the hello. `ProofError`, `PathError` or `PeerGoneError` when
+    that fails; `undo` closes the connection, which keeps a timeout until a `Connection` takes it."""
     undo.enter_context(connected)
     sock = undo.enter_context(prove_as_client(connected, trust, hello.writer.replica_id))
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -149,18 +149,19 @@ class Connection:
             return landing_id in self._refused
 
     def check(self) -> None:
-        """`PeerGoneError` when the connection is lost."""
+        """Raise `PeerGoneError` when the connection is lost."""
         if self._lost:
             raise PeerGoneError(self._lost)
 
     def check_other_end(self) -> None:
-        """`PeerGoneError` when the target's end is closed, which the reading thread may not know yet."""
+        """Raise `PeerGoneError` when the target's end is closed, which the reading thread may not know
+        yet."""
         self.check()
         if self._hung_up.poll(0):
             raise PeerGoneError("connection closed by the other side")
 
     def lose(self, reason: str) -> None:
-        """From any thread: what waits for an answer ends with `PeerGoneError`."""
+        """End all waiting for an answer with `PeerGoneError`; callable from any thread."""
         with self._answered:
             self._lost = self._lost or reason
             self._answered.notify_all()

@@ -65,7 +65,7 @@ class _Job(Generic[Frame, Result]):
         self._error: TransferError | None = None
 
     def work(self, send: Callable[[Frame, Stopped], Result]) -> None:
-        """One stream's part: `send` frames until none is left or one has failed."""
+        """Do one stream's part: `send` frames until none is left or one has failed."""
         error: TransferError | None = PeerGoneError("a sending thread failed")
         try:
             while (taken := self._take()) is not None:
@@ -80,7 +80,8 @@ class _Job(Generic[Frame, Result]):
                 self._changed.notify_all()
 
     def finish(self) -> list[Result]:
-        """Wait until no stream works on it any more; what `send` returned, in order, or the first error."""
+        """Wait until no stream works on it any more; return the results of `send`, in order, or raise the
+        first error."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_working == 0)
         if self._error is not None:
@@ -201,7 +202,7 @@ def listen(target: TargetRank) -> TcpListener:
 def connect(
     rank: WriterRank, lane: Lane, address: str, connection_id: bytes, on_lost: Callable[[str], None]
 ) -> TcpChannel:
-    """Open a channel; `TransferError` says why it could not be."""
+    """Open a channel; the text of `TransferError` gives the reason of a failure."""
     hello = rank.hello(lane, connection_id)
     connections: list[Connection] = []
     with opening("tcp", address) as undo:
@@ -232,8 +233,8 @@ def open_socket(address: str) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay, and a dead host is noticed. The kernel sizes the buffers: a size set by hand is cut to
-    `rmem_max`, often far below what it grows them to, and brought nothing where it was not cut."""
+    """Set no delay, and keepalive to notice a dead host. The kernel sizes the buffers: a size set by hand is
+    cut to `rmem_max`, often far below the kernel's own growth, and brought nothing where it was not cut."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -256,5 +257,5 @@ def interface_of(address: str) -> str:
 
 
 def family(host: str) -> socket.AddressFamily:
-    """Of an address or a name to listen on."""
+    """Return the address family of an address or a name to listen on."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

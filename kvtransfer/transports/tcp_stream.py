@@ -38,7 +38,8 @@ _MAX_VECTORS = 512
 
 
 class Packing:
-    """How a lane's pieces lie in one rank's pool: in place where that is worth it, else in staging memory."""
+    """The layout of a lane's pieces in one rank's pool: in place where that is worth it, else in staging
+    memory."""
 
     def __init__(self, pool: KvPool, piece: Shard, *, min_run_bytes: int = _SHORT_RUN_BYTES) -> None:
         self.pool = pool
@@ -59,7 +60,7 @@ class Packing:
         return self.pool.allocate_staging(self.blocks_per_frame * self.piece_bytes)
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """The pieces' bytes where they lie, in the order in which they are sent."""
+        """Return the pieces' bytes where they lie, in the order in which they are sent."""
         assert self._buffer is not None
         starts = [block_id * self.pool.layout.block_bytes for block_id in block_ids]
         return [self._buffer[base + start : base + end] for base in starts for start, end in self._spans]
@@ -115,7 +116,8 @@ class StreamReceiver:
             self._refused.append(landing_id)
 
     def _receive_in_place(self, landing: OpenedLanding, block_ids: Sequence[int]) -> bool:
-        """Into the blocks while the landing is open; False when it was closed before the last byte."""
+        """Receive into the blocks while the landing is open; False when it was closed before the last
+        byte."""
         views = self._packing.views(block_ids)
         while views:
             if not landing.start_receiving():
@@ -156,7 +158,8 @@ class StreamReceiver:
             _consume(views, count)
 
     def _receive_some(self, views: list[memoryview]) -> int:
-        """Take what has arrived, without waiting; 0: nothing has. `PeerGoneError` at the end."""
+        """Take the bytes that have arrived, without waiting; 0: there are none. `PeerGoneError` at the
+        end."""
         try:
             count, _, _, _ = self._sock.recvmsg_into(views[:_MAX_VECTORS], 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -196,7 +199,7 @@ class StreamSender:
     def send_block(
         self, landing_id: bytes, move: BlockMove, corrupt: bool, half: Callable[[], object], stopped: Stopped
     ) -> int:
-        """The same for one block, with `half` called in the middle of its bytes."""
+        """Send one block as `send_blocks` does, with `half` called in the middle of its bytes."""
         (checksum,), packed = self._pack([move.src_block])
         packed[0] ^= corrupt
         middle = len(packed) // 2

@@ -41,5 +41,5 @@ class AdmissionAtOnce:
 
 
 def request_at_once(request_id: str, now: float) -> QueuedRequest:
-    """A request that waits for no turn."""
+    """Return a request that waits for no turn."""
     return QueuedRequest(request_id, Flow("", "standard"), now, goes_at_once=True)

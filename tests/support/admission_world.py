@@ -177,7 +177,7 @@ class AdmissionWorld:
         return bool(self._due) and self._due[0][0] <= until_s
 
     def step(self) -> None:
-        """Let happen what is next, as one turn of an event loop."""
+        """Run the next event, as one turn of an event loop."""
         time_s, _, call = heapq.heappop(self._due)
         self.clock.advance(max(0.0, time_s - self.clock.now()))
         call()
@@ -197,7 +197,7 @@ class AdmissionWorld:
         priority: int = 0,
         keys: tuple[bytes, ...] = (),
     ) -> QueuedRequest | None:
-        """A request comes; None where it is refused."""
+        """Add a request that arrives and return it; None where it is refused."""
         queued = self.new(
             request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
         )
@@ -226,7 +226,7 @@ class AdmissionWorld:
         deadline_s: float | None = None,
         priority: int = 0,
     ) -> QueuedRequest:
-        """A request that has come and that admission does not know yet."""
+        """Return a request that has come and that admission does not know yet."""
         now = self.clock.now()
         deadline_at = None if deadline_s is None else now + deadline_s
         queued = QueuedRequest(

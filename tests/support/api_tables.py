@@ -36,7 +36,7 @@ _ANTHROPIC_EVENTS: tuple[type[msgspec.Struct], ...] = (
     messages._MessageStop,
     errors._AnthropicError,
 )
-# What each route answers: as a whole, and as the events of a stream.
+# The answers of each route: as a whole, and as the events of a stream.
 ANSWERS: dict[str, dict[str, tuple[type[msgspec.Struct], ...]]] = {
     "/v1/chat/completions": {"Answer": (chat._Completion,), "Chunks of a stream": (chat._Chunk,)},
     "/v1/completions": {"Answer, and chunks of a stream": (completions._Completion,)},
@@ -206,7 +206,7 @@ def _struct_table(title: str, fields: list[StructField]) -> list[str]:
 
 
 def _merged(kinds: tuple[type[msgspec.Struct], ...], places: Places) -> list[StructField]:
-    """Return each path once, with all that is said of it, and which of several kinds have it."""
+    """Return each path once, with all notes on it, and which of several kinds have it."""
     found: dict[str, StructField] = {}
     for kind in kinds:
         for it in _named_fields(kind, places, is_one_of_several=len(kinds) > 1):

@@ -156,7 +156,7 @@ class StandInOwner:
 
 
 class StoreReports:
-    """What worker report, in order; tests take the first of a type when it comes."""
+    """The reports of a worker, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
@@ -220,7 +220,7 @@ class WorkerRank:
         return self.reports.take(StoreAttached)
 
     def piece(self, piece: Shard) -> Bytes:
-        """That piece of all blocks, [blocks, piece bytes]: plain slices, the reference."""
+        """Return the piece of all blocks, [blocks, piece bytes]: plain slices, the reference."""
         own = self.layout.shard
         shape = (NUM_BLOCKS, own.layer_end - own.layer_start, 2, own.head_end - own.head_start, -1)
         layers = slice(piece.layer_start - own.layer_start, piece.layer_end - own.layer_start)
@@ -230,7 +230,7 @@ class WorkerRank:
 
 
 def put(rank: WorkerRank, arena: SharedArena, number: int, pairs: Sequence[tuple[int, int]]) -> StorePutDone:
-    """(block, slot) pairs."""
+    """Put the (block, slot) pairs."""
     copies = tuple(StoreCopy(block, slot * SLOT_BYTES) for block, slot in pairs)
     rank.worker.handle(StorePut(number, arena.id, copies))
     done = rank.reports.take(StorePutDone)
@@ -296,7 +296,7 @@ class RankProcess:
         self._send(order)
 
     def wait_killed(self) -> int:
-        """Its exit status, when it has ended."""
+        """Wait for the end of the process; return its exit status."""
         return self._process.wait(WAIT_S)
 
     def _send(self, message: StartWorker | StoreOrder) -> None:

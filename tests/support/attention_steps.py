@@ -27,7 +27,7 @@ from workers.model.attention.torch_backend import TorchAttention
 def unrotated(
     num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,), device: torch.device | str = "cpu"
 ) -> AttentionShape:
-    """A shape whose rotary embedding changes nothing, for tensors on `device`."""
+    """Return a shape whose rotary embedding changes nothing, for tensors on `device`."""
     return AttentionShape(num_heads, windows, torch.zeros(head_dim // 2, device=device))
 
 
@@ -39,7 +39,7 @@ def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> 
 
 
 def qkv_of(query: Tensor, kv: Tensor, layer: int, step: StepInput) -> Tensor:
-    """The products [T, (H + 2K) * D] whose keys and values are those that lie in the blocks already."""
+    """Return the products [T, (H + 2K) * D] whose keys and values lie in the blocks already."""
     positions = step.positions()
     blocks = torch.from_numpy(step.token_blocks(positions)).long()
     offsets = torch.from_numpy(positions % step.block_tokens)
@@ -54,7 +54,8 @@ def attend(
     host: HostReader | None = None,
     marks: Marks = NO_MARKS,
 ) -> list[Tensor]:
-    """Attend from a query [T, H, D] in each layer of one step; the results [T, H * D] of each layer."""
+    """Attend from a query [T, H, D] in each layer of one step; return the results [T, H * D] of each
+    layer."""
     kv = backend.kv
     step = StepInput.of(spans, kv_shape(kv).block_tokens, host, marks)
     products = [qkv_of(query, kv, layer, step) for layer, query in enumerate(queries)]
@@ -68,7 +69,7 @@ def attend(
 def make_backend(
     name: str, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False
 ) -> AttentionBackend:
-    """The backend of that name, one of `compiled_kernels.BACKENDS`, for KV that it serves."""
+    """Make the backend of that name, one of `compiled_kernels.BACKENDS`, for KV that it serves."""
     if name == "torch":
         return TorchAttention(shape, kv)
     return CpuAttention(shape, kv, kernels_of(name), is_deterministic=is_deterministic)

@@ -41,7 +41,7 @@ class Authority:
         names: Sequence[x509.GeneralName] = (),
         num_days: float = 100,
     ) -> tuple[Path, Path]:
-        """Write `tls.crt` and `tls.key` of a certificate with this common name, in place of those before, for
+        """Write `tls.crt` and `tls.key` of a certificate with this common name, in place of earlier ones, for
         localhost and `names`; return their paths."""
         key = ec.generate_private_key(ec.SECP256R1())
         places = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *names]

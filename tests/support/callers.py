@@ -25,12 +25,12 @@ _DRAWS = itertools.count(1)
 
 
 def draw(num_bytes: int) -> bytes:
-    """Bytes that differ from call to call."""
+    """Draw bytes that differ from call to call."""
     return next(_DRAWS).to_bytes(num_bytes, "big")
 
 
 def key_of(path: Path, tenant: str, *roles: Role, **fields: Any) -> str:
-    """A new key in the file."""
+    """Add a new key to the file and return it."""
     return add_key(path, draw, tenant=tenant, roles=roles or ("user",), created=CREATED, **fields)
 
 
@@ -53,14 +53,14 @@ class Issuer:
             self.key = ed25519.Ed25519PrivateKey.generate()
 
     def pem(self) -> bytes:
-        """The public key."""
+        """Return the public key."""
         encoded: bytes = self.key.public_key().public_bytes(
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
         return encoded
 
     def jwk(self) -> dict[str, Any]:
-        """The public key in a JWKS."""
+        """Return the public key in a JWKS."""
         kinds: dict[str, Any] = {
             "RS256": jwt.algorithms.RSAAlgorithm,
             "ES256": jwt.algorithms.ECAlgorithm,
@@ -70,7 +70,7 @@ class Issuer:
         return found | ({"kid": self.key_id} if self.key_id else {})
 
     def token(self, *, headers: dict[str, Any] | None = None, **claims: Any) -> str:
-        """A token for tenant `acme`, valid for a minute; None as a claim leaves it out."""
+        """Return a token for tenant `acme`, valid for a minute; None as a claim leaves it out."""
         complete = {
             "iss": ISSUER,
             "aud": AUDIENCE,
@@ -90,11 +90,11 @@ def write_jwks(path: Path, issuers: Sequence[Issuer]) -> Path:
 
 
 def unsigned(token: str) -> str:
-    """The same claims, with the algorithm `none`."""
+    """Return a token with the same claims and the algorithm `none`."""
     header = base64.urlsafe_b64encode(b'{"alg":"none","typ":"JWT"}').decode().rstrip("=")
     return f"{header}.{token.split('.')[1]}."
 
 
 def jwt_config(keys_file: Path, **fields: Any) -> dict[str, Any]:
-    """A section `auth.jwt`."""
+    """Return a section `auth.jwt`."""
     return {"keys_file": str(keys_file), "issuer": ISSUER, "audience": AUDIENCE, **fields}

@@ -68,7 +68,7 @@ def record_id(name: str, shard: Shard = WHOLE) -> RecordId:
 
 
 def payload_of(name: str, shard: Shard = WHOLE, num_bytes: int = ONE_GRANULE, salt: int = 0) -> bytes:
-    """The bytes of that record, unlike any other's."""
+    """Return the bytes of that record, unlike any other's."""
     pattern = f"{name}|{shard.head_start}|{shard.head_end}|{salt}|".encode()
     return (pattern * (num_bytes // len(pattern) + 1))[:num_bytes]
 
@@ -133,7 +133,7 @@ class CatalogHarness:
         num_bytes: int = ONE_GRANULE,
         model: bytes = b"model",
     ) -> int:
-        """All phases of a put; returns the offset."""
+        """Go through all phases of a put; return the offset."""
         offset = self.allocate(
             name, parent, session=session, shard=shard, group=group, num_bytes=num_bytes, model=model
         )
@@ -150,7 +150,7 @@ class CatalogHarness:
             parent = name
 
     def read(self, name: str, shard: Shard = WHOLE) -> bytes | None:
-        """The bytes under a lease, checked against the sum in the books; None: a miss."""
+        """Return the bytes under a lease, checked against the sum in the books; None: a miss."""
         offset = self.catalog.lease(record_id(name, shard))
         if offset is None:
             return None
@@ -163,15 +163,16 @@ class CatalogHarness:
         return payload
 
     def names(self) -> set[str]:
-        """Of the findable records in the host tier."""
+        """Return the names of the findable records in the host tier."""
         return {held.info.id.key.decode() for held in self.catalog.records() if held.offset is not None}
 
     def restart(self) -> None:
-        """The owner dies; the next one adopts the arena by its descriptor. No session has said hello yet."""
+        """Restart the owner: the next one adopts the arena by its descriptor. No session has said hello
+        yet."""
         self.adopt(os.dup(self.arena.fd))
 
     def adopt(self, fd: int) -> None:
-        """Go on with the arena of this descriptor and a new catalog."""
+        """Adopt the arena of this descriptor with a new catalog."""
         arena = Arena.adopt(fd, GRANULE_BYTES)
         self.arena.close()
         self.arena = arena

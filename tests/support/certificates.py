@@ -13,8 +13,8 @@ from cryptography.x509.oid import NameOID
 
 
 def write_certificate(folder: Path, name: str, num_days: int = 1) -> tuple[Path, Path]:
-    """PEM files of the certificate and its key, in place of those before; `name` tells one from another.
-    It is valid from yesterday, for `num_days` from now."""
+    """Write PEM files of the certificate and its key, in place of earlier ones; `name` tells one from
+    another. It is valid from yesterday, for `num_days` from now."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -44,7 +44,7 @@ def write_certificate(folder: Path, name: str, num_days: int = 1) -> tuple[Path,
 
 
 def name_of(certificate: bytes) -> str:
-    """The name that a DER certificate was written with."""
+    """Return the name that a DER certificate was written with."""
     (attribute,) = x509.load_der_x509_certificate(certificate).subject.get_attributes_for_oid(
         NameOID.COMMON_NAME
     )

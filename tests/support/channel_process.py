@@ -53,7 +53,8 @@ LAYOUT = BlockLayout(Shard(0, 4, 0, 4), head_dim=32, block_tokens=8, item_bytes=
 
 
 class Setup(Message, frozen=True):
-    """What a rank is: its pool lies on `device` ("host": a HostPool) and is random (`seed`), or zero (0)."""
+    """The setup of a rank: its pool lies on `device` ("host": a HostPool) and is random (`seed`), or zero
+    (0)."""
 
     transport: str
     shard: Shard
@@ -68,7 +69,7 @@ class Setup(Message, frozen=True):
         return replace(LAYOUT, shard=self.shard)
 
     def content(self) -> np.ndarray:
-        """What the pool holds at first, uint8 [num_blocks, block_bytes]."""
+        """Return the initial content of the pool, uint8 [num_blocks, block_bytes]."""
         shape = self.num_blocks, self.layout.block_bytes
         if not self.seed:
             return np.zeros(shape, np.uint8)
@@ -109,7 +110,7 @@ class TargetEnd:
         return landing_id
 
     def data(self) -> np.ndarray:
-        """The whole pool, uint8 [num_blocks, block_bytes]."""
+        """Return the whole pool, uint8 [num_blocks, block_bytes]."""
         return pool_data(self.pool)
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ class WriterEnd:
 
 
 def pool_data(pool: KvPool) -> np.ndarray:
-    """The whole pool's bytes, uint8 [num_blocks, block_bytes], read without its own methods."""
+    """Return the whole pool's bytes, uint8 [num_blocks, block_bytes], read without its own methods."""
     if isinstance(pool, DevicePool):
         return pool.tensor.cpu().numpy().copy()
     assert isinstance(pool, HostPool)
@@ -162,7 +163,7 @@ def pool_data(pool: KvPool) -> np.ndarray:
 
 
 def piece_of(data: np.ndarray, shard: Shard, piece: Shard) -> np.ndarray:
-    """The piece in every block of `data` [blocks, block_bytes] of `shard`: a view [blocks, L, 2, H, size]."""
+    """View the piece in every block of `data` [blocks, block_bytes] of `shard`: [blocks, L, 2, H, size]."""
     num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
     whole = data.reshape(len(data), num_layers, 2, num_heads, -1)
     layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
@@ -170,7 +171,7 @@ def piece_of(data: np.ndarray, shard: Shard, piece: Shard) -> np.ndarray:
 
 
 def landed(target: Setup, writer: Setup, piece: Shard, moves: Sequence[tuple[int, int]]) -> np.ndarray:
-    """What the target's pool holds after these moves and nothing else: the reference."""
+    """Return the content of the target's pool after these moves and nothing else: the reference."""
     expected = target.content()
     sources = piece_of(writer.content(), writer.shard, piece)
     places = piece_of(expected, target.shard, piece)
@@ -348,7 +349,7 @@ class RankProcess:
         self._process.send_signal(number)
 
     def await_state(self, state: str) -> None:
-        """Wait until the kernel says that the process is in `state` ("T": stopped, "Z": dead)."""
+        """Wait until the process is in `state` for the kernel ("T": stopped, "Z": dead)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
 
@@ -391,7 +392,8 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def take(self, be: BeTarget | BeWriter) -> Iterator[RankProcess]:
-        """A process that is this rank. It is used again unless it died or the test left it in the middle."""
+        """Lend a process that is this rank. The process is used again unless it died or the test left it in
+        the middle."""
         process = self._idle.pop() if self._idle else RankProcess()
         is_idle = False
         try:

@@ -45,18 +45,18 @@ Object = dict[str, Any]
 
 
 def render(values: Mapping[str, Any] | None = None, name: str = RELEASE) -> dict[str, str]:
-    """Template to text, as `helm template` makes it; `helm_python.HelmError` where Helm refuses."""
+    """Render template to text, as `helm template` does; `helm_python.HelmError` where Helm refuses."""
     return _render(json.dumps(values or {}), name)
 
 
 def objects(values: Mapping[str, Any] | None = None) -> list[Object]:
-    """Everything that is rendered but the notes."""
+    """Return all rendered objects, without the notes."""
     texts = (text for path, text in render(values).items() if not path.endswith("NOTES.txt"))
     return [item for text in texts for item in yaml.load_all(text, LOADER) if item is not None]
 
 
 def only(items: list[Object], kind: str, name: str | None = None) -> Object:
-    """The one object of this kind, and of this name where one is given."""
+    """Return the one object of this kind, and of this name where one is given."""
     (found,) = [item for item in items if item["kind"] == kind and name in (None, item["metadata"]["name"])]
     return found
 
@@ -66,13 +66,13 @@ def ray_service(values: Mapping[str, Any] | None = None) -> Object:
 
 
 def serve_config(service: Object) -> Object:
-    """What KubeRay sends to Ray Serve."""
+    """Return the configuration that KubeRay sends to Ray Serve."""
     loaded: Object = yaml.safe_load(service["spec"]["serveConfigV2"])
     return loaded
 
 
 def pods(items: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Every kind of pod that comes of these objects, by name, as a Pod; Ray's with KubeRay's labels."""
+    """Yield every kind of pod that comes of these objects, by name, as a Pod; Ray's with KubeRay's labels."""
     for item in items:
         name = item["metadata"]["name"]
         if item["kind"] in ("StatefulSet", "Job", "Deployment"):
@@ -96,12 +96,12 @@ def matches(selector: Mapping[str, str], pod: Object) -> bool:
 
 
 def check(item: Object) -> None:
-    """Against the schema of its kind, with no unknown field; each object once."""
+    """Check the object against the schema of its kind, with no unknown field; each object once."""
     _check(json.dumps(item, sort_keys=True))
 
 
 def with_value(values: Mapping[str, Any], path: str, value: Any) -> Object:
-    """`values` with one changed, by its dotted path."""
+    """Return `values` with one changed, by its dotted path."""
     changed: Object = json.loads(json.dumps(values))
     *parents, last = path.split(".")
     place = changed
@@ -164,7 +164,8 @@ class RayGroups:
         self._chart_ports: dict[int, int] = {}
 
     def start(self, group: str) -> None:
-        """One node of it; returns when it is up, since two at once get in each other's way on one host."""
+        """Start one node of the group; return when it is up, since two at once get in each other's way on one
+        host."""
         given = self._group(group)
         parameters = {**given["rayStartParams"], "node-ip-address": "127.0.0.1"}
         fixed = {name: int(port) for name, port in parameters.items() if name in _FIXED_PORTS}
@@ -201,7 +202,7 @@ class RayGroups:
         assert process.poll() is None, self.logs()
 
     def ask(self, path: str, body: Any = None, method: str = "GET") -> Any:
-        """What the dashboard answers; None while it does not."""
+        """Return the dashboard's answer; None while there is none."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._dashboard_port}{path}",
             data=None if body is None else json.dumps(body).encode(),
@@ -225,7 +226,7 @@ class RayGroups:
         self.ask("/api/serve/applications/", config, "PUT")
 
     def application(self, name: str, status: str, timeout_s: float) -> Any:
-        """What Serve tells of it as soon as it has this status."""
+        """Return Serve's report on the application as soon as it has this status."""
         found: Any = {}
 
         def look() -> bool:
@@ -238,8 +239,8 @@ class RayGroups:
     def replicas(
         self, name: str, deployment: str, condition: Callable[[list[str]], bool], timeout_s: float
     ) -> list[str]:
-        """The nodes of the deployment's running replicas, as soon as they fulfil the condition and no other
-        replica is starting or stopping."""
+        """Return the nodes of the deployment's running replicas, as soon as they fulfil the condition and no
+        other replica is starting or stopping."""
         found: list[str] = []
 
         def look() -> bool:
@@ -259,7 +260,8 @@ class RayGroups:
         subprocess.run(command, env=self._environment({}), check=True, timeout=60, capture_output=True)
 
     def connections(self) -> set[tuple[str, str, int]]:
-        """The TCP connections between groups that are open now: from, to, and the port by the chart."""
+        """Return the TCP connections between groups that are open now: from, to, and the port by the
+        chart."""
         listening: dict[int, str] = {}
         connected: list[tuple[str, int]] = []
         for group, process in self._processes:
@@ -284,7 +286,7 @@ class RayGroups:
             pause.wait(0.5)
 
     def logs(self) -> str:
-        """The last lines of the nodes, and of all processes that complained."""
+        """Return the last lines of the nodes, and of all processes that complained."""
         nodes = [file.read_text(errors="replace")[-500:] for file in self._folder.glob("ray-*.log")]
         texts = [file.read_text(errors="replace")[-2000:] for file in self._folder.rglob("worker-*.err")]
         return "\n".join([*nodes, *(text for text in texts if "Error" in text)])
@@ -313,11 +315,11 @@ class RayGroups:
 
 
 def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process and all below it."""
+    """Return the process and all below it."""
     first = psutil.Process(process.pid)
     return [first, *first.children(recursive=True)]
 
 
 def places_of(deployment: Any) -> list[str]:
-    """The nodes of its running replicas."""
+    """Return the nodes of its running replicas."""
     return [replica["node_id"] for replica in deployment["replicas"] if replica["state"] == "RUNNING"]

@@ -12,7 +12,7 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 def pod(namespace: str, labels: Mapping[str, str]) -> Object:
-    """A pod that the chart did not make."""
+    """Return a pod that the chart did not make."""
     return {"metadata": {"namespace": namespace, "labels": dict(labels)}, "spec": {"containers": []}}
 
 
@@ -24,7 +24,7 @@ class Policies:
         self.pods = dict(pods(items))
 
     def named_ports(self, target: str) -> dict[str, int]:
-        """The ports of the target's containers, by name."""
+        """Return the ports of the target's containers, by name."""
         containers = self.pods[target]["spec"]["containers"]
         return {
             port["name"]: port["containerPort"] for container in containers for port in container["ports"]
@@ -46,7 +46,7 @@ class Policies:
         )
 
     def _is_to(self, target: str, port: int, ports: list[Any] | None) -> bool:
-        """No list: every port."""
+        """Return whether the ports allow this port of the target; None allows every port."""
         if ports is None:
             return True
         for item in ports:
@@ -59,7 +59,7 @@ class Policies:
 
 
 def _is_from(origin: Object, peers: list[Any] | None) -> bool:
-    """No list: from everywhere."""
+    """Return whether the peers allow traffic from this origin; None allows every origin."""
     return peers is None or any(_is_peer(origin, peer) for peer in peers)
 
 

@@ -63,7 +63,8 @@ _PORT = {"type": "integer", "minimum": 1024, "maximum": 65535}
 _DIGEST = {"type": "string", "pattern": "^$|^sha256:[0-9a-f]{64}$"}
 _DURATION = {"type": "string", "pattern": "^([0-9]+(h|m|s))+$"}
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"}
-# By the last names of a path; the longest that matches holds. Whatever else is typed by its default.
+# The rules by the last names of a path; the longest that matches holds. Other values are typed by their
+# default.
 _RULES: dict[str, dict[str, Any]] = {
     "app": _NAME,
     "fullnameOverride": {"type": "string", "maxLength": 40},
@@ -146,13 +147,13 @@ _RULES: dict[str, dict[str, Any]] = {
 
 
 def values() -> dict[str, Any]:
-    """The chart's values.yaml."""
+    """Return the chart's values.yaml."""
     loaded: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
     return loaded
 
 
 def schema() -> dict[str, Any]:
-    """What values.schema.json shall say."""
+    """Return the schema that values.schema.json must contain."""
     definitions = _definitions()
     root = _of("", values(), _descriptions())
     pool = root["properties"]["poolDefaults"]
@@ -182,7 +183,7 @@ def schema() -> dict[str, Any]:
 
 
 def table() -> str:
-    """The rows of README.md: every value, its default and what it is."""
+    """Return the rows of README.md: every value, its default and its meaning."""
     rows = ["| value | default | |", "|---|---|---|"]
     descriptions = _descriptions()
     for path, default in _leaves("", values()):
@@ -200,7 +201,7 @@ def write() -> None:
 
 
 def _definitions() -> dict[str, Any]:
-    """The product's own configuration, without what the chart sets itself."""
+    """Return the product's own configuration, without the values that the chart sets itself."""
     found: dict[str, Any] = ClusterConfig.model_json_schema(ref_template="#/$defs/{model}")["$defs"]
     for name, fields in _SET_BY_THE_CHART.items():
         for field in fields:
@@ -214,7 +215,8 @@ def _definitions() -> dict[str, Any]:
 
 
 def _without_titles(part: Any, *, is_names: bool = False) -> Any:
-    """`is_names`: the keys of `part` are names of properties, one of which may be `title`."""
+    """Return the schema without titles, descriptions and defaults. `is_names`: the keys of `part` are names
+    of properties, one of which may be `title`."""
     if isinstance(part, list):
         return [_without_titles(item) for item in part]
     if not isinstance(part, dict):
@@ -227,7 +229,7 @@ def _without_titles(part: Any, *, is_names: bool = False) -> Any:
 
 
 def _of(path: str, default: Any, descriptions: dict[str, str]) -> dict[str, Any]:
-    """The schema of the value at `path`, by its rule or its default."""
+    """Return the schema of the value at `path`, by its rule or its default."""
     described = {"description": descriptions[path]} if path in descriptions else {}
     rule = _rule(path)
     if rule is not None:
@@ -261,7 +263,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _descriptions() -> dict[str, str]:
-    """Of every key with a comment above it, by its path."""
+    """Return the description of every key with a comment above it, by its path."""
     found: dict[str, str] = {}
     parents: list[tuple[int, str]] = []
     comment: list[str] = []

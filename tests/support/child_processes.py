@@ -27,7 +27,7 @@ def children() -> set[psutil.Process]:
 
 
 def assert_ended(processes: set[psutil.Process], timeout_s: float = WAIT_S) -> None:
-    """Fail with the command lines of those that do not end soon, and kill them."""
+    """Fail with the command lines of the processes that do not end soon, and kill them."""
     _, alive = psutil.wait_procs([each for each in processes if not _is_lasting(each)], timeout=timeout_s)
     left = [(each.pid, command) for each in alive if (command := _command(each))]
     for each in alive:
@@ -49,7 +49,7 @@ def killed_on_error(processes: Process | Sequence[Process]) -> Iterator[None]:
 
 @contextmanager
 def closed_on_error(opened: _Closable) -> Iterator[None]:
-    """Close what was opened before the block if the block fails."""
+    """Close `opened` if the block fails."""
     with ExitStack() as stack:
         stack.callback(opened.close)
         yield
@@ -57,7 +57,7 @@ def closed_on_error(opened: _Closable) -> Iterator[None]:
 
 
 def close_all(opened: Iterable[_Closable]) -> list[object]:
-    """Close each of them, also after one that fails. Returns what they returned."""
+    """Close each of them, also after one that fails. Return their results."""
     results: list[object] = []
     with ExitStack() as stack:
         for each in reversed(list(opened)):

@@ -58,7 +58,7 @@ class Operator:
 
 
 def ready(pool: str, num_replicas: int) -> Callable[[admin_pb.StatusResponse], bool]:
-    """So many replicas of the pool, all ready, and none on its way out."""
+    """Return a test whether the pool has `num_replicas` replicas, all ready, and none on its way out."""
 
     def holds(status: admin_pb.StatusResponse) -> bool:
         states = [replica.state for replica in status.replicas if replica.pool == pool]
@@ -102,7 +102,7 @@ class Stream:
             self.failure = error
 
     def has_grown(self, num_tokens: int) -> None:
-        """Wait until it has so many more tokens."""
+        """Wait until it has `num_tokens` more tokens."""
         wanted, pause = len(self.tokens) + num_tokens, threading.Event()
         for _ in range(1200):
             assert self.failure is None
@@ -124,7 +124,7 @@ class Stream:
         assert self.failure is None
 
     def was_never_cut_off(self) -> list[str]:
-        """Its one attempt's timeline, by name."""
+        """Return the timeline of its one attempt, by name."""
         with BlockingClient(self._address) as client:
             explained = client.explain(self.request_id)
         names = [event.name for event in explained.timeline]
@@ -132,7 +132,7 @@ class Stream:
         return names
 
     def has_the_same_tokens(self) -> None:
-        """At several places it goes on as a stream does that begins there anew."""
+        """Check at several places that the stream goes on as one does that begins there."""
         options = GenerateOptions(max_tokens=8, ignore_eos=True, seed=3)
         with BlockingClient(self._address) as client:
             for share in (0.1, 0.5, 0.95):
@@ -183,7 +183,7 @@ class Steady:
         return "" if num_tokens == self._options.max_tokens else f"{num_tokens} tokens"
 
     def end(self) -> None:
-        """Let those that run finish; none may have failed or been cut."""
+        """Let the running requests finish; none may have failed or been cut."""
         self._stop.set()
         for thread in self._threads:
             thread.join(120)

@@ -17,7 +17,7 @@ _EMULATING = " with emulated amx"
 
 KERNELS = tuple(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas())
 BACKENDS = ("torch", *KERNELS)
-# And AMX tiles, emulated beside the least instruction set of this CPU.
+# The kernels, and AMX tiles emulated along with the least instruction set of this CPU.
 TILED_KERNELS = (
     *KERNELS,
     *(pytest.param(isa.value + _EMULATING, marks=needs_compiler) for isa in available_isas()[-1:]),
@@ -25,8 +25,8 @@ TILED_KERNELS = (
 
 
 def kernels_of(isa: Isa | str, *defines: str) -> native.Kernels:
-    """The kernels of an instruction set, by its name one of `TILED_KERNELS`; the test that calls is marked
-    with `needs_compiler`."""
+    """Return the kernels of an instruction set, by its name one of `TILED_KERNELS`; the test that calls is
+    marked with `needs_compiler`."""
     if isinstance(isa, str) and isa.endswith(_EMULATING):
         isa, defines = isa.removesuffix(_EMULATING), (*defines, EMULATED)
     kernels = native.compiled(Isa(isa), *defines)
@@ -35,7 +35,7 @@ def kernels_of(isa: Isa | str, *defines: str) -> native.Kernels:
 
 
 def backend_cases(of_torch: Iterable[tuple[Any, ...]], of_kernels: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """A backend's name and what it serves, for each of `BACKENDS`."""
+    """Return a backend's name and what it serves, for each of `BACKENDS`."""
     return [
         *(pytest.param("torch", *values) for values in of_torch),
         *(

@@ -34,13 +34,13 @@ from kvtransfer.common.clock import SystemClock
 
 @dataclass
 class Page:
-    """What a browser would do, without one."""
+    """The page as a browser would use it, without one."""
 
     url: str
     session: aiohttp.ClientSession
 
     async def get(self, path: str) -> Any:
-        """The JSON of a 200."""
+        """Return the JSON of a 200."""
         async with self.session.get(self.url + path) as reply:
             body = await reply.text()
             assert reply.status == 200, body
@@ -49,7 +49,7 @@ class Page:
     async def ask(
         self, method: str, path: str, headers: dict[str, str] | None = None, data: bytes | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """Status and JSON."""
+        """Return status and JSON."""
         async with self.session.request(method, self.url + path, data=data, headers=headers) as reply:
             return reply.status, await reply.json()
 
@@ -72,7 +72,7 @@ class ConsoleHarness:
         self.page: Page
 
     async def start(self, **settings: Any) -> None:
-        """`settings` are those of `GatewayHarness.config`."""
+        """Start the console; `settings` are those of `GatewayHarness.config`."""
         await self.dashboard.start()
         await self.harness.add_replica("p0", "prefill")
         await self.harness.add_replica("d0", "decode")
@@ -87,7 +87,7 @@ class ConsoleHarness:
         return f"127.0.0.1:{self.gateway.admin_port}"
 
     async def stop(self) -> None:
-        """The harness itself is its fixture's."""
+        """Stop the console; the harness itself is stopped by its fixture."""
         await self.page.session.close()
         await self.dashboard.stop()
 
@@ -173,8 +173,8 @@ class Browser:
         self._driver.quit()
 
     def open(self, url: str) -> None:
-        """Anew, also where only the fragment differs. What the page before it has met is forgotten: the
-        server of an earlier test's page is gone."""
+        """Open the page from scratch, also where only the fragment differs. The errors of the page before it
+        are forgotten: the server of an earlier test's page is gone."""
         self._driver.get("about:blank")
         self.errors()
         self._driver.get(url)
@@ -184,7 +184,7 @@ class Browser:
         return self._driver.current_url
 
     def resize(self, width: int, height: int) -> None:
-        """Of what a page sees."""
+        """Resize the part that a page sees."""
         self._driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
@@ -196,11 +196,11 @@ class Browser:
         self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
     def find(self, selector: str) -> list[WebElement]:
-        """Those that are visible."""
+        """Find the elements that are visible."""
         return [each for each in self._driver.find_elements(By.CSS_SELECTOR, selector) if each.is_displayed()]
 
     def texts(self, selector: str) -> list[str]:
-        """Of the visible ones; again where the page has just replaced one."""
+        """Return the texts of the visible elements; read them again where the page has just replaced one."""
         while True:
             try:
                 return [each.text for each in self.find(selector)]
@@ -208,7 +208,7 @@ class Browser:
                 continue
 
     def text(self, selector: str) -> str:
-        """Of the only one."""
+        """Return the text of the only element."""
         (text,) = self.texts(selector)
         return text
 
@@ -217,7 +217,7 @@ class Browser:
         element.click()
 
     def press(self, *keys: str) -> None:
-        """At what has the focus."""
+        """Press the keys at the element that has the focus."""
         ActionChains(self._driver).send_keys(*keys).perform()
 
     def type(self, selector: str, text: str) -> None:
@@ -233,17 +233,17 @@ class Browser:
         return found
 
     def unnamed(self) -> list[str]:
-        """Visible elements that assistive technology could not name."""
+        """Return visible elements that assistive technology could not name."""
         found: list[str] = self.run(_UNNAMED)
         return found
 
     def errors(self) -> list[str]:
-        """What went wrong since the last call: exceptions, failed loads, breaches of the policy."""
+        """Return the errors since the last call: exceptions, failed loads, breaches of the policy."""
         entries = self._driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def wait(self, condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-        """The first true value of `condition`."""
+        """Wait for the first true value of `condition`, and return it."""
         deadline = self._clock.now() + wait_s
         while True:
             try:
@@ -255,7 +255,7 @@ class Browser:
             threading.Event().wait(0.05)
 
     def wait_text(self, selector: str, part: str, wait_s: float = WAIT_S) -> str:
-        """The text of the only one, once it has `part`."""
+        """Return the text of the only element, once it has `part`."""
         found: str = self.wait(
             lambda: next((text for text in self.texts(selector) if part in text), ""),
             f"{selector} says {part!r}, but {self.texts(selector)}",
@@ -264,7 +264,7 @@ class Browser:
         return found
 
     def screenshot(self, path: Path) -> None:
-        """The whole page at its width."""
+        """Save the whole page at its width."""
         width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
         self.resize(width, height)
         self._driver.save_screenshot(str(path))

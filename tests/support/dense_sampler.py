@@ -23,7 +23,7 @@ _NUCLEUS_TOKENS = 256
 
 @dataclass(slots=True)
 class _Slot:
-    """What one sequence's next token depends on beside the logits."""
+    """All on which one sequence's next token depends, in addition to the logits."""
 
     sampling: SamplingParams
     seed: int
@@ -88,7 +88,8 @@ class DenseSampler:
     def sample(
         self, logits: Tensor, slots: Sequence[int], masks: NDArray[np.uint32] | None = None
     ) -> Sampled:
-        """One token for each slot from `logits` [R, V] float32, which may be overwritten; synchronizes."""
+        """Sample one token for each slot from `logits` [R, V] float32, which may be overwritten;
+        synchronize."""
         assert logits.shape == (len(slots), self._vocab_size), f"{tuple(logits.shape)} for {len(slots)} slots"
         for slot in slots:
             assert slot in self._slots, f"slot {slot} samples but was never started"
@@ -112,7 +113,8 @@ class DenseSampler:
         return self._read(slots, states, chosen, raw, logprob_rows)
 
     def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
-        """[R, V]: what the noise would be added to; excluded tokens are -inf. `logits` may be overwritten."""
+        """Return the logits [R, V] to which the noise would be added; excluded tokens are -inf. `logits` may
+        be overwritten."""
         return self._processed(logits, [self._slots[slot] for slot in slots], with_noise=False)
 
     # ------------------------------------------------------------------------------------ processing
@@ -163,7 +165,7 @@ class DenseSampler:
             logits.index_put_(where, logits.new_tensor(-torch.inf))
 
     def _warped(self, logits: Tensor, states: list[_Slot], with_noise: bool) -> Tensor:
-        """Temperature, top-k, top-p, min-p and noise, for rows that all have a temperature."""
+        """Apply temperature, top-k, top-p, min-p and noise, for rows that all have a temperature."""
         sampling = [state.sampling for state in states]
         logits = logits / self._column([params.temperature for params in sampling])
         rows = [row for row, params in enumerate(sampling) if 0 < params.top_k < self._vocab_size]
@@ -230,13 +232,13 @@ class DenseSampler:
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)[:, None]
 
     def _positions(self, rows: list[int], ids: list[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
-        """(row, token id) of every element, as `index_put_` wants them."""
+        """Return (row, token id) of every element, as `index_put_` wants them."""
         row_of_id = np.repeat(np.array(rows), [len(part) for part in ids])
         both = torch.from_numpy(np.stack((row_of_id, np.concatenate(ids)))).to(self._device)
         return both[0], both[1]
 
     def _replace(self, logits: Tensor, rows: list[int], change: Callable[[Tensor], Tensor]) -> None:
-        """logits[rows] = change(logits[rows]), without the gather when `rows` are all."""
+        """Do logits[rows] = change(logits[rows]), without the gather when `rows` are all."""
         if len(rows) == len(logits):
             logits.copy_(change(logits))
         else:
@@ -245,7 +247,7 @@ class DenseSampler:
 
 
 def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> Tensor:
-    """The key of each (seed, output index)."""
+    """Return the key of each (seed, output index)."""
     return output_keys(seed_keys(seeds), np.array(output_indices, dtype=np.int32))
 
 
@@ -258,7 +260,7 @@ class _PenaltyTable:
         self._free_rows: list[int] = []
 
     def add(self, tokens: NDArray[np.int64], num_prompt_tokens: int) -> int:
-        """The row of a new slot that has these tokens."""
+        """Return the row of a new slot that has these tokens."""
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
@@ -273,11 +275,11 @@ class _PenaltyTable:
         self._free_rows.append(row)
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """(in prompt [R, V] bool, count in output [R, V] int32) of the rows `index` [R]."""
+        """Return (in prompt [R, V] bool, count in output [R, V] int32) of the rows `index` [R]."""
         return self._in_prompt[index], self._counts[index]
 
     def count(self, index: Tensor, tokens: Tensor) -> None:
-        """One more of tokens[i] in row index[i]."""
+        """Count one more of tokens[i] in row index[i]."""
         one = torch.ones((), dtype=torch.int32, device=self._counts.device)
         self._counts.index_put_((index, tokens), one, accumulate=True)
 
@@ -294,13 +296,15 @@ class _PenaltyTable:
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
-    """All tokens at least as likely as the k-th; ties with it stay, so the result has no arbitrary part."""
+    """Keep all tokens at least as likely as the k-th; ties with it stay, so the result has no arbitrary
+    part."""
     best = logits.topk(largest, dim=-1).values
     return logits.masked_fill(logits < best.gather(1, top_k[:, None] - 1), -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest tokens whose predecessors sum to less than p, at least one; ties with the last stay."""
+    """Keep the likeliest tokens whose predecessors sum to less than p, at least one; ties with the last
+    stay."""
     probabilities = logits.softmax(dim=-1)
     width = min(_NUCLEUS_TOKENS, logits.shape[1])
     if logits.device.type != "cpu":  # asking which rows the short list covers would cost a synchronization
@@ -316,12 +320,13 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _nucleus_threshold(descending: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1]: the probability of the last token of the nucleus, from the sorted probabilities [R, n]."""
+    """Return [R, 1]: the probability of the last token of the nucleus, from the sorted probabilities [R,
+    n]."""
     before = descending.cumsum(dim=-1) - descending
     num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
     return descending.gather(1, num_kept - 1)
 
 
 def _keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """All tokens at least `min_p` times as likely as the likeliest."""
+    """Keep all tokens at least `min_p` times as likely as the likeliest."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)

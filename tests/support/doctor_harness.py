@@ -68,7 +68,7 @@ class FakeMachine:
         clock: KernelClock | None = None,
         product_rates: Mapping[str, float] | None = None,
     ) -> Machine:
-        """Products are measured only where their rates are given, by dtype."""
+        """Return the view of a machine. Products are measured only where their rates are given, by dtype."""
         known = set(programs)
         return Machine(
             root=self.root,
@@ -86,7 +86,7 @@ class FakeMachine:
 
 
 def config_of(model: Path = TINY, pools: Sequence[Mapping[str, Any]] = (), **sections: Any) -> ClusterConfig:
-    """One prefill and one decode pool unless `pools` says otherwise."""
+    """Return a configuration with one prefill and one decode pool unless `pools` says otherwise."""
     default = ({"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"})
     return parse_config({"model": str(model), "pools": list(pools or default), **sections}, "test")
 
@@ -114,12 +114,12 @@ def context_of(
 
 
 def said(look: Callable[[Any], Iterable[CheckResult]], context: Any) -> list[tuple[Severity, str]]:
-    """What a check says, in short."""
+    """Return a check's results as (severity, observation)."""
     return [(result.severity, result.seen) for result in look(context)]
 
 
 def only(look: Callable[[Any], Iterable[CheckResult]], context: Any) -> CheckResult:
-    """The one result of a check; each that is not well says why and what to do."""
+    """Return the one result of a check; each that is not well has a reason and a remedy."""
     (result,) = look(context)
     if result.severity in (Severity.WARNING, Severity.ERROR):
         assert result.why
@@ -134,7 +134,7 @@ Change = Callable[[admin_pb.StatusResponse], object]
 
 
 def replica(name: str, role: str) -> admin_pb.Replica:
-    """Ready for a day, half full, nothing wrong."""
+    """Return a replica that has been ready for a day, half full, nothing wrong."""
     return admin_pb.Replica(
         replica_id=name,
         epoch=int(NOW * 1000) - _DAY_MS,
@@ -152,7 +152,8 @@ def replica(name: str, role: str) -> admin_pb.Replica:
 
 
 def status() -> admin_pb.StatusResponse:
-    """p0 prefills, d0 decodes; one gateway, a day old, a hundred quick requests."""
+    """Return a status in which p0 prefills and d0 decodes; one gateway, a day old, a hundred quick
+    requests."""
     return admin_pb.StatusResponse(
         replicas=[replica("p0", "prefill"), replica("d0", "decode")],
         gateways=[
@@ -209,8 +210,8 @@ def live(
     replies: tuple[GatewayReply, ...] = (),
     **expected: float,
 ) -> Live:
-    """`change` is made to both looks; `before`, where it is given, replaces it for the first. `other` is made
-    to what the second gateway says (as `change`, where it is not given)."""
+    """Return two looks at a cluster. `change` is made to both; `before`, where it is given, replaces it for
+    the first. `other` is made to the second gateway's answer (as `change`, where it is not given)."""
     now, earlier, second = status(), status(), status()
     change(now)
     (before or change)(earlier)

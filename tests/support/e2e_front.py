@@ -40,12 +40,12 @@ _ALONE_NUMBERS = itertools.count()
 
 
 def copy_tiny(folder: Path) -> Path:
-    """The bundled model as it is now: every process of a test must load the same weights."""
+    """Copy the bundled model as it is now: every process of a test must load the same weights."""
     return Path(shutil.copytree(TINY, folder / "tiny"))
 
 
 def prompt(seed: int, num_tokens: int = 200) -> list[int]:
-    """Token ids that no other seed begins with."""
+    """Return token ids with which no other seed begins."""
     draw = random.Random(seed)
     return [draw.randrange(4, 4000) for _ in range(num_tokens)]
 
@@ -148,13 +148,13 @@ class Front:
         self.admin = AdminClient(f"127.0.0.1:{self.gateway.admin_port}")
 
     def connect(self, *addresses: str) -> Client:
-        """A client of these gateways; closed with this front."""
+        """Return a client of these gateways; closed with this front."""
         self._clients.append(Client(addresses))
         return self._clients[-1]
 
     async def register(self, *replicas: Replica) -> None:
-        """Into the roster, as `cluster.serve.app.ReplicaActor` does; returns when all are connected and
-        joined."""
+        """Add replicas to the roster, as `cluster.serve.app.ReplicaActor` does; return when all are connected
+        and joined."""
         for replica in replicas:
             await self.roster.register(_record(replica))
             self._registered.append(replica)
@@ -191,7 +191,7 @@ class Front:
         return call
 
     async def complete(self, asked: Prompt, **options: Any) -> Call:
-        """A whole request that must end well."""
+        """Complete a whole request that must end well."""
         return await self.call(asked, **options).done()
 
     async def close(self) -> None:
@@ -231,7 +231,8 @@ async def tokens_alone(
     sample: int = 0,
     **sampling: Any,
 ) -> list[int]:
-    """What one engine gives for a sample of the request with this seed, when nothing else runs."""
+    """Return the tokens that one engine gives for a sample of the request with this seed, when nothing else
+    runs."""
     submission = harness.submission(
         f"alone{next(_ALONE_NUMBERS)}",
         asked,
@@ -250,7 +251,7 @@ def front_config(
     tenants: dict[str, dict[str, Any]],
     admission: dict[str, Any],
 ) -> ClusterConfig:
-    """A configuration whose pools exist on paper only: the test makes the replicas."""
+    """Return a configuration whose pools exist on paper only: the test makes the replicas."""
     engine = {"block_tokens": BLOCK_TOKENS}
     return parse_config(
         {
@@ -306,7 +307,7 @@ class Stage:
     async def opened(
         cls, folder: Path, engine: dict[str, Any], parallel: Parallel = SINGLE
     ) -> AsyncIterator[Self]:
-        """A stage whose replicas have these settings of the engine, and this shape; b0 has one rank."""
+        """Open a stage whose replicas have these settings of the engine, and this shape; b0 has one rank."""
         model_dir = copy_tiny(folder)
         async with E2eHarness(model_dir, parallel) as harness:
             async with asyncio.TaskGroup() as starts:
@@ -326,14 +327,14 @@ class Stage:
     async def guest(
         self, role: str, *faults: FaultRule, transfer: dict[str, Any] | None = None, **engine: Any
     ) -> Replica:
-        """A new replica, with changed settings."""
+        """Add a new replica, with changed settings."""
         self._num_guests += 1
         name, settings = f"guest{self._num_guests}", {**self._engine, **engine}
         return await self.harness.add(name, role, engine=settings, transfer=transfer or {}, faults=faults)
 
     @asynccontextmanager
     async def front(self, *replicas: Replica, **router: Any) -> AsyncIterator[Front]:
-        """A gateway over these replicas, with these settings of its router; guests end with it."""
+        """Open a gateway over these replicas, with these settings of its router; guests end with it."""
         front = Front(self.harness, self.model_dir, **router)
         await front.open()
         try:
@@ -348,13 +349,13 @@ class Stage:
                 await replica.core.stop()
 
     async def wanted(self, tokens: list[int], seed: int, num_tokens: int, **sampling: Any) -> list[int]:
-        """What follows on the prompt `tokens`, from one engine without any hand-over."""
+        """Return the tokens that follow on the prompt `tokens`, from one engine without any hand-over."""
         return await tokens_alone(
             self.harness.replicas["b0"], self.harness, tokens, seed, num_tokens, **sampling
         )
 
     def calls(self, front: Front, seed: int, count: int, num_tokens: int, **options: Any) -> list[Call]:
-        """So many streams, greedy and seeded ones by turns."""
+        """Call `count` streams, greedy and seeded ones by turns."""
         return [
             front.call(
                 prompt(seed + i, 40 + 7 * i),
@@ -367,7 +368,7 @@ class Stage:
         ]
 
     async def all_right(self, calls: list[Call], seed: int, num_tokens: int) -> None:
-        """Every stream of `calls` ends well, with the tokens that one engine gives."""
+        """Check that every stream of `calls` ends well, with the tokens that one engine gives."""
         for call in calls:
             await call.done()
         wanted = await asyncio.gather(
@@ -381,5 +382,5 @@ class Stage:
 
 
 def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
-    """Whether all streams have so many tokens."""
+    """Return a test whether all streams have `num_tokens` tokens."""
     return lambda: all(len(call.sequence) >= num_tokens for call in calls)

@@ -56,7 +56,7 @@ BLOCK_TOKENS = 16
 ROOT_KEY = b"root"
 SINGLE = Parallel()
 NO_LIMITS = GroupShares()
-# Of the replicas in tests of faults.
+# The shapes of the replicas in tests of faults.
 SHAPES = [
     pytest.param(SINGLE, id="1x1"),
     pytest.param(Parallel(tp=2), id="2x1", marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ class Heard:
     prefill: PrefillReport | None = None
     hand_over: HandOverReport | None = None
     failure: RequestFailed | None = None
-    # Of the first sample, by output index.
+    # The log-probabilities of the first sample, by output index.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     moves: list[MoveEnded] = field(default_factory=list)
     isolations: list[IsolationReport] = field(default_factory=list)
@@ -307,7 +307,7 @@ def prompt(seed: int, num_tokens: int = 100) -> list[int]:
 
 
 async def started(harness: E2eHarness, at: Replica, submission: Submission, num_tokens: int = 5) -> Heard:
-    """The request runs there and has told so many tokens."""
+    """Send the request and wait until it runs there and has reported `num_tokens` tokens."""
     at.send(submission)
     heard = harness.heard.setdefault((submission.request_id, submission.attempt), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) >= num_tokens, f"{num_tokens} tokens")
@@ -315,7 +315,7 @@ async def started(harness: E2eHarness, at: Replica, submission: Submission, num_
 
 
 async def joined(source: Replica, target: Replica) -> None:
-    """The path is measured: a short stream would end before that on a busy machine."""
+    """Wait until the path is measured: a short stream would end before that on a busy machine."""
     source.core.join_peers([target.target])
     name = target.core.identity
     await until(lambda: source.core.peers.connection(name) is not None, f"a path to {name.replica_id}")
@@ -336,7 +336,7 @@ def fired(fault: FaultRule) -> bool:
 async def moved_and_right(
     harness: E2eHarness, heard: Heard, submission: Submission, num_moves: int = 1
 ) -> None:
-    """It ended well after so many moves, with what one engine gives."""
+    """Check that the stream ended well after `num_moves` moves, with the output that one engine gives."""
     await harness.ended(submission)
     assert heard.failure is None, heard.failure
     assert [ended.error for ended in heard.moves] == [""] * num_moves

@@ -61,7 +61,7 @@ class Wires:
     ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
     held: list[Hold] = field(default_factory=list)
     num_running: int = 0
-    # Of waiting sequences.
+    # The blocks of waiting sequences.
     num_awaited: int = 0
 
     def send(self, message: object) -> bool:
@@ -104,14 +104,14 @@ class LinkEnd(asyncio.Transport):
         self.stream.connection_made(self)
 
     def feed(self, frame: bytes | None) -> None:
-        """A frame arrives; None: the other side ends."""
+        """Let a frame arrive; None: the other side ends."""
         if frame is None:
             self.stream.eof_received()
         else:
             self.arrive(len(frame).to_bytes(4, "little") + frame, [1 << 16])
 
     def arrive(self, data: bytes, cuts: Sequence[int]) -> None:
-        """Bytes arrive in parts of at most these sizes, in turn."""
+        """Let bytes arrive in parts of at most these sizes, in turn."""
         for cut in itertools.cycle(cuts):
             if not data:
                 return
@@ -122,7 +122,7 @@ class LinkEnd(asyncio.Transport):
             self.stream.buffer_updated(size)
 
     def sent(self) -> list[bytes]:
-        """The frames sent since the last call, without the empty ones of an idle link."""
+        """Return the frames sent since the last call, without the empty ones of an idle link."""
         frames = []
         while self._written:
             end = 4 + int.from_bytes(self._written[:4], "little")

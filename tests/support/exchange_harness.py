@@ -44,7 +44,7 @@ def record_id(number: int) -> RecordId:
 
 
 def payload(number: int, num_bytes: int) -> bytes:
-    """What the record of that number holds, on any node."""
+    """Return the payload of the record of that number, on any node."""
     return np.random.default_rng(number).bytes(num_bytes)
 
 
@@ -178,7 +178,7 @@ class StoreNode:
     # -------------------------------------------------------------------------------------- the test's
 
     def put(self, number: int, num_bytes: int) -> LeasedRecord:
-        """A committed record."""
+        """Put a committed record."""
         offset = self.arena.allocate(num_bytes)
         assert offset is not None
         data = payload(number, num_bytes)
@@ -192,13 +192,13 @@ class StoreNode:
         return leased
 
     def want(self, number: int, num_bytes: int) -> Wanted:
-        """A slot for a record of another node."""
+        """Allocate a slot for a record of another node."""
         offset = self.arena.allocate(num_bytes)
         assert offset is not None
         return Wanted(record_id(number), offset, num_bytes)
 
     def check(self, wanted: Wanted, total: int) -> None:
-        """The record is here, whole."""
+        """Check that the record is here, whole."""
         number = int.from_bytes(wanted.record.key, "little")
         data = payload(number, wanted.num_bytes)
         header = decode_header(self.arena.view[wanted.offset :])

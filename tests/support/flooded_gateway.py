@@ -48,7 +48,7 @@ async def _serve(folder: Path, gateway: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Of the process: its argument is the section `gateway` of the configuration, as JSON."""
+    """Run the process: its argument is the section `gateway` of the configuration, as JSON."""
     return_large_blocks()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_serve(Path(folder), json.loads(sys.argv[1])))
@@ -121,6 +121,6 @@ class FloodedGateway(NamedTuple):
 
 @contextmanager
 def flooded_gateway(**gateway: Any) -> Iterator[FloodedGateway]:
-    """A gateway with this section of the configuration."""
+    """Start a gateway with this section of the configuration."""
     with started_process("flooded_gateway", [json.dumps(gateway)]) as (process, line):
         yield FloodedGateway(psutil.Process(process.pid), *json.loads(line))

@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S
 
 @dataclass
 class Script:
-    """How a replica misbehaves. Counts are of what is still to come."""
+    """The misbehavior of a replica. Counts are of future events."""
 
     num_refusals: int = 0
     # Sent once in place of an answer; its ids are filled in.
@@ -90,19 +90,19 @@ class Script:
     token_s: float = 0.0
     # Why a stream cannot move away.
     moves_fail: str = ""
-    # In place of the truth.
+    # The tokens given in place of the truth.
     tokens: list[int] | None = None
     # End with the end token at this output index.
     eos_at: int | None = None
-    # As a prefill replica: hand over before the first token is sent.
+    # Whether a prefill replica hands over before the first token is sent.
     hand_over_first: bool = False
-    # Of the prompt's cached tokens: those that the store's tiers gave.
+    # The prompt's cached tokens that the store's tiers gave.
     loaded: dict[str, int] = field(default_factory=dict)
     # Stand still: read nothing, send nothing, until it is cleared.
     is_stopped: bool = False
     # Take submissions and never begin with them; what decodes does not progress.
     stalled_s: float = 0.0
-    # Of others, by its reports.
+    # The backlog of others, by its reports.
     num_backlog_tokens: int = 0
 
 
@@ -127,7 +127,7 @@ class ScriptedReplica:
         self._streams: dict[str, FrameStream] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
-        # With the output index that comes next, of each sample.
+        # The submissions, with the output index that comes next of each sample.
         self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
         self._sequence = 0
         self._load_sequence = 1
@@ -225,7 +225,7 @@ class ScriptedReplica:
         self.broadcast(StepFrame(load=self._load()))
 
     async def _report_forever(self) -> None:
-        """As an engine core does, whatever its ranks do."""
+        """Report for ever, as an engine core does, whatever its ranks do."""
         while True:
             await self.harness.clock.sleep(LOAD_PERIOD_S)
             self.report(self._paths)
@@ -266,7 +266,7 @@ class ScriptedReplica:
             self._streams[gateway_id].send(LINK_UP_CODEC.encode(frame))
 
     async def _prefill(self, submission: Submission, gateway_id: str) -> None:
-        """The first token of each sample and, where it is to be, the hand-over."""
+        """Send the first token of each sample and, where it is to be, the hand-over."""
         request_id, attempt = submission.request_id, submission.attempt
         await self._progressing()
         if self.script.num_refusals > 0 or self.script.failure is not None:
@@ -298,7 +298,7 @@ class ScriptedReplica:
             decode._run(submission, decode.join(submission, gateway_id))
 
     def _move(self, order: Move, gateway_id: str) -> None:
-        """Let the target go on where this one is, or tell why not."""
+        """Let the target continue where this one is, or report why not."""
         key = order.request_id, order.attempt
         error = self.script.moves_fail
         if not error:
@@ -331,7 +331,7 @@ class ScriptedReplica:
     async def _decode(
         self, submission: Submission, gateway_id: str, next_index: dict[int, int] | None = None
     ) -> None:
-        """All tokens from `next_index` on (all after the first), one frame a step."""
+        """Send all tokens from `next_index` on (all after the first), one frame a step."""
         first = {state.index: len(state.output) // 4 + 1 for state in submission.samples}
         next_index = dict(next_index or first)
         self.decoding[submission.request_id, submission.attempt] = submission, next_index
@@ -349,7 +349,7 @@ class ScriptedReplica:
             running = [state for state in running if state.index not in ended]
 
     def _finish(self, submission: Submission, state: SampleState, index: int) -> str:
-        """How the sample ends with output `index` (-1: with its first one here)."""
+        """Return how the sample ends with output `index` (-1: with its first one here)."""
         index = len(state.output) // 4 if index < 0 else index
         if self.script.eos_at == index:
             return "stop"
@@ -413,7 +413,7 @@ class GatewayHarness:
     def gateway(
         self, gateway_id: str, config: ClusterConfig, operations: Operations | None = None
     ) -> Gateway:
-        """Not yet started, and not closed by the harness."""
+        """Return a gateway that is not yet started, and that the harness does not close."""
         return Gateway(
             gateway_id=gateway_id,
             epoch=1,
@@ -428,7 +428,7 @@ class GatewayHarness:
     async def add_gateway(
         self, config: ClusterConfig | None = None, operations: Operations | None = None
     ) -> tuple[Gateway, str]:
-        """A gateway and its address; returns when every replica is connected."""
+        """Add a gateway and return it with its address when every replica is connected."""
         gateway = self.gateway(f"g{len(self.gateways)}", config or self.config(), operations)
         self.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"
@@ -467,7 +467,7 @@ class GatewayHarness:
         return len(connected) == len(self.replicas)
 
     def busy(self) -> list[ScriptedReplica]:
-        """The replicas that were given work and have not finished it."""
+        """Return the replicas that were given work and have not finished it."""
         return [it for it in self.replicas.values() if not it.is_idle()]
 
     def client(self, *addresses: str, credentials: ClientCredentials | None = None) -> Client:
@@ -482,7 +482,7 @@ class GatewayHarness:
         credentials: ClientCredentials | None = None,
         scheme: str = "",
     ) -> AdminClient:
-        """An operator's client of this gateway, by default of the latest."""
+        """Return an operator's client of this gateway, by default of the latest."""
         port = (gateway or self.gateways[-1]).admin_port
         client = AdminClient(f"{scheme}127.0.0.1:{port}", credentials=credentials)
         self.clients.append(client)
@@ -516,7 +516,7 @@ class Pair:
 
 BLOCK_TOKENS = 16
 MAX_CONTEXT = 512
-# Of the model; the tokenizer has fewer.
+# The model's vocabulary; the tokenizer has fewer tokens.
 VOCAB = 400
 FINGERPRINT = bytes(range(16))
 _PAD = {"__type": "AddedToken", "content": "<|pad|>", "special": True}
@@ -532,7 +532,7 @@ def raw(ids: list[int]) -> bytes:
 
 
 def truth(prompt: bytes, seed: int, count: int) -> list[int]:
-    """The first `count` tokens that every replica gives for this prompt and sample seed."""
+    """Return the first `count` tokens that every replica gives for this prompt and sample seed."""
     ids = []
     for index in range(count):
         digest = hashlib.sha256(prompt + seed.to_bytes(8, "little") + index.to_bytes(4, "little")).digest()
@@ -541,7 +541,7 @@ def truth(prompt: bytes, seed: int, count: int) -> list[int]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """A small byte-level BPE, with four special tokens first."""
+    """Train a small byte-level BPE, with four special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -572,7 +572,7 @@ def expected(seed: int, count: int, prompt: str = PROMPT) -> list[int]:
 
 
 def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """What a gateway reads of a model: config, tokenizer and chat template."""
+    """Write the files of a model that a gateway reads: config, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],

@@ -21,7 +21,7 @@ END, OTHER_END = 0, 1
 LETTERS = "abc"
 LONGER = ("ab", "bc", "aa", "abc", "ca")
 TOKENS = ("<end>", "<other>", *LETTERS, *LONGER)
-# Of the model: some have no text.
+# The model's tokens: some have no text.
 VOCABULARY = 40
 MAX_SLOTS = 8
 
@@ -62,7 +62,8 @@ def choice(texts: Collection[str]) -> Grammar:
 
 
 def allowed(texts: Collection[str], output: Sequence[int]) -> set[int]:
-    """Return what may follow an output, by trying every token: all that leads on to one of the texts."""
+    """Return the tokens that may follow an output, by trying every one: all that lead on to one of the
+    texts."""
     if output and output[-1] in (END, OTHER_END):
         return set(range(VOCABULARY))  # nobody reads what is sampled now
     text = "".join(TOKENS[token] for token in output)
@@ -75,8 +76,8 @@ def allowed(texts: Collection[str], output: Sequence[int]) -> set[int]:
 
 
 def assert_allows(mask: NDArray[np.uint32], texts: Collection[str], output: Sequence[int]) -> set[int]:
-    """Compare a mask with what may follow. Where the next letter is certain, the library may insist on the
-    token that the tokenizer itself would take. Returns what the mask allows."""
+    """Compare a mask with the tokens that may follow. Where the next letter is certain, the library may
+    insist on the token that the tokenizer itself would take. Return the tokens that the mask allows."""
     found, expected = members(mask), allowed(texts, output)
     text = "".join(TOKENS[token] for token in output if token not in (END, OTHER_END))
     is_certain = text not in texts and len({it[len(text)] for it in texts if it.startswith(text)}) == 1

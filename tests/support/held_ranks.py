@@ -150,7 +150,7 @@ def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]
 
 @asynccontextmanager
 async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[list[RankReady]]]]:
-    """Two of three ranks have joined."""
+    """Start three ranks, of which two have joined."""
     launcher = PuppetLauncher()
     group = RankGroup(TRUST, launcher, lambda rank, message: None, lambda reason: None)
     task = asyncio.create_task(group.start(make_specs(Path(), 3, 1), "127.0.0.1", refuse_planning))

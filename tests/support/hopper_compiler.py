@@ -42,7 +42,7 @@ class CompiledKernel:
 
     @property
     def num_on_multiprocessor(self) -> int:
-        """How many programs share the 65,536 registers and 227 KiB of a multiprocessor."""
+        """The number of programs that share the 65,536 registers and 227 KiB of a multiprocessor."""
         registers = -(-self.num_registers // 8) * 8 * 32 * self.num_warps
         return min(65_536 // registers, 232_448 // (self.shared_bytes + 1024))
 
@@ -80,8 +80,8 @@ def compiled_for_hopper() -> Iterator[list[CompiledKernel]]:
 
 
 def compile_by_script(script: Path, cache: Path) -> list[dict[str, Any]]:
-    """Run a script of `tests/gpu` that prints a JSON line about each kernel; `cache` is a folder for what is
-    compiled. Returns the lines."""
+    """Run a script of `tests/gpu` that prints a JSON line about each kernel; `cache` is a folder for compiled
+    code. Return the lines."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = import_path(_ROOT, _ROOT / "tests" / "support")
     env["TRITON_CACHE_DIR"] = str(cache)
@@ -91,7 +91,7 @@ def compile_by_script(script: Path, cache: Path) -> list[dict[str, Any]]:
 
 
 def print_kernels(kernels: list[CompiledKernel]) -> None:
-    """Print what `compile_by_script` reads."""
+    """Print the lines that `compile_by_script` reads."""
     for kernel in kernels:
         print(json.dumps(dataclasses.asdict(kernel) | {"programs": kernel.num_on_multiprocessor}))
 

@@ -30,7 +30,7 @@ from workers.messages.link import (
 )
 from workers.messages.sampling import PackedLogprobs
 
-# What each route decodes.
+# The type that each route decodes.
 SCHEMAS: dict[str, type[schemas.Body]] = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
@@ -45,12 +45,13 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed"
 
 
 def embedding_of(prompt: bytes) -> NDArray[np.float32]:
-    """The embedding that every replica gives for this prompt [8]."""
+    """Return the embedding that every replica gives for this prompt [8]."""
     return np.frombuffer(hashlib.sha256(prompt).digest()[:8], "u1").astype("<f4")
 
 
 def prompt_logprobs(submission: Submission) -> PromptLogprobs:
-    """Of all tokens but the first: -0.25 each, and of the likeliest -1, -2 and so on."""
+    """Return log-probabilities of all tokens but the first: -0.25 each, and of the likeliest -1, -2 and so
+    on."""
     num_tokens, num_top = len(submission.prompt) // 4 - 1, submission.sampling.num_prompt_logprobs or 0
     logprobs = PackedLogprobs(
         num_top,
@@ -91,7 +92,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Of OpenAI's shape."""
+        """The error, in OpenAI's shape."""
         found: dict[str, Any] = self.json["error"]
         assert found.keys() == {"message", "type", "param", "code"}
         return found
@@ -125,11 +126,11 @@ class HttpFrontHarness:
         return await self.send("GET", path, **options)
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:
-        """With a JSON body."""
+        """Send a POST with a JSON body."""
         return await self.send("POST", path, json=body, **options)
 
     async def chat(self, **fields: Any) -> Reply:
-        """One of the chats, with these fields; None leaves a field out."""
+        """Post one of the chats, with these fields; None leaves a field out."""
         body = {name: value for name, value in {**CHAT, **fields}.items() if value is not None}
         return await self.post("/v1/chat/completions", body)
 
@@ -141,7 +142,7 @@ class HttpFrontHarness:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection without a client behind it."""
+        """Open a connection without a client behind it."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.http_port)
         try:
             yield reader, writer
@@ -152,7 +153,7 @@ class HttpFrontHarness:
 
 
 def parse_events(body: bytes) -> list[tuple[str, Any]]:
-    """The events of a stream."""
+    """Return the events of a stream."""
     found: list[tuple[str, Any]] = []
     for block in body.decode().split("\n\n"):
         if not block:
@@ -164,7 +165,7 @@ def parse_events(body: bytes) -> list[tuple[str, Any]]:
 
 
 async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """The events of a stream that goes on."""
+    """Yield the events of a stream that goes on."""
     async for line in response.content:
         if line.startswith(b"data: "):
             data = line[6:].decode().strip()
@@ -172,6 +173,6 @@ async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 def raw_request(body: bytes, *headers: str, path: str = "/v1/chat/completions") -> bytes:
-    """A POST with these headers beside those that any has."""
+    """Return a POST with these headers in addition to the usual ones."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers, "", ""]
     return "\r\n".join(lines).encode() + body

@@ -30,7 +30,7 @@ async def _serve(folder: Path, token_s: float) -> None:
 
 
 def main() -> None:
-    """Of the process: its argument is `token_s`."""
+    """Run the process: its argument is `token_s`."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_serve(Path(folder), float(sys.argv[1])))
 
@@ -39,7 +39,8 @@ def main() -> None:
 def started_process(
     module: str, arguments: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that runs `main` of a module beside this one, and the first line that it prints."""
+    """Start a process that runs `main` of a module in this folder; yield it and the first line that it
+    prints."""
     start = f"import sys; sys.path[:0] = {_PATHS!r}; import {module}; {module}.main()"
     command = [sys.executable, "-c", start, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -52,6 +53,6 @@ def started_process(
 
 @contextmanager
 def http_process(token_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The process and its port; it decodes a token every `token_s`."""
+    """Start a process that decodes a token every `token_s`; yield it and its port."""
     with started_process("http_process", [str(token_s)]) as (process, line):
         yield process, int(line)

@@ -78,7 +78,7 @@ class RawRedis:
         return False
 
     def client(self, **options: Any) -> redis.Redis:
-        """A connection of the test's own, once the server answers."""
+        """Return a connection of the test's own, once the server answers."""
         retry = Retry(ConstantBackoff(0.02), 500)
         return redis.Redis(port=self.port, retry=retry, retry_on_error=[redis.ConnectionError], **options)
 
@@ -88,7 +88,7 @@ class RawRedis:
             child.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL; return when the server is gone."""
         self.signal(signal.SIGKILL)
         self.close()
 
@@ -115,11 +115,11 @@ class HeldAnswers:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def hold(self, after_bytes: int = 0) -> None:
-        """Keep back every answer from now on, after so many bytes more."""
+        """Keep back every answer from now on, after `after_bytes` bytes more."""
         self._allowance = after_bytes
 
     def release(self) -> None:
-        """What was kept back goes on its way."""
+        """Release the answers that were kept back."""
         self._allowance = None
         self._may_pass.set()
 
@@ -164,8 +164,8 @@ class HeldAnswers:
 
 
 def stable_port() -> int:
-    """A free port that no outgoing connection takes while its server is away; a cluster's second port, 10000
-    higher, is one too."""
+    """Return a free port that no outgoing connection takes while its server is away; a cluster's second port,
+    10000 higher, is one too."""
     while True:
         port = random.randrange(12_000, 22_000)
         with socket.socket() as probe, suppress(OSError):
@@ -208,7 +208,7 @@ def make_index(
 
 
 async def nodes(index: Index, numbers: list[int]) -> list[set[str]]:
-    """Who has these blocks, as the index knows it."""
+    """Return the nodes that have each of these blocks, as the index knows them."""
     found = await index.find(SPACE, CHAIN, [key(number) for number in numbers])
     return [{holder.node_id for holder in holders} for holders in found]
 
@@ -228,7 +228,7 @@ async def until_found(index: Index, numbers: list[int], expected: list[set[str]]
 
 @asynccontextmanager
 async def running(*indexes: Index, is_up: bool = True) -> AsyncIterator[None]:
-    """They run; with `is_up` they have reached Redis."""
+    """Run the indexes; with `is_up` they have reached Redis."""
     for index in indexes:
         await index.start()
     try:

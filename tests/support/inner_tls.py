@@ -30,5 +30,5 @@ def certified(
     return replace(FILES, tls=tls)
 
 
-# For tests of one cluster with certificates.
+# The files for tests of one cluster with certificates.
 TLS_FILES = certified(Path(_FOLDER.name))

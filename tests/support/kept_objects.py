@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def num_by_type() -> Counter[str]:
-    """Count what the garbage collector tracks."""
+    """Count the objects that the garbage collector tracks."""
     return Counter(str(type(it)) for it in gc.get_objects())
 
 
@@ -45,7 +45,7 @@ class KeptObjects:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Find no cycle of objects within: what is part of one stays."""
+    """Keep the collector from finding cycles within: objects that are part of one stay."""
     gc.collect()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ _ALIGNMENT = 16
 
 @contextlib.contextmanager
 def launched_variants() -> Iterator[set[tuple[Any, ...]]]:
-    """Yield a set to which the variants are added: the kernel's name, and what it is specialized for of each
+    """Yield a set to which the variants are added: the kernel's name, and its specialization for each
     argument."""
     from triton.runtime.jit import KernelInterface
 
@@ -53,7 +53,7 @@ def _variant(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def _specialization(value: Any, is_never: bool, is_unaligned: bool) -> Any:
-    """Return what a kernel is compiled for of an argument."""
+    """Return the specialization of a kernel for an argument."""
     if value is None or isinstance(value, float):
         return type(value).__name__
     if isinstance(value, int):

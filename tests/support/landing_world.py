@@ -105,7 +105,7 @@ class World:
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    # By request: tokens of those that are handed over with less than was asked for.
+    # The tokens of requests that are handed over with less than was asked for, by request.
     num_handed_over: dict[str, int] = field(default_factory=dict)
     connection: bytes = b""
     num_connections: int = 0
@@ -189,7 +189,7 @@ class World:
         return True
 
     def hear_writer(self, rank: int) -> bool:
-        """The prefill engine core takes a report of one of its ranks."""
+        """Let the prefill engine core take a report of one of its ranks."""
         reports = self.writers[rank].reports
         if not reports:
             return False
@@ -204,7 +204,7 @@ class World:
         return True
 
     def hear_target(self, rank: int) -> bool:
-        """The decode engine core takes a report of one of its ranks."""
+        """Let the decode engine core take a report of one of its ranks."""
         reports = self.targets[rank].reports
         if not reports:
             return False
@@ -219,7 +219,7 @@ class World:
         return True
 
     def connect(self) -> None:
-        """The prefill side opens a Peer link, and its ranks their connections."""
+        """Open a Peer link from the prefill side, and the connections of its ranks."""
         if self.is_linked or not self.prefill_lives:
             return
         self.decode_notices()  # at the latest now
@@ -233,7 +233,7 @@ class World:
             self.do_landing(aborts)
 
     def link_breaks(self) -> None:
-        """The prefill side sees it now, the decode side some time later."""
+        """Break the link: the prefill side notices now, the decode side some time later."""
         if self.is_linked and self.prefill_lives:
             self.cut_link()
             for writer in self.writers:
@@ -241,13 +241,13 @@ class World:
             self.do_push(self.push.peer_lost(DECODE, self.now))
 
     def decode_notices(self) -> None:
-        """The decode side sees the end of the link."""
+        """Let the decode side notice the end of the link."""
         if not self.decode_knows:
             self.decode_knows = True
             self.do_landing(self.landing.writer_lost(PREFILL))
 
     def prefill_dies(self) -> None:
-        """The engine core and all of its ranks."""
+        """End the engine core and all of its ranks."""
         self.prefill_lives = False
         for writer in self.writers:
             writer.die()
@@ -255,7 +255,7 @@ class World:
             self.cut_link()
 
     def tick(self) -> None:
-        """Leases and overdue acknowledgements at both sides."""
+        """Expire leases and overdue acknowledgements at both sides."""
         self.do_landing(self.landing.expire(self.now))
         if self.prefill_lives:
             self.do_push(self.push.tick(self.now))
@@ -263,7 +263,8 @@ class World:
     # plumbing
 
     def steps(self) -> list[Callable[[], bool]]:
-        """All that delivers one thing or does one piece of work; each returns whether there was any."""
+        """Return every step that delivers one thing or does one piece of work; each returns whether there was
+        any."""
         steps: list[Callable[[], bool]] = [self.deliver_to_decode, self.deliver_to_prefill]
         for writer in self.writers:
             steps += [writer.handle, writer.write, partial(self.hear_writer, writer.rank)]
@@ -272,13 +273,13 @@ class World:
         return steps
 
     def writers_work(self) -> None:
-        """The prefill ranks do all they can, and their engine core hears of it."""
+        """Let the prefill ranks do all they can, and report it to their engine core."""
         for writer in self.writers:
             while writer.handle() or writer.write() or self.hear_writer(writer.rank):
                 pass
 
     def targets_work(self) -> None:
-        """The decode ranks do all they can, and their engine core hears of it."""
+        """Let the decode ranks do all they can, and report it to their engine core."""
         for target in self.targets:
             while target.run() or self.hear_target(target.rank):
                 pass
@@ -353,7 +354,8 @@ class World:
         assert self.owner.get(block) == landing_id, "write into a foreign block"
 
     def check_joined(self, landed: Landed) -> None:
-        """Every rank has every piece of what counts as valid and was not held before."""
+        """Check that every rank has every piece of the tokens that count as valid and were not held
+        before."""
         first = landed.num_held_tokens // BLOCK
         number = landed.landing_id[0]
         for index in range(first, -(-landed.num_valid_tokens // BLOCK)):
@@ -362,7 +364,7 @@ class World:
                 assert value == SOURCE_BLOCKS * number + index, "a joined block was not written by all"
 
     def sync_owners(self) -> None:
-        """Blocks that the pool would hand out again belong to nobody."""
+        """Take the blocks that the pool would hand out again from their owners."""
         self.landing.check()
         self.pool.check()
         free = self.pool.num_free
@@ -422,7 +424,7 @@ class TargetRank:
         return True
 
     def leave(self, channel: Channel, writer: ReplicaIdentity) -> None:
-        """The channel's other end is closed."""
+        """Note that the channel's other end is closed."""
         for channels in self.admitted.values():
             channels.discard(channel)
         self.reports.append(WriterGone(writer, name(channel)))
@@ -509,7 +511,7 @@ class WriterRank:
         return True
 
     def fail(self) -> None:
-        """The oldest push breaks off."""
+        """Fail the oldest push."""
         if self.queue and not self.is_frozen:
             self._failed(self.queue.popleft().order, "it broke")
 
@@ -523,7 +525,7 @@ class WriterRank:
         self.connection = b""
 
     def die(self) -> None:
-        """What it has reported may still arrive; the kernel closes its connections."""
+        """End the rank: its earlier reports may still arrive; the kernel closes its connections."""
         if self.is_alive:
             self.orders.clear()
             self.queue.clear()

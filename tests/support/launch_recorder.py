@@ -41,7 +41,7 @@ def recorded_launches() -> Iterator[list[str]]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             names.append(kernel.fn.__name__)
-            # What the interpreter does with CPU tensors is no launch.
+            # The interpreter's own work on CPU tensors is no launch.
             with torch.utils._python_dispatch._disable_current_modes():
                 return launch(*args, **kwargs)
 

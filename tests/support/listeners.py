@@ -37,7 +37,7 @@ class ListenerProcess:
         self.addresses: dict[str, str] = json.loads(self._process.stdout.readline())
 
     def connect(self, kind: str) -> socket.socket:
-        """A fresh connection, with a patience of 20 s."""
+        """Return a fresh connection, with a patience of 20 s."""
         address = self.addresses[kind]
         host, _, port = address.rpartition(":")
         if port.isdecimal():

@@ -127,15 +127,15 @@ class LocalEngine:
         self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
         self.failures: dict[str, RequestFailed] = {}
-        # What was read of prompts, as it came: (index of the token, its log-probability).
+        # The log-probabilities read of prompts, in order: (index of the token, its log-probability).
         self.prompt_logprobs: dict[str, list[tuple[int, TokenLogprob]]] = {}
         self.embeddings: dict[str, list[NDArray[np.float32]]] = {}
         self.most_offloaded = 0
         self.plans: list[StepPlan] = []
 
     def run(self, submissions: Sequence[Submission]) -> dict[tuple[str, int], bytes]:
-        """The outputs of all samples; plans run ahead as they do under an engine core. Requests that fail are
-        in `failures`."""
+        """Return the outputs of all samples; plans run ahead as they do under an engine core. Requests that
+        fail are in `failures`."""
         for submission in submissions:
             self.scheduler.submit(submission, 0.0)
         outputs: dict[tuple[str, int], bytes] = {}
@@ -169,7 +169,7 @@ class LocalEngine:
         return outcome
 
     def _compile(self) -> None:
-        """Carry out what the scheduler orders of grammars."""
+        """Compile the grammars that the scheduler orders."""
         for order in self.scheduler.take_grammar_orders():
             assert self._grammars is not None
             if isinstance(order, CompileGrammar):
@@ -223,7 +223,7 @@ SEEDED = SamplingParams(temperature=1.1, repetition_penalty=1.1)
 
 
 def draw(num_tokens: int, seed: int = 0) -> list[int]:
-    """Random token ids below 256."""
+    """Draw random token ids below 256."""
     generator = torch.Generator().manual_seed(seed)
     return [int(token) for token in torch.randint(0, 256, (num_tokens,), generator=generator)]
 
@@ -241,7 +241,8 @@ def started(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY,
 def entry(
     slot: int, start: int, tokens: Sequence[int], blocks: Sequence[int], samples: Sequence[int] = ()
 ) -> Work:
-    """Without `tokens`, a decode: the slot stands at `start` and continues with its newest token."""
+    """Return the work of a sequence. Without `tokens` it is a decode: the slot stands at `start` and
+    continues with its newest token."""
     return Work(slot, start, len(tokens) or 1, packed(tokens), tuple(blocks), tuple(samples))
 
 
@@ -252,7 +253,7 @@ def step(
     frees: Sequence[int] = (),
     number: int = 1,
 ) -> StepPlan:
-    """A plan that sends the whole table of every sequence."""
+    """Return a plan that sends the whole table of every sequence."""
     decodes = [work.slot for work in works if not work.tokens]
     assert all(work.sample_slots == (work.slot,) for work in works if not work.tokens)
     return StepPlan(
@@ -271,16 +272,17 @@ def step(
 
 
 def sampled(plan: StepPlan, report: StepReport) -> list[tuple[int, int]]:
-    """Slots and tokens of the report of a rank that samples; [] of one that does not."""
+    """Return slots and tokens of the report of a rank that samples; [] of one that does not."""
     tokens = np.frombuffer(report.tokens, dtype="<u4").tolist()
     return list(zip(plan.sample_slots, tokens, strict=True)) if tokens else []
 
 
 def mixed_plans() -> list[StepPlan]:
-    """Greedy, seeded and forked sequences in scattered blocks, decoded by slot; only slots 4 and 5 share.
+    """Return plans of greedy, seeded and forked sequences in scattered blocks, decoded by slot.
 
-    Slots 2 and 6 are freed and begun again while what they sampled may still be on its way to the first
-    stage, slot 6 then as a hand-over begins; slot 3 samples and nobody asks for its tokens.
+    Only slots 4 and 5 share. Slots 2 and 6 are freed and begun again while what they sampled may still be on
+    its way to the first stage, slot 6 then as a hand-over begins; slot 3 samples and nobody asks for its
+    tokens.
     """
     first, second, forked, short = draw(45, 1), draw(20, 2), draw(20, 3), draw(5, 4)
     one, two, three = (7, 2, 30, 11, 5), (3, 39), (20, 21)

@@ -73,7 +73,7 @@ class _Lasting:
 
 
 def speak(version: Version, patching: Patching, image: Path | None = None) -> None:
-    """Have this process send what a neighbor of that version sends; an older one as recorded in `image`."""
+    """Make this process send what a neighbor of that version sends; an older one as recorded in `image`."""
     if version == "older":
         assert image is not None
         messages = json.loads(image.read_text())["messages"]
@@ -101,7 +101,7 @@ def folder_for(folder: Path, image: Path) -> Path:
 
 
 def set_version(folder: Path, version: Version) -> None:
-    """Have processes that import the codec from now on speak this version."""
+    """Make processes that import the codec from now on speak this version."""
     (folder / "version").write_text(version)
 
 
@@ -111,7 +111,7 @@ def processes_of(folder: Path, version: Version) -> set[int]:
 
 
 def speak_as_told(folder_name: str) -> None:
-    """Called in each process when it has imported the streams."""
+    """Speak the version that the folder holds; called in each process when it has imported the streams."""
     folder = Path(folder_name)
     if not (folder / "version").exists():
         return
@@ -125,7 +125,7 @@ def _encoded(message: Any, known: dict[str, int] | None) -> bytes:
 
 
 def _unpacked(value: Any, known: dict[str, int] | None) -> Any:
-    """Return a message as it is sent: `known` None by a newer version, else by one that has so many fields of
+    """Return a message as it is sent: `known` None by a newer version, else by one that has `known` fields of
     each."""
     if isinstance(value, msgspec.Struct):
         kind = type(value)

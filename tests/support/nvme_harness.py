@@ -26,24 +26,24 @@ SPACE = b"space--1"
 
 
 def payload_of(key: int, num_bytes: int) -> bytes:
-    """Bytes that no other record has."""
+    """Return bytes that no other record has."""
     return np.random.default_rng(key).bytes(num_bytes)
 
 
 def info_of(key: int, num_bytes: int, group: str = "acme", space: bytes = SPACE) -> RecordInfo:
-    """The record of `payload_of`."""
+    """Return the record of `payload_of`."""
     identity = RecordId(space, key.to_bytes(16, "big"), SHARD)
     total = checksum(payload_of(key, num_bytes))
     return RecordInfo(identity, b"", identity.key, group, b"m" * 32, num_bytes, total)
 
 
 def empty_image(num_payload: int) -> memoryview:
-    """Page-aligned, as the arena's."""
+    """Return an empty image, page-aligned as the arena's."""
     return memoryview(mmap.mmap(-1, image_bytes(num_payload)))
 
 
 def image_of(info: RecordInfo) -> memoryview:
-    """With an empty header page: the tier writes its own."""
+    """Return an image with an empty header page: the tier writes its own."""
     image = empty_image(info.num_bytes)
     key = int.from_bytes(info.id.key, "big")
     image[HEADER_BYTES : HEADER_BYTES + info.num_bytes] = payload_of(key, info.num_bytes)
@@ -82,7 +82,7 @@ class NvmeHarness:
         return info
 
     def get(self, record: RecordId) -> bytes | None:
-        """The record's payload if its sum is right, as the rank that copies it sees it; else None."""
+        """Return the record's payload if its sum is right, as the rank that copies it sees it; else None."""
         if record not in self.held:
             return None
         info, ref = self.held[record]
@@ -95,7 +95,7 @@ class NvmeHarness:
         return payload if checksum(payload) == info.checksum else None
 
     def has(self, info: RecordInfo) -> bool:
-        """The record comes back with its right bytes; other bytes are an `AssertionError`."""
+        """Return whether the record comes back with its right bytes; other bytes are an `AssertionError`."""
         payload = self.get(info.id)
         key = int.from_bytes(info.id.key, "big")
         assert payload is None or payload == payload_of(key, info.num_bytes)
@@ -117,7 +117,7 @@ class NvmeHarness:
                 del self.held[info.id]
 
     def segments(self) -> list[Path]:
-        """The files, the oldest first."""
+        """Return the files, the oldest first."""
         return sorted(self.folder.glob("*.seg"))
 
 
@@ -129,6 +129,6 @@ def nvme_harness(folder: Path, num_segments: int = 8, faults: Faults | None = No
 
 
 def crashed(folder: Path, copy: Path) -> Path:
-    """What the disk holds now, as the next owner finds it after this one died."""
+    """Copy the present content of the disk, as the next owner finds it after this one died."""
     shutil.copytree(folder, copy)
     return copy

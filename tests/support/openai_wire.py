@@ -74,7 +74,7 @@ class Wire:
 
 
 class RecordedTransport(httpx2.HTTPTransport):
-    """Of a client without asyncio."""
+    """The transport of a client without asyncio."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class RecordedTransport(httpx2.HTTPTransport):
 
 
 class RecordedAsyncTransport(httpx2.AsyncHTTPTransport):
-    """Of a client with asyncio."""
+    """The transport of a client with asyncio."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
@@ -137,7 +137,8 @@ class _AsyncRecorded(httpx2.AsyncByteStream):
 
 
 def strict(kind: Any, fields: Any) -> Any:
-    """The value as its model; fails where it is not what the model says, or has a field that it lacks."""
+    """Return the value as its model; fail where it is not of the model's type, or has a field that the model
+    lacks."""
     value = TypeAdapter(kind).validate_json(json.dumps(fields), strict=True)
     _check_known(value, type(value).__name__)
     return value
@@ -220,7 +221,7 @@ def _check_choices(value: Any, request: Any) -> None:
 
 
 def check_response(value: Any) -> None:
-    """An answer of /v1/responses that has ended."""
+    """Check an answer of /v1/responses that has ended."""
     assert value.status in ("completed", "incomplete", "failed"), value.status
     assert (value.incomplete_details is not None) == (value.status == "incomplete")
     assert (value.error is not None) == (value.status == "failed")
@@ -232,7 +233,7 @@ def check_response(value: Any) -> None:
 
 
 def _without_nulls(fields: Any, request: Any, *, is_chunk: bool = False) -> Any:
-    """The answer without nulls that OpenAI sends too, though its models forbid them: a chunk's
+    """Return the answer without nulls that OpenAI sends too, though its models forbid them: a chunk's
     `finish_reason`, and the logprobs of the first token of an echoed prompt."""
     for choice in fields["choices"]:
         if is_chunk and choice["finish_reason"] is None:
@@ -249,7 +250,7 @@ def _without_nulls(fields: Any, request: Any, *, is_chunk: bool = False) -> Any:
 
 
 def _events(body: bytes, *, is_whole: bool) -> list[tuple[str, Any]]:
-    """Names and data; of a stream that was not read to its end, the events that have come whole."""
+    """Return names and data; of a stream that was not read to its end, the events that have come whole."""
     *blocks, rest = body.decode().split("\n\n")
     assert not (is_whole and rest), rest
     events = []
@@ -262,7 +263,7 @@ def _events(body: bytes, *, is_whole: bool) -> list[tuple[str, Any]]:
 
 
 def check_chat_events(events: list[tuple[str, Any]], request: Any, *, is_whole: bool) -> None:
-    """Chunks of a chat."""
+    """Check the chunks of a chat."""
     chunks = _chunks(events, is_whole=is_whole)
     values = [strict(ChatCompletionChunk, chunk) for chunk in chunks]
     _check_chunks(chunks, values, request, is_whole=is_whole)
@@ -286,9 +287,9 @@ def check_chat_events(events: list[tuple[str, Any]], request: Any, *, is_whole: 
 
 
 def check_completion_events(events: list[tuple[str, Any]], request: Any, *, is_whole: bool) -> None:
-    """Chunks of completions."""
+    """Check the chunks of completions."""
     chunks = _chunks(events, is_whole=is_whole)
-    # What the model cannot say is taken out behind the other checks.
+    # The nulls that the model forbids are taken out behind the other checks.
     values = [
         strict(Completion, _without_nulls(json.loads(json.dumps(chunk)), request, is_chunk=True))
         for chunk in chunks
@@ -331,7 +332,8 @@ def _check_chunks(chunks: list[Any], values: list[Any], request: Any, *, is_whol
 
 
 def check_response_events(events: list[tuple[str, Any]], request: Any, *, is_whole: bool) -> None:
-    """Events of /v1/responses: their names, numbers, order, and that what is done is what was streamed."""
+    """Check the events of /v1/responses: their names, numbers, order, and that each finished item is the one
+    that was streamed."""
     for number, (name, data) in enumerate(events):
         strict(ResponseStreamEvent, data)
         assert (data["type"], data["sequence_number"]) == (name, number)
@@ -351,7 +353,7 @@ def check_response_events(events: list[tuple[str, Any]], request: Any, *, is_who
 
 
 def _check_items(events: list[Any]) -> list[Any]:
-    """The items that the events have built, each of which ends before the next begins."""
+    """Return the items that the events have built, each of which ends before the next begins."""
     items: list[Any] = []
     while events:
         added = events.pop(0)

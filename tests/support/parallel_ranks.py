@@ -63,7 +63,7 @@ class ParallelCase(msgspec.Struct, frozen=True):
 
 
 def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
-    """`kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows."""
+    """Return `kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows."""
     model_dir = Path(case.model_dir)
     config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
     decoder = load_decoder(model_dir, torch.float32, CPU, ShardSpec(first, end, groups.tp_rank, case.tp))
@@ -107,7 +107,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
 
 
 def form(case: ParallelCase, store: Store | None, rank: int) -> RankGroups:
-    """The groups of rank `rank` of the case; they must be open until all its ranks are done."""
+    """Form the groups of rank `rank` of the case; they must be open until all its ranks are done."""
     return RankGroups(
         store,
         tp=case.tp,
@@ -134,7 +134,7 @@ def _inputs(
 
 
 class RankProcesses:
-    """So many processes, started once for many cases; rank r of every case runs in the r-th."""
+    """A number of processes, started once for many cases; rank r of every case runs in the r-th."""
 
     def __init__(self, count: int) -> None:
         self._store, address = open_store(HOST)
@@ -152,7 +152,7 @@ class RankProcesses:
                 )
 
     def run(self, case: ParallelCase) -> None:
-        """Returns when all ranks of the case are done; their errors are on standard error."""
+        """Run the case; return when all of its ranks are done; their errors are on standard error."""
         ranks = self._processes[: case.num_ranks]
         for process in ranks:
             assert process.stdin is not None

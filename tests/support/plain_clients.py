@@ -19,7 +19,7 @@ _CALL_S = 60.0
 
 
 class PlainClients:
-    """Several channels, each with calls at the same time, until so many were made together."""
+    """Several channels, each with calls at the same time, until a given number were made together."""
 
     def __init__(self, address: str, num_calls: int, num_channels: int, num_at_once: int) -> None:
         self.num_done = 0
@@ -54,7 +54,7 @@ class PlainClients:
 
 
 def main() -> None:
-    """Run as the arguments say."""
+    """Run the client as the arguments define."""
     address, *numbers = sys.argv[1:]
     clients = PlainClients(address, *map(int, numbers))
     asyncio.run(clients.run())

@@ -13,7 +13,7 @@ from workers.scheduler.step import unpack_ids
 
 
 class Work(NamedTuple):
-    """What a plan lets one sequence compute; `tokens` b"": the slot's newest token."""
+    """The work of one sequence by a plan; `tokens` b"": the slot's newest token."""
 
     slot: int
     start: int
@@ -31,7 +31,7 @@ class PlanReader:
         self.positions: dict[int, int] = {}
 
     def read(self, plan: StepPlan) -> list[Work]:
-        """The plan's entries, then its decodes."""
+        """Return the plan's entries, then its decodes."""
         for slot in plan.free_slots:
             del self.tables[slot]
             self.positions.pop(slot, None)
@@ -67,12 +67,13 @@ class PlanReader:
 
 
 def slotted(scheduler: Scheduler) -> list[Sequence]:
-    """All sequences that have a slot."""
+    """Return all sequences that have a slot."""
     return [sequence for sequence in scheduler._life._sequences() if sequence.slot >= 0]
 
 
 def known_tables(sequences: Iterable[Sequence]) -> dict[int, dict[int, int]]:
-    """By slot: what the ranks should know of each table, by index, now that the newest plan is made."""
+    """Return, by slot, what the ranks should know of each table, by index, now that the newest plan is
+    made."""
     return {
         sequence.slot: {
             index: block_id
@@ -84,7 +85,7 @@ def known_tables(sequences: Iterable[Sequence]) -> dict[int, dict[int, int]]:
 
 
 class ExpectedSlots:
-    """What ranks know of every slot once they have taken in the scheduler's newest plan."""
+    """The ranks' knowledge of every slot once they have taken in the scheduler's newest plan."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         issued, sequences = scheduler._issued[-1], slotted(scheduler)
@@ -96,7 +97,7 @@ class ExpectedSlots:
 
     def check(self, tables: Mapping[int, list[int]], positions: Mapping[int, int]) -> None:
         """Assert that these are the scheduler's: of sequences that the plan names the whole table, of the
-        others what was said of them."""
+        others the part that was sent."""
         assert tables.keys() == self._tables.keys()
         for slot, known in self._tables.items():
             assert {index: tables[slot][index] for index in known} == known

@@ -71,13 +71,13 @@ class Prometheus:
             self._wait_ready()
 
     def query(self, text: str) -> list[Sample]:
-        """The series that it answers with now, those whose value is not a number left out."""
+        """Return the series with which Prometheus answers now, except those whose value is not a number."""
         found = self._get("query", query=text)
         samples = [Sample(item["metric"], float(item["value"][1])) for item in found["result"]]
         return [sample for sample in samples if not math.isnan(sample.value)]
 
     def rule_errors(self) -> dict[str, str]:
-        """By rule: why its last evaluation failed."""
+        """Return, by rule, why its last evaluation failed."""
         groups = self._get("rules")["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         return {rule["name"]: rule["lastError"] for rule in rules if rule.get("lastError")}
@@ -113,13 +113,13 @@ RULES = ROOT / "helm" / "tandem" / "rules" / "tandem.yaml"
 
 
 def series_names(metric: Metric) -> tuple[str, ...]:
-    """The names that Prometheus has for the metric, without `ray_tandem_`."""
+    """Return the names that Prometheus has for the metric, without `ray_tandem_`."""
     if metric.kind == "histogram":
         return tuple(f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))
     return (metric.name,)
 
 
-# By the name at Prometheus.
+# The metrics by the name at Prometheus.
 SERIES: dict[str, Metric] = {
     f"ray_tandem_{name}": metric for metric in METRICS.values() for name in series_names(metric)
 }
@@ -139,7 +139,7 @@ def dashboard(path: Path) -> dict[str, Any]:
 
 
 def panels(path: Path) -> list[dict[str, Any]]:
-    """Those that show something."""
+    """Return the panels that show something."""
     return [panel for panel in dashboard(path)["panels"] if panel["type"] != "row"]
 
 
@@ -160,12 +160,12 @@ def rule_queries() -> list[Query]:
 
 
 def series_of(text: str) -> set[str]:
-    """The metrics of ours that a query reads, by their names at Prometheus."""
+    """Return the metrics of ours that a query reads, by their names at Prometheus."""
     return set(re.findall(r"\bray_tandem_\w+", text))
 
 
 def labels_of(query: Query) -> set[str]:
-    """All labels that a query, or its legend, names."""
+    """Return all labels that a query, or its legend, names."""
     named: set[str] = set()
     for selector in re.findall(r"\{([^}]*)\}", query.text):
         named |= set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
@@ -175,7 +175,7 @@ def labels_of(query: Query) -> set[str]:
 
 
 def known_labels(query: Query) -> set[str]:
-    """Those that a metric of the query has."""
+    """Return the labels that a metric of the query has."""
     known: set[str] = set()
     for name in series_of(query.text):
         known |= set(SERIES[name].labels) | ({"le"} if name.endswith("_bucket") else set())
@@ -186,7 +186,7 @@ HEAD = "| metric | kind | labels | meaning | empty while |\n|---|---|---|---|---
 
 
 def table(metrics: Iterable[Metric]) -> str:
-    """One section, as it stands in the page."""
+    """Return the table of one section, as it stands in the page."""
     return HEAD + "".join(map(_row, metrics))
 
 

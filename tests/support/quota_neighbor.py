@@ -41,7 +41,7 @@ _CLOCK = SystemClock()
 
 
 class Attack(NamedTuple):
-    """What the other tenant sends, on how many connections, and what the neighbor's call is meanwhile."""
+    """The other tenant's requests, the number of its connections, and the neighbor's call during that."""
 
     tenant: str
     path: str
@@ -51,7 +51,7 @@ class Attack(NamedTuple):
     # How its calls must be answered while the neighbor is measured, and how many at least in each round.
     status: int
     least: int
-    # The neighbor's median may become so many times as long, and so much longer.
+    # The neighbor's median may become this many times as long, plus this many seconds.
     most_ratio: float = 1.0
     most_more_s: float = 0.0
 
@@ -100,7 +100,7 @@ class Figures(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """What the loud median may be."""
+        """The highest allowed loud median."""
         attack = ATTACKS[self.name]
         return attack.most_ratio * self.quiet_s + attack.most_more_s
 
@@ -137,7 +137,7 @@ class _Attacker:
             self.statuses[int(line)] += 1
 
     async def until(self, status: int, count: int) -> None:
-        """Wait until so many calls were answered like this."""
+        """Wait until this number of calls were answered like this."""
         await until(
             lambda: self.statuses[status] >= count or self.process.poll() is not None,
             f"{count} answers {status} of the other tenant",
@@ -182,7 +182,7 @@ async def _serve(folder: Path) -> None:
 
 
 def main() -> None:
-    """Be the gateway, or with arguments (port, key, name of the attack) the other tenant."""
+    """Run the gateway, or with arguments (port, key, name of the attack) the other tenant."""
     if len(sys.argv) > 1:
         asyncio.run(_attack(int(sys.argv[1]), sys.argv[2], ATTACKS[sys.argv[3]]))
         return
@@ -272,7 +272,7 @@ async def measure(name: str) -> Figures:
 
 @contextmanager
 def _named_end(gateway: subprocess.Popen[str]) -> Iterator[None]:
-    """Say how the gateway ended where that is why a call fails."""
+    """Report how the gateway ended where that is why a call fails."""
     try:
         yield
     except aiohttp.ClientConnectionError as error:

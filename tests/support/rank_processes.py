@@ -81,7 +81,7 @@ class _Rank:
 
 
 class _Launch(NamedTuple):
-    """What is called, in the reading thread, with the process id and with the exit status."""
+    """The functions that are called, in the reading thread, with the process id and with the exit status."""
 
     on_born: Callable[[int], None]
     on_ended: Callable[[int], None]

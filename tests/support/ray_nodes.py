@@ -24,7 +24,7 @@ from serving import environment, free_port
 
 
 class RayNodes:
-    """Ray processes with a folder of their own, beside whatever else runs here."""
+    """Ray processes with a folder of their own, apart from whatever else runs here."""
 
     def __init__(self, folder: Path, head: Host | None = None) -> None:
         """`folder` must have a short name: sockets lie below it. `head` None: this host's loopback."""
@@ -33,14 +33,14 @@ class RayNodes:
         token = folder / "token"
         token.write_text("token-of-nodes-started-by-hand-0123456789")
         token.chmod(0o600)
-        # Of each process that joins them.
+        # The environment variables of each process that joins them.
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.address = f"{head.address if head else '127.0.0.1'}:{free_port()}"
 
     def start(
         self, *, is_head: bool, host: Host | None = None, resources: Mapping[str, float] | None = None
     ) -> None:
-        """One with resources for one replica, and the head for the gateway too."""
+        """Start a node with resources for one replica; the head has those for the gateway, too."""
         place = (
             ("--head", "--port", self.address.rpartition(":")[2]) if is_head else ("--address", self.address)
         )
@@ -81,7 +81,7 @@ class Host:
         self.address = address
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs this command on the host."""
+        """Return the command line that runs this command on the host."""
         return [find_program("ip"), "netns", "exec", self.name, *arguments]
 
 
@@ -93,7 +93,7 @@ class HostNetwork:
         self._router = router
 
     def cut(self) -> None:
-        """Drop whatever one host sends to the other."""
+        """Drop all packets that one host sends to the other."""
         for host in (self.first, self.second):
             _ip("-n", self._router, "route", "add", "blackhole", f"{host.address}/32")
 
@@ -104,7 +104,7 @@ class HostNetwork:
 
 @contextmanager
 def host_network() -> Iterator[HostNetwork]:
-    """Make the network, and delete it; what runs on its hosts must have ended by then."""
+    """Make the network, and delete it; all processes on its hosts must have ended by then."""
     names = [f"tandem-{part}-{os.getpid()}" for part in ("a", "b", "router")]
     made = []
     try:

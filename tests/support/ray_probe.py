@@ -41,14 +41,14 @@ class Probe:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Note what the build itself sees of the configuration that it is part of."""
+    """Note the configuration, of which this build is a part, as the build itself sees it."""
     seen = ray_private.deployed_config("declared")
     ray_private.write_value(b"seen", json.dumps(seen).encode(), NAMESPACE)
     return serve.deployment(Probe).options(ray_actor_options={"num_cpus": 0}).bind()
 
 
 def versions() -> list[int]:
-    """The processes of a deployment of version 1, of the same deployed again, and of version 2."""
+    """Return the processes of a deployment of version 1, of the same deployed again, and of version 2."""
     process_ids = []
     for version in ("1", "1", "2"):
         deployment = ray_private.with_version(serve.deployment(Probe), version)
@@ -58,7 +58,7 @@ def versions() -> list[int]:
 
 
 def declared_config(dashboard: str) -> Any:
-    """What `build` saw when Serve called it."""
+    """Return the configuration that `build` got when Serve called it."""
     request = urllib.request.Request(
         f"http://{dashboard}/api/serve/applications/",
         data=json.dumps({"applications": [DECLARED]}).encode(),
@@ -76,7 +76,7 @@ def declared_config(dashboard: str) -> Any:
 
 
 def values() -> list[str | None]:
-    """A value that is stored, replaced and removed, as it is read each time."""
+    """Return a value that is stored, replaced and removed, as it is read each time."""
     found = []
     for text in (b"one", b"two"):
         ray_private.write_value(b"key", text, NAMESPACE)

@@ -225,7 +225,7 @@ class ReplicaHarness:
         )
 
     def pump(self) -> None:
-        """What the engine core does after every event, and what the rank answers."""
+        """Do what the engine core does after every event, and what the rank answers."""
         self.kv_receiver.grant()
         self.kv_sender.ask_for_landings(self.scheduler.landings_wanted(self.clock.now()))
         plan = self.scheduler.plan(self.clock.now())
@@ -238,7 +238,7 @@ class ReplicaHarness:
         self._listen()
 
     def grant(self, num_held_tokens: int, block_ids: tuple[int, ...]) -> None:
-        """The peer answers the last landing that was asked for."""
+        """Grant the last landing that was asked for, as the peer."""
         asked = [message for message in self.peers.to_reader if isinstance(message, LandingRequest)][-1]
         self.kv_sender.message(PEER, LandingGrant(asked.landing_id, num_held_tokens, block_ids))
 
@@ -264,7 +264,7 @@ DEPTH = 2
 
 @dataclass
 class Stream:
-    """What one request must get, and what the gateway heard of it."""
+    """The output that one request must get, and the reports of it to the gateway."""
 
     submission: Submission
     at: Side
@@ -322,7 +322,7 @@ class Side:
         return plan is not None
 
     def settle(self) -> bool:
-        """The rank runs the oldest plan and reports it."""
+        """Run the oldest plan at the rank and report it."""
         if not self.plans:
             return False
         replica = self.replica
@@ -332,7 +332,7 @@ class Side:
         return True
 
     def send(self, as_writer: bool) -> bool:
-        """The other side hears the oldest message from here."""
+        """Send the oldest message from here to the other side."""
         peers = self.replica.peers
         waiting = peers.to_reader if as_writer else peers.to_writer
         if not waiting:
@@ -346,7 +346,7 @@ class Side:
         return True
 
     def transfer(self) -> bool:
-        """The rank carries out the oldest order of the transfer, and reports it."""
+        """Carry out the oldest order of the transfer at the rank, and report it."""
         replica = self.replica
         if not replica.orders and not replica.orders_to:
             return False
@@ -396,7 +396,7 @@ class Side:
             target._flipped.add(dst_block)
 
     def lose_link(self) -> None:
-        """The link on which this side writes to the other ends; a new one opens at once."""
+        """End the link on which this side writes to the other; a new one opens at once."""
         self.replica.peers.to_reader.clear()
         self.other.replica.peers.to_writer.clear()
         self.other.replica.kv_receiver.writer_lost(self.identity)
@@ -445,7 +445,7 @@ class MigrationPair:
         name: str = "",
         hands_over: bool = False,
     ) -> Stream:
-        """With `hands_over` the other side decodes."""
+        """Submit a request at a side; with `hands_over` the other side decodes."""
         name, outputs = name or f"r{len(self.streams)}", ((),) * num_samples
         decode = at.other.identity if hands_over else None
         submission = at.replica.submission(
@@ -457,7 +457,7 @@ class MigrationPair:
         return stream
 
     def move(self, stream: Stream) -> None:
-        """The gateway asks the replica that has the stream."""
+        """Ask the replica that has the stream to move it, as the gateway does."""
         side, target = stream.at, stream.at.other
         stream.target = target
         order = Move(*stream.key, HandOverTarget(target.identity, "address"))
@@ -470,7 +470,7 @@ class MigrationPair:
             side.replica.requests.cancel(stream.key)
 
     def listen(self) -> None:
-        """The gateway reads its Links."""
+        """Read the gateway's Links."""
         for side in self.sides:
             replica = side.replica
             replica.flush()
@@ -518,7 +518,8 @@ class MigrationPair:
         raise AssertionError("there is no end to it")
 
     def check_over(self) -> None:
-        """Nothing is left anywhere, and every stream has its tokens, once, and its one end."""
+        """Check that nothing is left anywhere, and that every stream has its tokens, once, and its one
+        end."""
         for side in self.sides:
             side.check()
             replica = side.replica

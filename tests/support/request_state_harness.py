@@ -180,7 +180,7 @@ class RecordedRequest:
 
 
 def state_of(machine: object) -> str:
-    """All that a state machine and the objects it consists of hold, but for its effects."""
+    """Return all that a state machine and the objects it consists of hold, except its effects."""
     parts = []
     for name, value in vars(machine).items():
         if name in ("_effects", "_note"):
@@ -214,12 +214,12 @@ def ids_of(tokens: bytes) -> list[int]:
 
 
 def truth(index: int, count: int) -> list[int]:
-    """Letters a to d, different for every sample, with repetitions."""
+    """Return letters a to d, different for every sample, with repetitions."""
     return [ord("a") + (position * position + index * 3 + position // 3) % 4 for position in range(count)]
 
 
 def cut(tokens: list[int], stops: tuple[str, ...]) -> tuple[int, str, str]:
-    """(tokens that count, text, finish) by looking at every beginning of the text in turn."""
+    """Return (tokens that count, text, finish) by looking at every beginning of the text in turn."""
     text = "".join(chr(token) for token in tokens)
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
@@ -275,7 +275,7 @@ def route(
 
 
 def delta(sample: int, first: int, count: int, total: int, attempt: int = 1, shift: int = 0) -> TokenDelta:
-    """True tokens; with the finish when they are the last of `total`."""
+    """Return true tokens, with the finish when they are the last of `total`."""
     finish = "length" if first + count >= total else ""
     tokens = raw([token + shift for token in truth(sample, first + count)[first:]])
     return TokenDelta("r", attempt, sample, first, tokens, (), finish)
@@ -290,7 +290,7 @@ def handed_over(attempt: int = 1) -> HandOverReport:
 
 
 def read_of(first: int, end: int, attempt: int = 1, num_top: int = 2) -> PromptLogprobs:
-    """True log-probabilities of the prompt's tokens [first, end): those of token i are -i, and of the
+    """Return true log-probabilities of the prompt's tokens [first, end): those of token i are -i, and of the
     likeliest -i - 0.5, -i - 1.5, ..."""
     indices = np.arange(first, end, dtype="<f4")
     top = -indices[:, None] - 0.5 - np.arange(num_top, dtype="<f4")

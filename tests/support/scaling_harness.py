@@ -28,7 +28,7 @@ TOTAL_BLOCKS = 1000
 
 
 def config(most: int = 16, **settings: Any) -> ScalingConfig:
-    """Both pools from 1 to `most`, looked at every 2 s."""
+    """Return a configuration with both pools from 1 to `most`, looked at every 2 s."""
     limits = {"min": 1, "max": most}
     defaults: dict[str, Any] = {
         "autoscale": True,
@@ -40,13 +40,13 @@ def config(most: int = 16, **settings: Any) -> ScalingConfig:
 
 
 def pool(role: str, desired: int = 1, **fields: Any) -> PoolView:
-    """Named like its role, with limits 1 to 16."""
+    """Return a pool named like its role, with limits 1 to 16."""
     view = PoolView(role, role, desired, max_sequences=64, block_tokens=64, limits=PoolLimits(min=1, max=16))
     return view._replace(**fields)
 
 
 def prefilling(number: int = 0, **load: Any) -> ReplicaSample:
-    """A prefill replica at rest, whose rate is known."""
+    """Return a prefill replica at rest, whose rate is known."""
     replica = ReplicaSample(
         replica_id=f"prefill-{number}",
         pool="prefill",
@@ -59,7 +59,7 @@ def prefilling(number: int = 0, **load: Any) -> ReplicaSample:
 
 
 def decoding(number: int = 0, **load: Any) -> ReplicaSample:
-    """A decode replica at rest, whose step time is known."""
+    """Return a decode replica at rest, whose step time is known."""
     replica = ReplicaSample(
         replica_id=f"decode-{number}",
         pool="decode",
@@ -72,7 +72,7 @@ def decoding(number: int = 0, **load: Any) -> ReplicaSample:
 
 
 def demand(arrived: int, prompt_tokens: int = 2000, output_tokens: int = 200) -> Demand:
-    """So many requests of one size came, and as many ended, all in time."""
+    """Return a demand in which `arrived` requests of one size came, and as many ended, all in time."""
     return Demand(
         num_arrived=arrived,
         num_sequences=arrived,
@@ -93,7 +93,8 @@ def history_of(
     seconds: float = 400.0,
     desired: dict[str, int] | None = None,
 ) -> History:
-    """A sample every `interval_s` from time 0 to `seconds`; `desired` is what was asked for all the time."""
+    """Return a sample every `interval_s` from time 0 to `seconds`; `desired` is what was asked for all the
+    time."""
     history = History(history_span_s(settings))
     for index in range(int(seconds / settings.interval_s) + 1):
         at = index * settings.interval_s
@@ -112,7 +113,7 @@ def poisson(
     sizes: Callable[[np.random.Generator, float], tuple[int, int]],
     seed: int = 0,
 ) -> list[Arrival]:
-    """Independent arrivals at `rate(t)` a second; `sizes` draws prompt and output tokens at a time."""
+    """Draw independent arrivals at `rate(t)` a second; `sizes` draws prompt and output tokens at a time."""
     generator = np.random.default_rng(seed)
     most = max(rate(at) for at in np.linspace(0.0, seconds, 1001))
     arrivals, at = [], 0.0
@@ -123,7 +124,7 @@ def poisson(
 
 
 def evenly(per_s: float, seconds: float, prompt_tokens: int, output_tokens: int) -> list[Arrival]:
-    """Arrivals at equal distances."""
+    """Return arrivals at equal distances."""
     return [Arrival(n / per_s, prompt_tokens, output_tokens) for n in range(int(per_s * seconds))]
 
 
@@ -143,7 +144,7 @@ def decided(
     settings: ScalingConfig | None = None,
     now: float = NOW,
 ) -> ScalingPlan:
-    """The plan after 400 s in which the replicas looked like this and so much was asked every 2 s."""
+    """Return the plan after 400 s in which the replicas looked like this and `asked` came every 2 s."""
     settings = settings or config()
     desired = {view.name: view.desired for view in pools}
     history = history_of(
@@ -279,7 +280,7 @@ class FakeDashboard:
     def __init__(self, app: FakeApp | None, name: str = "tandem") -> None:
         self.app = app
         self.name = name
-        # Of the next requests, so many are answered with 503.
+        # The number of the next requests that are answered with 503.
         self.failing = 0
         # The status and text of every answer to an order, in place of obedience.
         self.refusal: tuple[int, str] | None = None

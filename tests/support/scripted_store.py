@@ -79,7 +79,7 @@ class ScriptedStore:
         await self._tasks.close()
 
     async def become_stranger(self) -> None:
-        """From now on it listens at the same address with another secret."""
+        """Listen at the same address with another secret from now on."""
         await self.stop()
         self._trust = Trust.draw()
         await self.start(int(self.address.rpartition(":")[2]))

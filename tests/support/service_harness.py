@@ -144,7 +144,7 @@ class Rank:
         return landing_id
 
     def verify(self, *checks: PieceCheck) -> tuple[int, ...]:
-        """The bad block indices."""
+        """Return the bad block indices."""
         self.agent.handle(VerifyOrder(bytes(16), checks))
         return self.reports.take(Verified).bad_block_indices
 

@@ -44,7 +44,8 @@ print(json.dumps({name: getattr(stats, name) for name in names}))
 
 
 def write_long_llama(folder: Path, hidden_size: int) -> Path:
-    """A model of random weights and the bundled tokenizer, for streams of up to 32k tokens; its folder."""
+    """Write a model of random weights and the bundled tokenizer, for streams of up to 32k tokens; return its
+    folder."""
     write_random_checkpoint(
         folder,
         "llama",
@@ -75,7 +76,8 @@ def tandem(*arguments: str, timeout_s: float = START_S) -> subprocess.CompletedP
 
 
 def environment() -> dict[str, str]:
-    """Ours, in which the sources are importable from each process; nothing points to another Ray or Redis."""
+    """Return our environment, in which the sources are importable from each process; nothing points to
+    another Ray or Redis."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
     return {**kept, "PYTHONPATH": import_path(ROOT), "COLUMNS": "120"}
 
@@ -153,7 +155,7 @@ class RunningCluster:
             return client.status()
 
     def replica(self, role: str) -> admin_pb.Replica:
-        """The first replica of this role."""
+        """Return the first replica of this role."""
         return next(
             replica
             for replica in self.status().replicas
@@ -163,7 +165,7 @@ class RunningCluster:
     def wait_for(
         self, condition: Callable[[admin_pb.StatusResponse], bool], timeout_s: float = SETTLE_S
     ) -> admin_pb.StatusResponse:
-        """The first status that fulfils the condition."""
+        """Return the first status that fulfils the condition."""
         deadline = self._clock.now() + timeout_s
         pause = threading.Event()
         status = None
@@ -178,7 +180,7 @@ class RunningCluster:
         raise AssertionError(f"not within {timeout_s} s; last seen: {status}")
 
     def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Our series as Prometheus finds and reads them now: name to (labels, value)."""
+        """Return our series as Prometheus finds and reads them now: name to (labels, value)."""
         found = Path(self.addresses["logs"]).parent / "prom_metrics_service_discovery.json"
         series: dict[str, list[tuple[dict[str, str], float]]] = {}
         for address in (address for group in json.loads(found.read_text()) for address in group["targets"]):
@@ -191,16 +193,16 @@ class RunningCluster:
         return series
 
     def log(self) -> str:
-        """What all processes of the service have logged."""
+        """Return the logs of all processes of the service."""
         return "".join(file.read_text() for file in Path(self.addresses["logs"]).glob("worker-*.err"))
 
     def processes(self) -> list[psutil.Process]:
-        """Everything below `tandem serve`, itself included."""
+        """Return all processes below `tandem serve`, itself included."""
         own = psutil.Process(self._process.pid)
         return [own, *own.children(recursive=True)]
 
     def stop(self) -> int:
-        """Ctrl-C; returns the exit status."""
+        """Stop the service with Ctrl-C; return the exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         with killed_on_error(self._process):
@@ -219,7 +221,8 @@ class RunningCluster:
 
 
 def object_store_counters(cluster: RunningCluster) -> dict[str, Any]:
-    """What Ray's object stores have ever held and hold now, asked by another process of the Ray cluster."""
+    """Return what Ray's object stores have ever held and hold now, asked by another process of the Ray
+    cluster."""
     done = subprocess.run(
         [sys.executable, "-c", _COUNTERS, cluster.addresses["Ray"]],
         env={**environment(), **cluster.ray_variables},

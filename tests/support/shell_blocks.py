@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models" / "README.md")
 
-# What a block may need beyond this machine and a cluster on it, as the word after `sh` says.
+# The needs of a block beyond this machine and a cluster on it, as named by the word after `sh`.
 NEEDS = {
     "needs-hub": "downloads a model",
     "needs-gpu": "ranks on CUDA devices",
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Every fenced block of the page."""
+    """Yield every fenced block of the page."""
     opened: tuple[int, str] | None = None
     lines: list[str] = []
     for number, line in enumerate(page.read_text().splitlines(), 1):
@@ -66,5 +66,5 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def runnable(page: Path) -> list[Block]:
-    """The shell blocks that need nothing but this machine and a cluster on it."""
+    """Return the shell blocks that need nothing but this machine and a cluster on it."""
     return [block for block in blocks(page) if block.is_shell and not block.needs]

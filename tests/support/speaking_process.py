@@ -36,7 +36,7 @@ _NUM_SLOW_WORDS = 1000
 
 
 def spoken(prompt: str) -> str:
-    """What the replicas answer."""
+    """Return the replicas' answer."""
     last = prompt.rpartition("<|im_start|>assistant")[0].rpartition("<|im_start|>")[2]
     role, _, said = last.partition("\n")
     if role == "tool":
@@ -81,12 +81,12 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 class SpeakingGateways(NamedTuple):
-    """Where they are reached."""
+    """The addresses of the gateways."""
 
     port: int
     grpc_address: str
-    # Of the gateway that asks for keys, and by tenant: `acme`; `hasty`, whose quota is one request at once
-    # and two a second; `elsewhere`, who may use another model.
+    # The port of the gateway that asks for keys, and the keys by tenant: `acme`; `hasty`, whose quota is
+    # one request at once and two a second; `elsewhere`, which may use another model.
     guarded_port: int
     keys: dict[str, str]
 
@@ -114,13 +114,13 @@ async def _serve(folder: Path) -> None:
 
 
 def main() -> None:
-    """Of the process."""
+    """Run the process."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_serve(Path(folder)))
 
 
 @contextmanager
 def speaking_gateways() -> Iterator[SpeakingGateways]:
-    """The gateways, until the end."""
+    """Start the gateways, and stop them at the end."""
     with started_process("speaking_process") as (_, line):
         yield SpeakingGateways(*json.loads(line))

@@ -125,12 +125,13 @@ class StagedEngine:
         self._step_to_works: dict[int, list[Work]] = {}
 
     def works(self, plan: StepPlan) -> list[Work]:
-        """What a plan that was made here lets each sequence compute, its entries and then its decodes."""
+        """Return what a plan that was made here lets each sequence compute, its entries and then its
+        decodes."""
         return self._step_to_works[plan.step]
 
     @property
     def plans(self) -> list[StepPlan]:
-        """Those that are out, the oldest first."""
+        """The plans that are out, the oldest first."""
         return [step.plan for step in self.steps]
 
     def plan(self, now: float) -> bool:
@@ -193,7 +194,8 @@ class StagedEngine:
         return True
 
     def _embed(self, step: Step) -> list[tuple[list[int], list[int]]] | None:
-        """The tokens of each sequence, with those that earlier plans sampled; None when one is not here."""
+        """Return the tokens of each sequence, with those that earlier plans sampled; None when one is not
+        here."""
         source, plan = dict(self._slot_to_source), step.plan
         first = {
             **self._slot_to_start,
@@ -252,11 +254,12 @@ class StagedEngine:
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
 
     def max_tokens(self, group: str = "") -> int:
-        """Of a request that is handed over."""
+        """Return the most tokens of a request that is handed over."""
         return min(MAX_CONTEXT, self.pool.limit(group) * BLOCK_TOKENS)
 
     def max_local_tokens(self, group: str = "") -> int:
-        """Of a request that stays, partly in host memory where its group has no limit."""
+        """Return the most tokens of a request that stays, partly in host memory where its group has no
+        limit."""
         return self.max_tokens(group) if self.pool.has_limit(group) else self.scheduler.max_local_tokens
 
 
@@ -297,7 +300,7 @@ def ask(
     service_class: ServiceClass = "standard",
     due_s: float | None = None,
 ) -> Submission:
-    """Of the names every other one has a penalty, so that its plans carry its tokens."""
+    """Return a submission; every other name gives it a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
     return Submission(
         request_id=name,
@@ -371,8 +374,8 @@ def sample(context: list[int], seed: int) -> int:
 
 
 def likelihood(context: list[int], token: int) -> TokenLogprob:
-    """The log-probability of a prompt's token after a context, and of the likeliest: anything that depends on
-    all of both."""
+    """Return the log-probability of a prompt's token after a context, and of the likeliest: anything that
+    depends on all of both."""
     drawn = hashlib.sha256(pack([token, *context])).digest()
     return TokenLogprob(-float(drawn[0]), tuple((byte, -float(byte)) for byte in drawn[1:9]))
 
@@ -400,7 +403,7 @@ def _read_logprobs(step: Step) -> Iterator[EntryLogprobs]:
 
 
 def alone(prompt: list[int], seed: int, limit: int, sampling: SamplingParams) -> list[int]:
-    """The output of one sample computed without an engine."""
+    """Return the output of one sample computed without an engine."""
     output: list[int] = []
     while len(output) < limit and (sampling.ignore_eos or output[-1:] != [END]):
         output.append(sample(prompt + output, seed))
@@ -418,7 +421,7 @@ class SlotState:
 
     @staticmethod
     def started_by(plan: StepPlan) -> dict[int, SlotState]:
-        """Of each slot that the plan starts."""
+        """Return the state of each slot that the plan starts."""
         slot_to_state: dict[int, SlotState] = {}
         for start in plan.starts:
             assert bool(start.prompt) == start.sampling.penalizes_prompt
@@ -432,7 +435,7 @@ class SlotState:
         return slot_to_state
 
     def sample(self, context: list[int], step: int) -> int:
-        """The next token after the context that the KV holds."""
+        """Return the next token after the context that the KV holds."""
         if self.context is not None:
             assert context == self.context, "the KV under the table is not the slot's context"
         assert context[-1] == self.last_token, "the KV under the table is not the slot's context"

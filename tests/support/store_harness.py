@@ -142,7 +142,7 @@ class StoreHarness:
         self._process.send_signal(number)
 
     async def ended(self, timeout_s: float | None = WAIT_S) -> int:
-        """Its exit status, when it has ended; negative: the signal that killed it."""
+        """Wait for the end of the process; return its exit status; negative: the signal that killed it."""
         assert self._process is not None
         async with asyncio.timeout(timeout_s):
             return await self._process.wait()
@@ -153,7 +153,7 @@ class StoreHarness:
         assert await self.ended() == -signal.SIGKILL
 
     async def stop(self) -> None:
-        """In good order."""
+        """Stop the process in good order."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -166,14 +166,14 @@ class StoreHarness:
         await self.close()
 
     async def close(self) -> None:
-        """Whatever state it is in."""
+        """Close the process in whatever state it is."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
 
     async def ask(self, request: AdminRequest, kind: type[R], *, is_remote: bool = False) -> R:
-        """One question of an administrator."""
+        """Ask one question as an administrator."""
         if is_remote:
             stream = await open_tcp(self.address, Trust.read(self.trust), "admin")
         else:
@@ -202,7 +202,7 @@ class StoreHarness:
         return stat
 
     async def check_nothing_leaked(self) -> None:
-        """No lease is left and nothing is in quarantine."""
+        """Check that no lease is left and nothing is in quarantine."""
         await self.until("dram", lambda stat: not (stat.num_leases or stat.num_quarantined), "all is free")
 
 
@@ -246,7 +246,7 @@ class Chain(NamedTuple):
 
 
 def content(key: bytes, shard: Shard) -> Bytes:
-    """The block's bytes at a rank that holds `shard`: plain slices, the reference."""
+    """Return the block's bytes at a rank that holds `shard`: plain slices, the reference."""
     shape = (4, 2, 4, _HEAD_BYTES)
     seed = int.from_bytes(key[:8], "big")
     whole: Bytes = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
@@ -291,7 +291,7 @@ class Replica:
         self.identity = ReplicaIdentity(f"replica-{self.session.hex()[:6]}", 1)
         self.welcomes: list[StoreWelcome] = []
         self.losses: list[str] = []
-        # As told by `TierEvents`.
+        # The tiers as reported by `TierEvents`.
         self.tiers: dict[bytes, str] = {}
         self._harness = harness
         self._loop = asyncio.get_running_loop()
@@ -319,19 +319,20 @@ class Replica:
         return StoreClient(name, self._trust, self._hello, self, clock, on_error=self.errors.append)
 
     async def start(self) -> Replica:
-        """Returns when the owner has welcomed the engine core and every rank has the arena mapped."""
+        """Start the replica; return when the owner has welcomed the engine core and every rank has the arena
+        mapped."""
         await self.client.start()
         await self.up()
         return self
 
     async def leave(self) -> None:
-        """The engine core's connection ends; the ranks keep the arena mapped."""
+        """End the engine core's connection; the ranks keep the arena mapped."""
         await self.client.close()
         self._up.clear()
         self.tiers.clear()
 
     async def come_back(self) -> None:
-        """After `leave`: the same engine core and ranks connect again."""
+        """Connect the same engine core and ranks again, after `leave`."""
         self.client = self._new_client()
         await self.start()
 
@@ -352,8 +353,8 @@ class Replica:
     # ------------------------------------------------------------------------------------------ requests
 
     async def put(self, chain: Chain, *, only: Sequence[int] = ()) -> list[int]:
-        """Write these blocks of the chain (all); the indices of those that the owner was told to commit,
-        now or before."""
+        """Write these blocks of the chain (all); return the indices of those that the owner was told to
+        commit, now or before."""
         indices = list(only) or list(range(len(chain.keys)))
         grant = await self.grant(chain, indices)
         if grant is None:
@@ -381,7 +382,8 @@ class Replica:
     async def write(
         self, chain: Chain, grant: PutGrant, places: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], int]:
-        """Have the ranks copy what was granted for each (index, rank); the sum of each that was."""
+        """Let the ranks copy the granted records for each (index, rank); return the sum of each copied
+        one."""
         copies: dict[int, dict[tuple[int, int], StoreCopy]] = {}
         for (index, rank), offset in zip(places, grant.offsets, strict=True):
             if offset >= 0:
@@ -434,7 +436,7 @@ class Replica:
         self.client.send(FetchRequest(self._number(), chain.group, chain.keys[0], chain.keys, False))
 
     async def _read(self, key: bytes, arena: bytes, sources: Sequence[Source]) -> set[int]:
-        """Have the ranks copy one block; the offsets of the records that were bad. Right bytes, or none."""
+        """Let the ranks copy one block; return the offsets of the bad records. Right bytes, or none."""
         bad: set[int] = set()
         for rank, shard in enumerate(self.shards):
             mine = [source for source in sources if source.rank == rank]
@@ -498,7 +500,7 @@ class Replica:
         return self._num_requests
 
     async def _do(self, rank: int, order: StorePut | StoreGet, kind: type[R]) -> R:
-        """What the rank reports of it."""
+        """Carry out the order at the rank and return its report."""
         self._pending.add((rank, order.number))
         self.ranks[rank].worker.handle(order)
         report = await self._answer(kind, order.number)
@@ -533,7 +535,7 @@ class Replica:
         return self._answers.setdefault((kind, number), asyncio.Queue())
 
     async def _answer(self, kind: type[R], number: int) -> R | None:
-        """None: the owner went away."""
+        """Return the answer; None: the owner went away."""
         async with asyncio.timeout(WAIT_S):
             answer = await self._queue(kind, number).get()
         assert answer is None or isinstance(answer, kind)

@@ -39,7 +39,7 @@ class Stranger:
     def __init__(self, address: str, program: str = "raylet") -> None:
         self.address = address
         host, _, port = address.rpartition(":")
-        # As a raylet and a GCS have them.
+        # The flags are those of a raylet and a GCS.
         flags = [f"--gcs-address={address}", f"--gcs_server_port={port}", f"--node-ip-address={host}"]
         self._process = subprocess.Popen(
             [f"/x/{program}", "-c", _CODE, *flags],

@@ -22,7 +22,7 @@ _BEGUN_TOKENS = 32
 
 
 def run(address: str, number: int, max_tokens: int, begun: threading.Barrier) -> dict[str, Any]:
-    """One stream that the client never resumes: whatever breaks it is the cluster's to mend."""
+    """Run one stream that the client never resumes: the cluster has to mend whatever breaks it."""
     options = GenerateOptions(max_tokens=max_tokens, seed=number, temperature=0.8, ignore_eos=True)
     prompt, collector, has_begun = list(range(7 + number, 71 + number)), Collector(), False
     with BlockingClient(address) as client:

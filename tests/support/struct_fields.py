@@ -25,7 +25,7 @@ _KINDS: dict[Any, str] = {
 }
 
 
-# By annotation.
+# The effects by annotation.
 _EFFECTS = {"Ignored": "ignored", "Refused": "refused with its type"}
 _NO_EFFECT = "Without effect"
 # A comment that stands for all fields up to the next one.
@@ -43,7 +43,7 @@ class StructField(NamedTuple):
     is_required: bool = False
 
 
-# Of a type's structs: where the fields of them are.
+# Where the fields of a type's structs are.
 Places = dict[tuple[type[msgspec.Struct], ...], str]
 
 
@@ -105,7 +105,7 @@ def _note(kind: type[msgspec.Struct], field: Any, hint: Any) -> str:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type."""
+    """Return the alternatives of a type."""
     if typing.get_origin(hint) is Annotated:
         return _members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -126,7 +126,7 @@ def _kind(hint: Any) -> str:
 
 
 def _structs(hint: Any, path: str) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    """The structs that a type has, with their paths."""
+    """Yield the structs that a type has, with their paths."""
     for it in _members(hint):
         if typing.get_origin(it) is list:
             yield from _structs(typing.get_args(it)[0], f"{path}[]")
@@ -142,7 +142,7 @@ def _tag(kind: type[msgspec.Struct]) -> str:
 
 
 def _owner(kind: type, name: str) -> type:
-    """The class that declares a field."""
+    """Return the class that declares a field."""
     return next(it for it in kind.__mro__ if name in inspect.get_annotations(it))
 
 
@@ -152,7 +152,8 @@ def _annotation(kind: type, name: str) -> str:
 
 @functools.cache
 def _comments(kind: type) -> dict[str, str]:
-    """By field: the comment above it. One that says what fields are of stands above all up to the next."""
+    """Return, by field, the comment above it. A comment that tells what fields are of stands above all up to
+    the next."""
     lines, _ = inspect.getsourcelines(kind)
     (tree,) = ast.parse("".join(lines)).body
     assert isinstance(tree, ast.ClassDef)

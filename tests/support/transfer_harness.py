@@ -96,7 +96,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 class Reports:
-    """What a rank has reported, in order; tests take the first of a type when it comes."""
+    """The reports of a rank, in order; tests take the first of a type when it comes."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
@@ -111,13 +111,13 @@ class Reports:
             self._arrived.notify_all()
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Note that nothing comes any more."""
         with self._arrived:
             self._has_ended = True
             self._arrived.notify_all()
 
     def take(self, kind: type[R]) -> R:
-        """The oldest report of this type that was not taken yet."""
+        """Take the oldest report of this type that was not taken yet."""
         with self._arrived:
 
             def find() -> R | None:
@@ -162,11 +162,11 @@ class Rank:
         self.process.send(Order(self.key, ORDERS.encode(order)))
 
     def fill(self, seed: int) -> None:
-        """Random bytes for the whole pool."""
+        """Fill the whole pool with random bytes."""
         self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, dtype=np.uint8)
 
     def piece(self, block_id: int, piece: Shard) -> bytes:
-        """The piece's bytes of a block, as they lie in this pool."""
+        """Return the piece's bytes of a block, as they lie in this pool."""
         block = self.pool[block_id].tobytes()
         return b"".join(
             block[run.src_offset : run.src_offset + run.num_bytes] for run in piece_runs(self.layout, piece)
@@ -190,7 +190,7 @@ class Rank:
         return connection_id
 
     def connected(self, target: Rank, transport: str) -> bytes:
-        """A connection with one lane, for what both hold whole."""
+        """Open a connection with one lane, for the piece that both hold whole."""
         connection_id = self.connect([lane(target)], transport)
         eventually(lambda: len(self.reports.all) > 0, "an answer")
         (path,) = self.reports.take(PeerConnected).paths
@@ -207,7 +207,7 @@ class Rank:
     def move(
         self, target: Rank, connection_id: bytes, push_id: int, moves: Sequence[tuple[int, int]]
     ) -> PushDone:
-        """A whole landing: open, push, wait."""
+        """Move blocks in a whole landing: open, push, wait."""
         landing_id = target.open(self, *(dst for _, dst in moves))
         self.push(push_id, connection_id, landing_id, moves)
         return self.reports.take(PushDone)
@@ -220,7 +220,7 @@ class Rank:
         return landing_id
 
     def close_landing(self, landing_id: bytes) -> tuple[bytes, ...]:
-        """Returns the one-sided connections that may still write it."""
+        """Close the landing; return the one-sided connections that may still write it."""
         self.handle(CloseLanding(landing_id))
         closed = self.reports.take(LandingClosed)
         assert closed.landing_id == landing_id
@@ -242,7 +242,7 @@ class Rank:
 
 
 def lane(target: Rank, piece: Shard | None = None) -> Lane:
-    """To this rank; `piece` None: all that it holds."""
+    """Return a lane to this rank; `piece` None: all that it holds."""
     return Lane(target.endpoints, piece or target.layout.shard)
 
 
@@ -279,7 +279,7 @@ class AgentProcess:
         is_device: bool = False,
         seed: int | None = None,
     ) -> Rank:
-        """A rank that offers `transport`, with a pool of zeros or of random bytes from `seed`."""
+        """Start a rank that offers `transport`, with a pool of zeros or of random bytes from `seed`."""
         key = self._num_started
         self._num_started += 1
         sizes = LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes, num_blocks
@@ -304,7 +304,7 @@ class AgentProcess:
         self._process.wait(WAIT_S)
 
     def await_state(self, state: str) -> None:
-        """Wait until the kernel says that the process is in `state` ("T": stopped)."""
+        """Wait until the process is in `state` for the kernel ("T": stopped)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, f"state {state}")
 
@@ -356,17 +356,17 @@ class TransferHarness:
         self._victims: list[AgentProcess] = []
 
     def writer(self, process: AgentProcess | None = None, **start: object) -> Rank:
-        """A writing rank (see `AgentProcess.start`), its pool filled from `seed` (1)."""
+        """Start a writing rank (see `AgentProcess.start`), its pool filled from `seed` (1)."""
         identity = start.pop("identity", WRITER)
         start.setdefault("seed", 1)
         return self._start(process or self.writers, identity, start)
 
     def target(self, process: AgentProcess | None = None, **start: object) -> Rank:
-        """A target rank with a pool of zeros."""
+        """Start a target rank with a pool of zeros."""
         return self._start(process or self.targets, start.pop("identity", TARGET), start)
 
     def victim(self) -> AgentProcess:
-        """A process that the test may stop or kill."""
+        """Start a process that the test may stop or kill."""
         process = AgentProcess()
         self._victims.append(process)
         return process

@@ -30,11 +30,11 @@ OF_ONE_VERSION = frozenset(
         "workers.messages.rank_channel",
     }
 )
-# What is encoded without a `Codec`.
+# The types that are encoded without a `Codec`.
 _OTHERS = ("cluster.identity.resume_tokens:RelayedCaller", "kvtransfer.store.nvme.segments:Directory")
 _MAKES_CODEC = re.compile(r"^\w+(: Codec\[.*\])? = Codec\(", re.MULTILINE)
 
-# What the index of the store has in Redis.
+# Parts of the values that the index of the store has in Redis.
 _SHARD = Shard(1, 2, 3, 4)
 _NODE = NodeRecord(epoch=5, sequence=6, address="host:7", node_id="node")
 
@@ -144,7 +144,7 @@ def example(kind: Any, name: str = "value") -> Any:
 
 
 def image() -> Fields:
-    """Return what is recorded of this version."""
+    """Return the recording of this version."""
     return {
         "version": version(),
         "messages": {name: _described(kind) for name, kind in structs().items()},

@@ -90,15 +90,15 @@ class Catalog:
             self._end_put(slot)
 
     def session_lost(self, session: bytes) -> None:
-        """The engine core's connection has ended, without a new hello of the session. Others may put the
-        records it was granted; its slots stay in quarantine until `writers_gone`: call that too if no rank of
-        the session is connected."""
+        """Note that the engine core's connection has ended, without a new hello of the session. Others may
+        put the records it was granted; its slots stay in quarantine until `writers_gone`: call that too if no
+        rank of the session is connected."""
         for slot in self._allocator.session_lost(session):
             self._end_put(slot)
 
     def writers_gone(self, session: bytes) -> int:
-        """The session's last rank connection has ended: free what `session_lost` left, if it was called, and
-        return the number of slots."""
+        """Note that the session's last rank connection has ended: free the slots that `session_lost` left, if
+        it was called, and return their number."""
         return self._allocator.writers_gone(session)
 
     def free_orphans(self, is_running: Callable[[Writer], bool]) -> int:
@@ -311,7 +311,7 @@ class Catalog:
 
     def purge(self, order: PurgeOrder, *, keeps_slots: bool = False) -> Purged:
         """Remove these records from the catalog; a slot with a reader or a writer is free after the last one.
-        Memory is cleared before it is free: here, or, with `keeps_slots`, by the caller, who has a lease of
+        Memory is cleared before it is free: here, or, with `keeps_slots`, by the caller, which has a lease of
         each slot of `Purged.slots`."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []
@@ -487,13 +487,14 @@ class CatalogEvents(Protocol):
     """Receives the changes of the catalog, in the middle of each change, and must not change the catalog."""
 
     def committed(self, info: RecordInfo) -> None:
-        """A record was added to the host tier: put by a session, read from another tier, or adopted."""
+        """Note that a record was added to the host tier: put by a session, read from another tier, or
+        adopted."""
 
     def touched(self, info: RecordInfo) -> None:
-        """A reader hit a record in the host tier."""
+        """Note that a reader hit a record in the host tier."""
 
     def evicted(self, info: RecordInfo) -> None:
-        """A record is evicted from the host tier; if it is in no other tier, `gone` follows."""
+        """Note that a record is evicted from the host tier; if it is in no other tier, `gone` follows."""
 
     def gone(self, record_id: RecordId) -> None:
-        """A record is in no tier of this node any more."""
+        """Note that a record is in no tier of this node any more."""

@@ -150,7 +150,7 @@ class _Queue:
     was used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
 
     def __init__(self) -> None:
-        # In a group's queue: its resident blocks.
+        # The number of resident blocks, in a group's queue.
         self.num_blocks = 0
         self._heap: list[tuple[int, int, _Node]] = []
         self._queued: set[_Node] = set()

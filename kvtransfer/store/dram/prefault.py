@@ -19,7 +19,7 @@ from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES, Arena
 _log = logging.getLogger(__name__)
 
 
-# So much is populated beyond the last record, at most a quarter of the arena.
+# Bytes populated beyond the last record, at most a quarter of the arena.
 PREFAULT_BYTES = 256 << 20
 # Less is not worth a process: the memory of a small arena is populated by its first writes.
 MIN_BYTES = 16 << 20

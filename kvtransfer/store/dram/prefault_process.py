@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 
-# Of Linux's madvise; the mmap module has no name for it.
+# The advice of Linux's madvise; the mmap module has no name for it.
 _POPULATE_WRITE = 23
 _STEP_BYTES = 2 << 20
 

@@ -43,7 +43,7 @@ class RecordTable:
     """The records of a node by block and shard. A record that is entered must be put in a tier at once."""
 
     def __init__(self, nvme_usage: GroupUsage) -> None:
-        # Whole records.
+        # The usage by whole records.
         self.nvme_usage = nvme_usage
         # Blocks on NVMe of groups that have a limit.
         self._nvme_chain = ChainLru()
@@ -95,8 +95,8 @@ class RecordTable:
             self._nvme_chain.touch(_chain_key(info))
 
     def nvme_victim(self, group: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to drop from NVMe for so many bytes of this group: its own when it has its share,
-        else one of the group that exceeds its share most. None: no group does."""
+        """Return the block to drop from NVMe for `num_bytes` bytes of this group: its own when it has its
+        share, else one of the group that exceeds its share most. None: no group does."""
         if self.nvme_usage.has_limit(group) and self.nvme_usage.would_exceed(group, num_bytes):
             return self._nvme_chain.oldest(group)
         found = (self._nvme_chain.oldest(other) for other in self.nvme_usage.greediest())

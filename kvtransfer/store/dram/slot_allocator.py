@@ -22,7 +22,7 @@ from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 
-# For one record, at most so many times its size is evicted: more may not join a large enough range.
+# The most bytes evicted for one record, in multiples of its size: more may not join a large enough range.
 MAX_EVICTED_RATIO = 8
 # Pins take at most this part of the arena, so that prefetches cannot exclude everything else.
 MAX_PINNED_RATIO = 0.5
@@ -50,7 +50,7 @@ class ArenaSlot:
 
     def __init__(self, offset: int, num_bytes: int, info: RecordInfo, state: SlotState) -> None:
         self.offset = offset
-        # Whole granules.
+        # The size in whole granules.
         self.num_bytes = num_bytes
         self.info = info
         self.key = ChainKey(info.id.space, info.id.key)
@@ -221,16 +221,16 @@ class SlotAllocator:
         return written
 
     def session_lost(self, session: bytes) -> list[ArenaSlot]:
-        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return
-        them."""
+        """Quarantine the slots of a session whose engine core is gone while its ranks may still write, and
+        return them."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
             self._quarantine(slot)
         return slots
 
     def writers_gone(self, session: bytes) -> int:
-        """All ranks of the session that had the arena mapped from this owner have ended: free its slots in
-        quarantine, except adopted ones. Return their number."""
+        """Free the slots in quarantine, except adopted ones, of a session of which all ranks that had the
+        arena mapped from this owner have ended. Return their number."""
         gone = [self.slots[offset] for offset in self._quarantined.get(session, ())]
         return self._free_all(slot for slot in gone if not slot.is_adopted)
 
@@ -290,8 +290,8 @@ class SlotAllocator:
         return offset
 
     def _victim(self, group: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to evict for so many bytes of this group: its own when it has its share, else one
-        of a group that exceeds its share, else the least recently used of all."""
+        """Return the block to evict for `num_bytes` bytes of this group: its own when it has its share, else
+        one of a group that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.usage.would_exceed(group, num_bytes):
             return self._chain.oldest(group)

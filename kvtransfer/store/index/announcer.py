@@ -36,7 +36,7 @@ class AnnounceLimits(NamedTuple):
     max_queued: int = 1 << 16
     # Records in one round trip, so that packing them does not hold up the loop.
     batch: int = 128
-    # What is announced so soon after another goes with it.
+    # A change that is announced within this time after another goes with it.
     linger_s: float = 0.002
     # Between two batches of a rebuild: many nodes may rebuild at once.
     rebuild_pause_s: float = 0.05
@@ -47,8 +47,8 @@ class AnnounceLimits(NamedTuple):
 
 
 class Announcer:
-    """What this node holds, on its way to Redis: `drain` and `reannounce` run all the time, beside each
-    other."""
+    """The records of this node on their way to Redis: `drain` and `reannounce` run all the time, in
+    parallel."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Announcer:
         self._records = records
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
-        # What is left to announce again. What is announced meanwhile leaves it, so that it never has more
-        # than was held when it was taken.
+        # The records left to announce again. One that is announced by itself leaves them, so that they are
+        # never more than were held when they were taken.
         self._walk: dict[RecordId, tuple[bytes, Tier | None]] = {}
         self._has_work = asyncio.Event()
         self._rebuild_is_wanted = asyncio.Event()
@@ -82,7 +82,7 @@ class Announcer:
         self.num_rebuilds = 0
 
     def announce(self, info: RecordInfo, tier: Tier | None) -> None:
-        """The record is in this tier now; None: in none."""
+        """Announce that the record is in this tier now; None: in none."""
         self._walk.pop(info.id, None)
         if info.id not in self._queue and len(self._queue) >= self._limits.max_queued:
             self.num_dropped += 1
@@ -92,16 +92,16 @@ class Announcer:
         self._has_work.set()
 
     def rebuild(self) -> None:
-        """Tell everything anew, soon."""
+        """Announce everything again, soon."""
         self._rebuild_is_wanted.set()
 
     def stop(self) -> None:
-        """Nothing more is written."""
+        """Stop writing to the index."""
         self._is_over = True
         self._queue.clear()
 
     async def drain(self) -> None:
-        """Write what is announced, until cancelled."""
+        """Write the announced changes, until cancelled."""
         while True:
             await self._has_work.wait()
             if self._limits.linger_s:
@@ -135,14 +135,14 @@ class Announcer:
                 is_first = False
 
     async def _announce_all(self, pause_s: float) -> bool:
-        """Announce what the walk holds; False: it must be begun again."""
+        """Announce the entries of the walk; False: it must be begun again."""
         while self._walk:
             async with self._writing:
                 batch = dict(islice(self._walk.items(), self._limits.batch))
                 for record in batch:
                     del self._walk[record]
                 unwritten = await self._write(batch)
-                # Nothing leaves the queue meanwhile, so that what is in it is newer.
+                # Nothing leaves the queue during this, so that its entries are newer.
                 for record, state in unwritten.items():
                     if record not in self._queue:
                         self._walk[record] = state
@@ -160,7 +160,7 @@ class Announcer:
     async def _write(
         self, batch: dict[RecordId, tuple[bytes, Tier | None]]
     ) -> dict[RecordId, tuple[bytes, Tier | None]]:
-        """Write these states; returns those that could not be."""
+        """Write these states; return those that could not be written."""
         groups: dict[bytes, dict[bytes, list[RecordId]]] = {}  # by the part of the key that says the slot
         for record, (chain, _) in batch.items():
             prefix = key_prefix(self._namespace, chain, record.space)

@@ -33,29 +33,29 @@ class Breaker:
         return self._num_failures >= self._budget
 
     def succeeded(self) -> None:
-        """An answer came in time. Only that of a probe closes an open breaker (`probed`)."""
+        """Note that an answer came in time. Only a probe's answer closes an open breaker (`probed`)."""
         if not self.is_open:
             self._num_failures = 0
 
     def failed(self, now: float) -> None:
-        """A question went wrong or was not answered in time."""
+        """Note that a question went wrong or was not answered in time."""
         if not self.is_open:
             self._num_failures += 1
             if self.is_open:
                 self._start_pauses(now)
 
     def trip(self, now: float) -> None:
-        """It is known already, from elsewhere, that nothing would be answered."""
+        """Open the breaker because it is known from elsewhere that nothing would be answered."""
         if not self.is_open:
             self._num_failures = self._budget
             self._start_pauses(now)
 
     def probe_in_s(self, now: float) -> float:
-        """How long until the next probe, while open."""
+        """Return the seconds until the next probe, while open."""
         return max(0.0, self._probe_at - now)
 
     def probed(self, is_well: bool, now: float) -> None:
-        """What came of a probe."""
+        """Note the outcome of a probe."""
         if is_well:
             self._num_failures = 0
         else:

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 # Keys of one MGET: what a busy server answers in far less than the budget.
 CHUNK = 512
-# For how long a node is taken to live after its record was read.
+# The time for which a node is taken to live after its record was read.
 NODES_S = 1.0
 
 
@@ -61,7 +61,8 @@ class HolderReader:
         self._clock = clock
         self._nodes: dict[bytes, NodeRecord | None] = {}
         self._nodes_until = 0.0
-        # Blocks with the same holders have equal values: each is decoded once, until the nodes are read anew.
+        # Blocks with the same holders have equal values: each is decoded once, until the nodes are read
+        # again.
         self._holders: dict[bytes | None, tuple[Holder, ...]] = {None: ()}
 
     async def read(self, lookup: Lookup) -> None:

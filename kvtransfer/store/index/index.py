@@ -78,7 +78,7 @@ class Index:
         self._tasks = SupervisedTasks(_log_failure)
         self._is_announcing = False
         self._is_superseded = False
-        # What opened the breaker: silence, not an error.
+        # Whether silence, not an error, opened the breaker.
         self._is_late = False
         self._note = ""
         self._write_note = ""
@@ -112,8 +112,9 @@ class Index:
             self._announcer.announce(info, tier)
 
     async def find(self, space: bytes, chain: bytes, keys: Sequence[bytes]) -> list[tuple[Holder, ...]]:
-        """The holders of each block on other nodes, in order of the keys. () where none is known: also for
-        what was not answered within the budget, and for all when Redis is not queried. Never fails."""
+        """Return the holders of each block on other nodes, in order of the keys. () where none is known: also
+        for keys that were not answered within the budget, and for all when Redis is not queried. Never
+        fails."""
         lookup = Lookup(space, chain, keys)
         if keys and not self._breaker.is_open:
             self._num_lookups += 1
@@ -127,7 +128,7 @@ class Index:
         return lookup.found + [()] * (len(keys) - len(lookup.found))
 
     def stat(self) -> IndexStat:
-        """What was seen so far."""
+        """Return the statistics of this index so far."""
         state = "off"
         if self._url:
             state = "up" if not self._breaker.is_open else "slow" if self._is_late else "down"
@@ -185,7 +186,8 @@ class Index:
             _LOG.warning("the index is not queried any more: %s", self._note)
 
     def _broke(self, error: IndexAwayError) -> None:
-        """Something in the background failed: when that was the connection, look-ups would, too."""
+        """Note that something in the background failed: when that was the connection, look-ups would fail,
+        too."""
         self._num_errors += 1
         if error.is_refusal:
             self._write_note = str(error)

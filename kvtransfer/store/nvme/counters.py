@@ -55,7 +55,7 @@ class NvmeCounters:
             return now
 
     def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
-        """End a read of so many bytes; 0: it failed."""
+        """End a read of `num_bytes` bytes; 0: it failed."""
         with self._lock:
             self.reads.end(self._clock.now(), began_at, num_bytes)
             if num_bytes and is_hit:
@@ -63,7 +63,7 @@ class NvmeCounters:
                 self._counts["num_hit_bytes"] += num_bytes
 
     def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
-        """End a write of so many bytes, for a client or by a compaction; 0: it failed."""
+        """End a write of `num_bytes` bytes, for a client or by a compaction; 0: it failed."""
         with self._lock:
             now = self._clock.now()
             self.writes.end(now, began_at, num_bytes)

@@ -76,7 +76,7 @@ _CODEC: Codec[_Journal] = Codec(_Journal)
 
 
 class PurgeJournal:
-    """A file beside the segments: the purges that have begun and are not complete."""
+    """A file next to the segments: the purges that have begun and are not complete."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,8 +84,8 @@ class PurgeJournal:
         self._orders: tuple[PurgeOrder, ...] | None = None
 
     def read(self) -> tuple[PurgeOrder, ...]:
-        """Return the orders. A journal that cannot be read stands for a purge of everything: what it was
-        about must not be served."""
+        """Return the orders. A journal that cannot be read stands for a purge of everything: the records that
+        it named must not be served."""
         if self._orders is None:
             try:
                 self._orders = _CODEC.decode(self._path.read_bytes()).orders

@@ -133,7 +133,7 @@ class NvmeTier:
             self._table.removed(segment)
 
     def _complete_purges(self) -> None:
-        """Complete what was interrupted; where the disk refuses that, the records are not found all the
+        """Complete the interrupted purges; where the disk refuses that, the records are not found all the
         same."""
         orders = self._journal.read()
         if not orders:
@@ -192,8 +192,8 @@ class NvmeTier:
 
     def read(self, ref: NvmeRef, info: RecordInfo, into: memoryview, is_check: bool = False) -> None:
         """Fill the padded payload of the image `into`; its header page is left as it is. The bytes are not
-        summed. One for a check is no hit. `StoreIoError` when the disk fails or another record stands there;
-        what `into` holds is undefined then."""
+        summed. A read for a check is no hit. `StoreIoError` when the disk fails or another record stands
+        there; the contents of `into` are undefined then."""
         found = self._table.find(ref, self._files.pin)
         if found is None:
             raise StoreIoError(f"the record at {ref.offset} of segment {ref.segment} is not held any more")
@@ -208,7 +208,7 @@ class NvmeTier:
             self._files.unpin(segment)
 
     def _read(self, segment: Segment, ref: NvmeRef, info: RecordInfo, into: memoryview) -> None:
-        """From a segment that is pinned."""
+        """Read a record from a segment that is pinned."""
         if len(into) != ref.num_bytes:
             raise StoreError(f"{len(into)} bytes for an image of {ref.num_bytes}")
         page, payload = self._scratch.page, into[HEADER_BYTES:]
@@ -239,7 +239,7 @@ class NvmeTier:
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
         """Free space, if it is needed, by giving up a segment: one of which most was dropped, else the
         oldest. Those of its records that `is_wanted`, in the first case all, are written again, the newest
-        first, up to half a segment. Reads and writes continue meanwhile; the old places remain valid until
+        first, up to half a segment. Reads and writes continue during it; the old places remain valid until
         the next call, by which the caller must have taken over the new ones. `StoreIoError` when the disk
         fails: then nothing has changed."""
         with self._maintenance:
@@ -263,7 +263,7 @@ class NvmeTier:
     def erase(self, refs: Iterable[NvmeRef], order: PurgeOrder | None = None) -> None:
         """Drop these and all that the order means, and leave no byte of anything that was dropped in any
         file: when this returns, all that lies between the records that are held reads as zeros, durably.
-        Writes wait meanwhile. An order is completed by the next `open` when the process dies before
+        Writes wait until then. An order is completed by the next `open` when the process dies before
         `end_purge`. `StoreIoError` when anything fails; the next call tries again."""
         with self._maintenance:
             if order is not None:
@@ -279,7 +279,8 @@ class NvmeTier:
                 self._erase_dead()
 
     def end_purge(self, order: PurgeOrder) -> None:
-        """Erase what was still being written when the order came, and complete it. Errors as of `erase`."""
+        """Erase the records that were still being written when the order came, and complete it. Errors as of
+        `erase`."""
         with self._maintenance:
             with self._writer.stopped():
                 self._erase_dead()
@@ -340,7 +341,8 @@ class NvmeTier:
                 self._table.forget(ref)
 
     def _erase_dead(self) -> None:
-        """Erase what is not held from all files, while nobody writes; raise the first error, at the end."""
+        """Erase all bytes that are not held from all files, while there are no writers; raise the first
+        error, at the end."""
         errors: list[StoreIoError] = []
         for segment in self._table.with_remains():
             try:
@@ -391,7 +393,7 @@ class NvmeTier:
 
 
 def _cut_to_pages(fd: int, segment: Segment) -> None:
-    """Remove what is behind the last whole page of a file that was cut: no record ends there."""
+    """Remove the bytes behind the last whole page of a file that was cut: no record ends there."""
     if segment.num_bytes % PAGE_BYTES:
         segment.num_bytes -= segment.num_bytes % PAGE_BYTES
         os.ftruncate(fd, segment.num_bytes)

@@ -66,7 +66,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def direct_flag(folder: Path) -> int:
-    """`os.O_DIRECT` where the folder's file system takes it, else 0."""
+    """Return `os.O_DIRECT` where the folder's file system takes it, else 0."""
     with naming("opening", folder / LOCK_NAME):
         try:
             os.close(os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))

@@ -16,7 +16,7 @@ from kvtransfer.store.record import image_bytes
 
 # Records that one system call writes at most.
 MAX_RUN_RECORDS = 64
-# With less than this part of a segment left, the next compaction is due.
+# The next compaction is due when less than this part of a segment is left.
 EARLY_SHARE = 0.25
 # A compaction writes at most this part of a segment again, so that it always frees enough.
 SURVIVING_SHARE = 0.5
@@ -215,7 +215,8 @@ class SegmentTable:
             return self._segments[min(self._segments)] if is_over else None
 
     def unsealed(self) -> list[Segment]:
-        """Return the segments without a directory, except the open one and those that are being written."""
+        """Return the segments without a directory, except the open one and segments that are being
+        written."""
         with self._lock:
             found = [each for each in self._segments.values() if not (each.is_sealed or each.is_unread)]
             return [each for each in found if each is not self.open_segment and each.num_writing == 0]
@@ -229,9 +230,9 @@ class SegmentTable:
             return self._needs_compaction()
 
     def choose_victim(self) -> Segment | None:
-        """Return the segment to give up, if one must be: of those that are mostly dead the one with the least
-        that is wanted, else the oldest. The open one is chosen only if there is no other, and takes no more
-        records then."""
+        """Return the segment to give up, if there must be one: of the mostly dead ones the one with the
+        fewest wanted bytes, else the oldest. The open one is chosen only if there is no other, and takes no
+        more records then."""
         with self._lock:
             if not self._needs_compaction():
                 return None
@@ -250,12 +251,12 @@ class SegmentTable:
             return victim
 
     def is_mostly_dead(self, segment: Segment) -> bool:
-        """Whether all of its records may be written again: then it is given up for what was dropped from it,
-        not for its age."""
+        """Return whether all of its records may be written again: then the segment is given up because of
+        dropped records, not for its age."""
         return segment.num_dead_bytes >= (1 - SURVIVING_SHARE) * self._segment_bytes
 
     def commit(self, victim: Segment, copies: Sequence[Moved]) -> Compacted:
-        """Make durable copies count, except those of records that were forgotten meanwhile."""
+        """Make durable copies count, except those of records that have been forgotten since."""
         with self._lock:
             self._moved.clear()
             moved = []
@@ -287,8 +288,8 @@ class SegmentTable:
             return [each for each in known if each.has_remains and not each.is_unread]
 
     def begin_erasing(self, segment: Segment) -> tuple[list[tuple[int, int]], frozenset[int]]:
-        """Return offset and size of each image that must stay, and the offsets of all others. What is
-        forgotten from now on is for the next time."""
+        """Return offset and size of each image that must stay, and the offsets of all others. Records that
+        are forgotten from now on are left to the next call."""
         with self._lock:
             segment.has_remains = False
             live = [(offset, image_bytes(info.num_bytes)) for offset, info in segment.live.items()]
@@ -323,7 +324,7 @@ class SegmentTable:
             self.num_bytes -= ref.num_bytes
 
     def _shed(self, ref: NvmeRef) -> RecordInfo | None:
-        """Of a record that is live there."""
+        """Mark the record that is live there as stale; return it, or None when there is none."""
         segment = self._segments.get(ref.segment)
         info = None if segment is None else segment.remove(ref.offset)
         if segment is not None and info is not None:

@@ -68,7 +68,7 @@ class SegmentWriter:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Let nobody append meanwhile, and wait for those who do."""
+        """Keep all threads from appending within the context, and wait for those that do."""
         with self._gate.closed():
             yield
 
@@ -110,7 +110,7 @@ class SegmentWriter:
             self._counters.failed(error)
 
     def sync(self, segments: Iterable[Segment]) -> None:
-        """Make what was written to them durable; `StoreIoError` when that is not sure."""
+        """Make the bytes written to them durable; `StoreIoError` when that is not sure."""
         for segment in segments:
             if not segment.is_dirty:
                 continue
@@ -128,13 +128,13 @@ class SegmentWriter:
             full = self._table.open_segment
             before = None
             with self._growing:
-                if self._table.open_segment is full:  # else another thread has begun one meanwhile
+                if self._table.open_segment is full:  # else another thread has begun one
                     before = self._table.begin(self._new_segment(infos[0], is_copy=is_copy))
             self.end(before)
         return reservation
 
     def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
-        """An empty one, in which `first` fits."""
+        """Return an empty segment in which `first` fits."""
         num_bytes = image_bytes(first.num_bytes)
         if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
             raise StoreError(

@@ -45,7 +45,7 @@ _SUMMED_FROM = 12
 _TAIL_BYTES = 256 << 10
 # The unit of `st_blocks`.
 _BLOCK_BYTES = 512
-# What an entry of the directory takes at most beside its `RecordInfo`.
+# The most bytes that an entry of the directory takes in addition to its `RecordInfo`.
 _ENTRY_BYTES = 16
 
 _HEADERS: Codec[Header] = Codec(Header)
@@ -82,20 +82,20 @@ class Segment:
     number: int
     path: Path
     num_bytes: int
-    # Where the next image goes.
+    # The offset of the next image.
     end: int = 0
     live: dict[int, RecordInfo] = field(default_factory=dict)
-    # Of their images.
+    # The bytes of the live records' images.
     num_live_bytes: int = 0
     # Offsets of records that are not wanted any more and whose headers still stand on the disk.
     stale: set[int] = field(default_factory=set)
-    # At most what the directory of all records takes.
+    # The most bytes that the directory of all records takes.
     directory_bytes: int = _ENTRY_BYTES
     num_writing: int = 0
     is_full: bool = False
     # A directory stands behind its records.
     is_sealed: bool = False
-    # Something was written to it that is not yet durable.
+    # Whether something was written to it that is not yet durable.
     is_dirty: bool = False
     # Bytes of records that are not held may stand between those that are, or behind them.
     has_remains: bool = False
@@ -188,7 +188,8 @@ def io_error(doing: str, path: Path, error: OSError) -> StoreIoError:
 
 @contextmanager
 def naming(doing: str, path: Path) -> Iterator[None]:
-    """Turn every `OSError` inside into a `StoreIoError` that says what failed, where and why."""
+    """Turn every `OSError` inside into a `StoreIoError` whose text names the failed step, the place and the
+    cause."""
     try:
         yield
     except OSError as error:

@@ -17,7 +17,7 @@ class WriteGate:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be inside; wait while the gate is closed."""
+        """Write inside the gate; wait first while it is closed."""
         with self._condition:
             self._condition.wait_for(lambda: not self._is_closed)
             self._num_inside += 1

@@ -12,11 +12,11 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 FIRST_WORTH = 0.15
 # The same for a record seen again; almost always kept: the next reading is seldom the last.
 AGAIN_WORTH = 0.02
-# One chain of so many is written although it is not worth it, to notice when that changes.
+# One chain of this number is written although it is not worth it, to notice when that changes.
 SAMPLED = 32
-# A class is worth writing until so many of it have ended.
+# A class is worth writing until this number of its trials have ended.
 MIN_TRIALS = 64
-# When so many of a class have ended, what was counted weighs half: workloads change.
+# When this number of trials of a class have ended, the counts weigh half: workloads change.
 MEMORY_TRIALS = 4000
 # Records remembered, for each that fits in the tier.
 SEEN_FACTOR = 4
@@ -55,7 +55,7 @@ def _unpack(packed: int) -> _History:
 
 
 class _Trials:
-    """How many records of a class ended, and how many of them by being read from NVMe."""
+    """The records of a class that ended, and those of them that ended by being read from NVMe."""
 
     __slots__ = ("num_ended", "num_read")
 
@@ -92,7 +92,7 @@ class Admission:
     def __init__(self, policy: AdmissionPolicy, capacity_bytes: int) -> None:
         self._policy = policy
         self._capacity_bytes = capacity_bytes
-        # By hash of the record's id, packed: a collision costs one wrong guess.
+        # The packed histories by hash of the record's id: a collision costs one wrong guess.
         self._seen: dict[int, int] = {}
         # The class each written record is a trial of.
         self._on_nvme: dict[int, int] = {}
@@ -101,7 +101,8 @@ class Admission:
         self._mean_bytes = 0.0
 
     def put(self, info: RecordInfo, is_full: bool) -> bool:
-        """The record was committed to the host tier and is not on NVMe: write it there now?"""
+        """Return whether to write the record to NVMe now; it was committed to the host tier and is not on
+        NVMe."""
         if self._policy == "all":
             return True
         self._mean_bytes += (info.num_bytes - self._mean_bytes) * (0.01 if self._mean_bytes else 1.0)
@@ -112,7 +113,8 @@ class Admission:
         return self._is_worth(history, is_full)
 
     def hit(self, info: RecordInfo, is_full: bool) -> bool:
-        """The record was found in the host tier: write it to NVMe now? Always no when it is there."""
+        """Return whether to write a record that was found in the host tier to NVMe now. Always False when it
+        is there already."""
         number = hash(info.id)
         is_there = number in self._on_nvme
         if self._policy == "all":
@@ -124,24 +126,25 @@ class Admission:
         return self._is_worth(history, is_full)
 
     def written(self, info: RecordInfo) -> None:
-        """The record is on NVMe now. Records found there at the start need no call."""
+        """Note that the record is on NVMe now. Records found there at the start need no call."""
         number = hash(info.id)
         packed = self._seen.get(number)
         self._on_nvme[number] = 1 if packed is None else _unpack(packed).kind
 
     def nvme_hit(self, record_id: RecordId) -> None:
-        """The record was read from NVMe."""
+        """Note that the record was read from NVMe."""
         number = hash(record_id)
         self._next_trial(number, self._see_again(number), was_read=True)
 
     def dropped(self, record_id: RecordId) -> None:
-        """The record left NVMe to free space."""
+        """Note that the record left NVMe to free space."""
         kind = self._on_nvme.pop(hash(record_id), None)
         if kind is not None:
             self._end(kind, was_read=False)
 
     def forgotten(self, record_id: RecordId) -> None:
-        """The record left NVMe for a reason that says nothing of its worth: purged, damaged."""
+        """Note that the record left NVMe for a reason that implies nothing about its worth: purged,
+        damaged."""
         self._on_nvme.pop(hash(record_id), None)
 
     @property
@@ -174,7 +177,7 @@ class Admission:
         return history
 
     def _remember(self, number: int, history: _History) -> None:
-        """The last seen stay; of the others the memory is bounded."""
+        """Store the history of a record. The records seen last stay; the memory of the others is bounded."""
         self._seen[number] = history.pack()
         most = SEEN_FACTOR * self._capacity_bytes / max(self._mean_bytes, 1.0)
         most = min(max(most, MIN_SEEN), MAX_SEEN)
@@ -196,7 +199,7 @@ class Admission:
 
 
 def _again(packed: int) -> _History:
-    """Seen once more. It was sampled as a first history, if at all: what is seen again is judged by
-    itself."""
+    """Return the history of a record that is seen once more. It was sampled as a first history, if at all: a
+    record seen again is judged by itself."""
     history = _unpack(packed)
     return history._replace(num_times_seen=min(history.num_times_seen + 1, _MAX_TIMES_SEEN), is_sampled=False)

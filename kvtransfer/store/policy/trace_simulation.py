@@ -23,7 +23,7 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
 TRACE_BLOCK_TOKENS = 512
-# Of a line: a request of a trace, or a conversation.
+# The longest line: a request of a trace, or a conversation.
 MAX_LINE_BYTES = 16 << 20
 # Files of the simulated NVMe tier.
 NUM_SEGMENTS = 64
@@ -87,8 +87,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path) -> list[list[int]]:
-    """A trace in Mooncake's format: the full blocks of each line, as only these are ever stored. `StoreError`
-    names the line that is none."""
+    """Read a trace in Mooncake's format: the full blocks of each line, as only these are ever stored.
+    `StoreError` names the line that is not of the format."""
     lines = read_lines(path, _Line)
     return [request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS] for request in lines]
 
@@ -120,7 +120,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:
-    """Every request of the trace through all tiers; `sizes.nvme` 0: there is no such tier."""
+    """Run every request of the trace through all tiers; `sizes.nvme` 0: there is no such tier."""
     node = _Node(sizes, policy)
     for blocks in trace:
         node.serve(blocks)
@@ -157,7 +157,7 @@ class SegmentLog:
         return len(self._was_used) + self._segment_blocks > self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
-        """Take one more record; return those that leave for it."""
+        """Take one more record; return the records that leave for it."""
         self._append(record_id)
         dropped = []
         while len(self._was_used) > self._capacity:
@@ -197,7 +197,7 @@ class PlainLru:
         return len(self._records) >= self._capacity
 
     def write(self, record_id: RecordId) -> list[RecordId]:
-        """Take one more record; return those that leave for it."""
+        """Take one more record; return the records that leave for it."""
         self._records[record_id] = None
         return [self._records.popitem(last=False)[0] for _ in range(len(self._records) - self._capacity)]
 
@@ -253,7 +253,7 @@ class _Node:
         return True
 
     def _put(self, info: RecordInfo) -> None:
-        """A block was computed; it may still lie in a tier, behind one that is missing."""
+        """Put a block that was computed; it may still lie in a tier, behind one that is missing."""
         if _chain_key(info) in self._dram:
             self._use(info)
             return

@@ -43,7 +43,7 @@ from kvtransfer.store.remote.owner_link import OwnerLink, RecordLanding, Wanted,
 from kvtransfer.store.remote.serve import LocalRecords, RecordSender, granule_layout
 
 _PATIENCE_S = 3.0
-# A fetch is given up after so many seconds and what its bytes take at this rate: before the engine cores that
+# A fetch is given up after `_PATIENCE_S` and the time of its bytes at this rate: before the engine cores that
 # wait for it conclude that their own owner hangs.
 _SLOWEST_BYTES_S = 20e6
 _COOL_DOWN_S = 1.0
@@ -86,7 +86,7 @@ class Exchange:
         self._links: dict[ReplicaIdentity, asyncio.Future[OwnerLink]] = {}
         self._landings: dict[bytes, RecordLanding] = {}
         self._health = PathHealth(1, _COOL_DOWN_S, _MAX_COOL_DOWN_S)
-        # Of fetches, from request to last byte.
+        # The rate of fetches, from request to last byte.
         self.rate = RateMeter()
         self._num_hits = self._num_misses = self._num_hit_bytes = self._num_failures = 0
         self._note = ""
@@ -138,9 +138,9 @@ class Exchange:
     async def fetch(
         self, holder: ReplicaIdentity, address: str, wanted: Sequence[Wanted]
     ) -> dict[RecordId, int]:
-        """Fetch these records from the owner at `address` into their slots. Return those that arrived whole,
-        header page included, with the payload's checksum, which is not yet verified. Every other slot is
-        reported by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
+        """Fetch these records from the owner at `address` into their slots. Return the records that arrived
+        whole, header page included, with the payload's checksum, which is not yet verified. Every other slot
+        is reported by `LocalRecords.slot_free` when it may be used again, also after a cancel."""
         link: OwnerLink | None = None
         try:
             if not self.is_cooling(holder):
@@ -163,7 +163,7 @@ class Exchange:
         self.rate.begin(started_at)
         fetched: dict[RecordId, int] = {}
         try:
-            # Until it is answered, its link is lost, or it takes too long.
+            # The wait ends when it is answered, its link is lost, or it takes too long.
             patience_s = _PATIENCE_S + landing.num_bytes / _SLOWEST_BYTES_S
             await wait_first(landing.answered.wait(), self._clock.sleep(patience_s))
         finally:

@@ -77,8 +77,8 @@ class OwnerLink:
 async def open_link(
     holder: ReplicaIdentity, address: str, trust: Trust, requester: ReplicaIdentity, granule_bytes: int
 ) -> OwnerLink:
-    """Connect and exchange hellos. `TransferError` says why that failed: a wrong secret, another epoch of the
-    owner, other granules."""
+    """Connect and exchange hellos. The text of `TransferError` gives the reason of a failure: a wrong secret,
+    another epoch of the owner, other granules."""
     try:
         async with asyncio.timeout(_OPEN_S):
             stream = await open_tcp(address, trust, requester.replica_id, max_bytes=MAX_OWNER_BYTES)
@@ -159,13 +159,14 @@ class RecordLanding:
         return fetched
 
     def closed(self, report: LandingClosed) -> None:
-        """Our agent accepts nothing more; only connections that the report names could still write."""
+        """Note that our agent accepts nothing more; only connections that the report names could still
+        write."""
         self._is_closed = True
         self._connections.update(report.connections)
         self._settle()
 
     def writer_gone(self, report: WriterGone) -> None:
-        """One of those connections has ended."""
+        """Note that one of those connections has ended."""
         self._connections.discard(report.connection)
         self._settle()
 

@@ -224,7 +224,7 @@ class RecordSender:
     async def _connect(
         self, requester: _Requester, target: RankEndpoints, stopped: asyncio.Event
     ) -> _Connection | str:
-        """The connection to the requester's arena, or why there is none."""
+        """Return the connection to the requester's arena, or why there is none."""
         connection = requester.connection
         if connection is not None and connection.target != target:
             self._close_connection(requester, connection)
@@ -275,7 +275,7 @@ class RecordSender:
         requester.send(RecordsSent(order.landing_id, tuple(transfer.sent), transfer.reason))
 
     async def _send(self, connection: _Connection, transfer: _Transfer) -> None:
-        """Returns when nothing of it is read here or written there any more."""
+        """Send the transfer's records; return when nothing of it is read here or written there any more."""
         pushes: list[asyncio.Task[None]] = []
         try:
             for indices in self._chunks(transfer.order):
@@ -289,7 +289,7 @@ class RecordSender:
             await asyncio.gather(*pushes)
 
     def _chunks(self, order: SendRecords) -> Iterator[range]:
-        """Consecutive records of about `_CHUNK_BYTES` in all."""
+        """Yield the indices of consecutive records of about `_CHUNK_BYTES` in all."""
         first, num_bytes = 0, 0
         for index, granules in enumerate(order.granules):
             num_bytes += len(granules) * self._settings.granule_bytes

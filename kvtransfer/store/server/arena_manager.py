@@ -36,8 +36,8 @@ from kvtransfer.store.server.listeners import (
 
 # A rank without an arena waits for so long after the owner's start: another rank may offer one.
 OFFER_WAIT_S = 1.0
-# Without any rank, the owner creates a spare arena then, so that its memory is populated at the first
-# request; an arena that a rank offers later replaces the spare one.
+# Without any rank, the owner creates a spare arena after this time, so that its memory is populated at the
+# first request; an arena that a rank offers later replaces the spare one.
 SPARE_WAIT_S = 1.0
 # The spare arena is used from then on, to serve other nodes and administrators.
 UNUSED_WAIT_S = 10.0

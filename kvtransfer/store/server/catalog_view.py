@@ -20,7 +20,7 @@ from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 # Blocks whose holders on other nodes are kept from a look-up, for the fetch that follows.
 _MAX_LEARNED = 1 << 14
 _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
-# Of what other nodes hold only the shape is known before it is here.
+# Of the records of other nodes, only the shape is known before they are here.
 
 
 class PlannedRead(NamedTuple):
@@ -32,7 +32,7 @@ class PlannedRead(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """How a block is assembled for all ranks, and the slowest tier that takes part."""
+    """The way in which a block is assembled for all ranks, and the slowest tier that takes part."""
 
     tier: Tier
     reads: tuple[PlannedRead, ...]
@@ -85,7 +85,7 @@ class CatalogView:
         self._changes.changed(record.key)
 
     def publish(self) -> None:
-        """Send what has changed since the last call."""
+        """Send the changes since the last call."""
         for events in self._changes.take():
             for send in self._watchers:
                 send(events)

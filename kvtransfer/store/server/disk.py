@@ -48,7 +48,7 @@ class Disk:
         self._capacity_bytes = settings.nvme_bytes
         self._segment_bytes = settings.segment_bytes
         self._admission = Admission(settings.admission, settings.nvme_bytes)
-        # Writes at once, on threads beside those of the reads.
+        # Writes at once, on threads of their own.
         self.max_writes = max(1, settings.io_threads // 2)
         self._threads = ThreadPoolExecutor(settings.io_threads + self.max_writes, "store-io")
         self._upkeep = ThreadPoolExecutor(1, "store-upkeep")
@@ -179,7 +179,8 @@ class Disk:
         hit, exceeding = frozenset(self._hit), self._catalog.exceeding_nvme()
 
         def is_wanted(info: RecordInfo) -> bool:
-            """While groups exceed their share, what others have stays although nobody has used it."""
+            """Return whether to keep the record: while groups exceed their share, the records of the other
+            groups stay although nobody has used them."""
             return info.sharing_group not in exceeding if exceeding else info.id in hit
 
         try:
@@ -289,7 +290,7 @@ class Disk:
                 self._on_changed(info)
 
     def _lost(self, record: RecordId, ref: NvmeRef) -> bool:
-        """Drop a record that cannot be read; False when it was moved or dropped meanwhile."""
+        """Drop a record that cannot be read; False when it has been moved or dropped since."""
         held = self._catalog.find(record)
         if held is None or not self._catalog.removed_nvme(record, ref):
             return False

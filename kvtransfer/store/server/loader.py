@@ -195,7 +195,8 @@ class RecordLoader:
         self._pump()
 
     def _land(self, offset: int, load: _Load, checksum: int) -> None:
-        """Commit what another node wrote here, header page included, if it is the requested record."""
+        """Commit the record that another node wrote here, header page included, if it is the requested
+        one."""
         arena = self._catalog.arena
         assert arena is not None
         try:

@@ -194,7 +194,7 @@ class StoreNode:
         """Delete these records from all tiers, and clear their memory and their places on NVMe. Also return
         why a restart may bring some back from NVMe, or ""."""
         purged = self.catalog.purge(order, keeps_slots=True)
-        # Who no longer waits for the answer must not keep slots from being free.
+        # A client that no longer waits for the answer must not keep slots from being free.
         clearing = self._spawn(self._clear(purged.slots), "store-clear")
         failure = await self.disk.erase(purged.erase, order)
         await self.writes.passed()

@@ -30,7 +30,7 @@ from kvtransfer.store.server.node import StoreNode
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
-# With so many fetches under way, prefetches are ignored.
+# The number of fetches under way from which on prefetches are ignored.
 _MAX_PREFETCHES = 1024
 
 _log = logging.getLogger("tandem.store")

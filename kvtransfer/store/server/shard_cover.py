@@ -8,7 +8,7 @@ from functools import lru_cache
 from kvtransfer.blocks.layout import intersect, shard_size, without
 from kvtransfer.messages import Shard
 
-# After so many attempts to find fewer records, the best cover so far is used.
+# The attempts to find fewer records, after which the best cover so far is used.
 MAX_STEPS = 256
 
 

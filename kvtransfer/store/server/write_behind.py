@@ -19,7 +19,7 @@ from kvtransfer.store.server.disk import Disk
 _BATCH_BYTES = 4 << 20
 # Records that wait for a place in the queue.
 _MAX_LATE = 1 << 16
-# At most this part of the arena is leased for the queue.
+# The largest part of the arena that is leased for the queue.
 _MAX_LEASED_SHARE = 0.25
 
 
@@ -81,7 +81,7 @@ class WriteBehind:
             await asyncio.wait(set(self._writing))
 
     def drop_all(self) -> None:
-        """Drop what is queued; writes that run continue."""
+        """Drop the queued writes; writes that run continue."""
         self._late.clear()
         while self._queue:
             self._done(self._queue.popleft())
