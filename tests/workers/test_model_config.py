@@ -14,7 +14,8 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.model_config import file_problem, ignored_keys, read_model_config, weight_files
+from workers.model.ignored_keys import ignored_keys
+from workers.model.model_config import file_problem, read_model_config, weight_files
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
