@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.model.families.registry import NAME_TO_FAMILY
+from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 
 _TOKENIZER_FILES = (

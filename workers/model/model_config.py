@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from workers.errors import CheckpointError
 from workers.model.families.family import Family
-from workers.model.families.registry import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY
+from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
