@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.model.model_config import Family, ModelConfig, read_model_config
+from workers.model.families.known_families import NAME_TO_FAMILY
+from workers.model.model_config import ModelConfig, read_model_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -21,12 +22,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_ARCHITECTURES: dict[Family, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHAPE: dict[str, Any] = {
     "vocab_size": 256,
@@ -74,7 +69,7 @@ QWEN3_06B: dict[str, Any] = {
 
 def write_random_checkpoint(
     path: Path,
-    family: Family,
+    family: str,
     *,
     seed: int,
     dtype: str = "float32",
@@ -107,10 +102,10 @@ def write_random_checkpoint(
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def write_config(path: Path, family: Family, dtype: str, **config_overrides: Any) -> None:
+def write_config(path: Path, family: str, dtype: str, **config_overrides: Any) -> None:
     """Write config.json alone into the folder `path`. `config_overrides` are as above."""
     config = {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [NAME_TO_FAMILY[family].architectures[0]],
         "model_type": family,
         "dtype": dtype,
         **_SHAPE,
@@ -168,4 +163,12 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
         for name, size in norms.items():
             tensors[f"{prefix}{name}.weight"] = vector(size, 1.0, 0.1)
-    return tensors
+        if config.is_fused:
+            _fuse(tensors, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+            _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
+    return {f"{config.prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def _fuse(tensors: dict[str, Tensor], prefix: str, names: tuple[str, ...], fused: str) -> None:
+    """Store products one after another in one tensor."""
+    tensors[f"{prefix}{fused}.weight"] = torch.cat([tensors.pop(f"{prefix}{name}.weight") for name in names])

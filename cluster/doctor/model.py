@@ -14,10 +14,10 @@ from cluster.serve.memory import gb
 from cluster.text.chat_template import load_chat_template
 from cluster.text.tokenizer import ModelText
 from workers.errors import CheckpointError
+from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import (
     ModelConfig,
     file_problem,
-    ignored_keys,
     read_header,
     read_model_config,
     weight_files,

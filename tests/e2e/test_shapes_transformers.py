@@ -30,6 +30,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
     "qwen2": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     "mistral": {"family": "mistral", "sliding_window": 24, "num_key_value_heads": 1},
+    "granite": {
+        "family": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.5,
+        "attention_bias": True,
+    },
+    "phi3": {"family": "phi3", "pad_token_id": 0, "sliding_window": 20},
+    "seed_oss": {"family": "seed_oss", "attention_bias": True},
+    "yarn": {
+        "family": "llama",
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
 }
 # A prompt of one token, one of one chunk, and one of several chunks.
 LENGTHS = (1, 17, 90)

@@ -22,7 +22,8 @@ from cluster.text.tokenizer import ModelText
 from tests.fuzz.mutation import any_tree, mutate_bytes, mutate_tree
 from tests.fuzz.target import Target, outcome, stderr_in
 from workers.errors import CheckpointError
-from workers.model.model_config import file_problem, ignored_keys, read_model_config, weight_files
+from workers.model.ignored_keys import ignored_keys
+from workers.model.model_config import file_problem, read_model_config, weight_files
 from workers.model.weights import ShardSpec, WeightReader
 
 CONFIG: dict[str, Any] = {

@@ -14,7 +14,8 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.model_config import file_problem, ignored_keys, read_model_config, weight_files
+from workers.model.ignored_keys import ignored_keys
+from workers.model.model_config import file_problem, read_model_config, weight_files
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -90,7 +91,7 @@ def test_linear_scaling_stretches_the_context(
     ("config", "keys"),
     [
         ({}, set()),
-        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, {"dual_chunk_attention_config"}),
+        ({"attention_multiplier": 0.5, "model_type": "granite"}, set()),
         ({"dual_chunk_attention_config": None, "logit_scale": 1.0, "clip_qkv": None}, set()),
         ({"logits_scaling": 8.0, "use_qk_norm": True}, {"logits_scaling", "use_qk_norm"}),
         ({"no_rope_layers": [1, 0]}, {"no_rope_layers"}),
@@ -124,7 +125,11 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling {'rope_type': 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling {'rope_type': 'longrope'"),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 262144}},
+            "dual_chunk_attention_config is there, and attention in chunks is not supported",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear"}}, "factor None is not a positive number"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 9.0}}, "low_freq_factor"),

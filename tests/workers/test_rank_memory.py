@@ -61,7 +61,7 @@ def test_the_weights_of_every_rank_are_those_that_it_reads(
     """Also with more ranks than KV heads, with biases, and with an embedding that is the head too."""
     write_random_checkpoint(
         tmp_path,
-        family,  # type: ignore[arg-type]
+        family,
         seed=1,
         tie_word_embeddings=is_tied,
         num_hidden_layers=5,

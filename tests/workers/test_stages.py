@@ -98,7 +98,7 @@ def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp:
     from workers.model.model_config import read_model_config
     from workers.rank.probe import Probe
 
-    write_random_checkpoint(tmp_path, family, seed=0)  # type: ignore[arg-type]
+    write_random_checkpoint(tmp_path, family, seed=0)
     probe = Probe(
         read_model_config(tmp_path),
         tp=tp,

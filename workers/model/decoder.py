@@ -112,6 +112,7 @@ class Decoder:
             len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
             config.sliding_windows[shard.layer_start : shard.layer_end],
             rope_frequencies(config.rope, config.head_dim, reader.device),
+            config.rope.scale,
         )
 
     @torch.inference_mode()
@@ -124,7 +125,9 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """Map token ids [num_tokens] to [num_tokens, hidden_size], on the first stage."""
         assert self.embedding is not None, "this stage has no embedding"
-        return self.embedding(tokens)
+        hidden = self.embedding(tokens)
+        multiplier = self.config.embedding_multiplier
+        return hidden if multiplier == 1 else hidden.mul_(multiplier)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:

@@ -21,13 +21,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import private_folder
 from kvtransfer.common.os_errors import os_reason
 from workers.errors import CheckpointError, WorkerError
-from workers.model.model_config import file_problem, read_model_config, weight_files
+from workers.model.model_config import ModelConfig, RopeConfig, file_problem, read_model_config, weight_files
 
 FINGERPRINT_BYTES = 16
 
@@ -36,7 +36,11 @@ _log = logging.getLogger("tandem.rank")
 # How often progress is reported while a rank waits for the fingerprint.
 _REPORT_S = 1.0
 _FORMAT = "tandem-model-2"
-_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids")
+_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids", "prefix", "is_fused")
+# Fields that came later count only where they differ from their defaults: the fingerprints of the models that
+# an older version serves stay as they are.
+_FIRST_FIELDS = 19
+_FIRST_ROPE_FIELDS = 6
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.02
 _SETTLED_S = 2.0
@@ -54,8 +58,7 @@ def model_fingerprint(model_dir: Path, cache: DigestCache, stop: threading.Event
     to 128 bits. The same tensors in other files have another fingerprint. The dtypes of weights and KV are
     not part of it: the `CompatibilityRecord` has them as well. Raises `CheckpointError`, and `WorkerError`
     soon after `stop` is set."""
-    config = dataclasses.asdict(read_model_config(model_dir))
-    fields = {name: value for name, value in config.items() if name not in _NOT_OF_KV}
+    fields = _fields_of_kv(read_model_config(model_dir))
     files = weight_files(model_dir)
     for problem in filter(None, map(file_problem, files)):
         raise CheckpointError(problem)
@@ -67,6 +70,21 @@ def model_fingerprint(model_dir: Path, cache: DigestCache, stop: threading.Event
         "weights": [digest.hex() for digest in weights.digests],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
+
+
+def _fields_of_kv(config: ModelConfig) -> dict[str, Any]:
+    fields = {name: value for name, value in _told(config, _FIRST_FIELDS).items() if name not in _NOT_OF_KV}
+    return fields | {"rope": _told(config.rope, _FIRST_ROPE_FIELDS)}
+
+
+def _told(config: ModelConfig | RopeConfig, num_first: int) -> dict[str, Any]:
+    """Return the first fields, and those of the others that are not at their defaults."""
+    fields = dataclasses.fields(config)
+    return {
+        field.name: getattr(config, field.name)
+        for number, field in enumerate(fields)
+        if number < num_first or getattr(config, field.name) != field.default
+    }
 
 
 class FingerprintTask:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import struct
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from workers.errors import CheckpointError
+from workers.model.families.family import Family
+from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-RopeType = Literal["default", "linear", "llama3"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _MAX_HEADER_BYTES = 100_000_000
 # Beyond what any model has; lists of as many layers are made.
@@ -28,33 +30,16 @@ _MAX_END_TOKENS = 1024
 _MAX_NUMBER = 1e30
 # What an error shows of a value.
 _MAX_SHOWN_CHARS = 200
-_ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_FAMILIES: dict[str, Family] = {family: family for family in _ARCHITECTURES.values()}
-_ROPE_TYPES: dict[str, RopeType] = {"default": "default", "linear": "linear", "llama3": "llama3"}
+_ROPE_TYPES: dict[str, RopeType] = {name: name for name in get_args(RopeType)}
 _ACTIVATIONS = ("silu", "swish")
-# Defaults of transformers for keys that config.json lacks, where they differ between the families.
-_DEFAULTS: dict[Family, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-}
+# Models of text and images: their text model is in `text_config`, under another prefix of tensor names.
+_WRAPPERS = {"Mistral3ForConditionalGeneration": "language_model."}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. `factor` belongs to linear and llama3, the three fields after it to
-    llama3."""
+    """Rotary position embedding. `factor` and `original_max_positions` belong to all types but the default
+    one, the frequency factors to llama3, and what follows to yarn."""
 
     rope_type: RopeType
     theta: float
@@ -62,6 +47,13 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
+    # Dimensions that turn at least so often, and at most, within the original context.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # Whether the bounds between these dimensions are whole numbers.
+    is_truncated: bool = True
+    # Queries and keys are multiplied by this as they are rotated.
+    scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +61,7 @@ class ModelConfig:
     """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
     before it; 0 means no window. `checkpoint_dtype` is the dtype that config.json names ("" if none)."""
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -88,6 +80,15 @@ class ModelConfig:
     tie_word_embeddings: bool
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
+    # Of the names of its tensors.
+    prefix: str = ""
+    # Queries, keys and values are stored as one tensor, gate and up as another.
+    is_fused: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    # 0: the inverse square root of `head_dim`.
+    attention_scale: float = 0.0
+    logits_divisor: float = 1.0
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -211,14 +212,22 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def family_of(file: Path) -> tuple[dict[str, Any], Family, str]:
+    """Read the config.json. Returns its keys, of its text model where it has several, the family, and the
+    prefix of the names of its tensors."""
+    reader = _ConfigReader(file)
+    return reader.raw, reader.family, reader.prefix
+
+
 class _ConfigReader:
     """Reads one config.json; every refusal names the file, the key and the value."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.raw = read_json(file)
+        self.prefix = self._unwrap()
         self.family = self._family()
-        self.raw = _DEFAULTS[self.family] | self.raw
+        self.raw = {**self.family.defaults, **self.raw}
 
     def read(self) -> ModelConfig:
         self._refuse_unsupported()
@@ -233,9 +242,9 @@ class _ConfigReader:
             reason = "is odd: rotary embedding needs pairs"
             raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
         rope = self._rope()
-        attention_bias = self.family in ("llama", "qwen3") and bool(self.raw.get("attention_bias"))
+        family, multipliers = self.family, self.family.multipliers
         return ModelConfig(
-            family=self.family,
+            family=family.name,
             vocab_size=self._count("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self._count("intermediate_size"),
@@ -247,22 +256,55 @@ class _ConfigReader:
             max_context_tokens=self._max_context_tokens(rope),
             rope=rope,
             sliding_windows=self._sliding_windows(num_layers),
-            qkv_bias=attention_bias or self.family == "qwen2",
-            output_bias=attention_bias,
-            mlp_bias=self.family == "llama" and bool(self.raw.get("mlp_bias")),
-            qk_norm=self.family == "qwen3",
+            qkv_bias=self._is_set(family.qkv_bias),
+            output_bias=self._is_set(family.output_bias),
+            mlp_bias=self._is_set(family.mlp_bias),
+            qk_norm=family.has_qk_norm,
             tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             checkpoint_dtype=str(self.raw.get("dtype") or self.raw.get("torch_dtype") or ""),
             eos_token_ids=self._eos_token_ids(),
+            prefix=self.prefix,
+            is_fused=family.is_fused,
+            embedding_multiplier=self._multiplier(multipliers.embeddings),
+            residual_multiplier=self._multiplier(multipliers.residuals),
+            attention_scale=self._multiplier(multipliers.attention_scores, 0.0),
+            logits_divisor=self._multiplier(multipliers.logits),
         )
+
+    def _is_set(self, rule: bool | str) -> bool:
+        """Whether the family has something, by its rule: always, never, or where this key says so."""
+        return bool(self.raw.get(rule)) if isinstance(rule, str) else rule
+
+    def _multiplier(self, key: str, none: float = 1.0) -> float:
+        """Return the value of the key; `none` where the family has no such multiplier."""
+        return self._number(key, self.raw, 1.0) if key else none
+
+    def _unwrap(self) -> str:
+        """Go on with the text model of a model of text and images. Returns the prefix of its tensors."""
+        named = self.raw.get("architectures")
+        prefix = _WRAPPERS.get(str(named[0])) if isinstance(named, list) and named else None
+        if prefix is None:
+            return ""
+        outer, inner = self.raw, self.raw.get("text_config")
+        if not isinstance(inner, dict):
+            self._refuse("text_config", "is missing: it describes the model of text")
+        self.raw = {"dtype": outer.get("dtype") or outer.get("torch_dtype"), **inner}
+        self.raw.pop("architectures", None)
+        self.raw.setdefault("quantization_config", outer.get("quantization_config"))
+        return prefix
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
 
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
-        which is then stretched; with llama3 it is the stretched length already."""
+        which is then stretched; with llama3 it is the stretched length already, and with yarn it may be
+        either."""
         num_positions = self._count("max_position_embeddings", most=_MAX_CONTEXT_TOKENS)
+        if rope.rope_type == "yarn":
+            return min(
+                max(num_positions, int(rope.factor * rope.original_max_positions)), _MAX_CONTEXT_TOKENS
+            )
         if rope.rope_type != "linear":
             return num_positions
         num_stretched = int(num_positions * rope.factor)
@@ -274,13 +316,14 @@ class _ConfigReader:
     def _family(self) -> Family:
         architectures = self.raw.get("architectures")
         if isinstance(architectures, list) and architectures:
-            family = _ARCHITECTURES.get(str(architectures[0]))
+            family = ARCHITECTURE_TO_FAMILY.get(str(architectures[0]))
             if family is None:
-                self._refuse("architectures", f"is not supported (supported: {', '.join(_ARCHITECTURES)})")
+                names = ", ".join([*ARCHITECTURE_TO_FAMILY, *_WRAPPERS])
+                self._refuse("architectures", f"is not supported (supported: {names})")
             return family
-        family = _FAMILIES.get(str(self.raw.get("model_type")))
+        family = NAME_TO_FAMILY.get(str(self.raw.get("model_type")))
         if family is None:
-            self._refuse("model_type", f"is not supported (supported: {', '.join(_FAMILIES)})")
+            self._refuse("model_type", f"is not supported (supported: {', '.join(NAME_TO_FAMILY)})")
         return family
 
     def _refuse_unsupported(self) -> None:
@@ -290,6 +333,11 @@ class _ConfigReader:
             self._refuse_quantized(self.raw["quantization_config"])
         if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
             self._refuse("partial_rotary_factor", "is not supported")
+        if self.raw.get("dual_chunk_attention_config"):
+            raise CheckpointError(
+                f"{self.file}: dual_chunk_attention_config is there, and attention in chunks is not "
+                "supported; take the checkpoint of this model without 1M in its name"
+            )
 
     def _refuse_quantized(self, config: Any) -> NoReturn:
         method = config.get("quant_method") if isinstance(config, dict) else None
@@ -332,21 +380,43 @@ class _ConfigReader:
         factor = self._number("factor", scaling)
         if rope_type == "linear":
             return RopeConfig("linear", theta, factor)
-        low, high = self._number("low_freq_factor", scaling), self._number("high_freq_factor", scaling)
         original = self._number(
             "original_max_position_embeddings", scaling, float(self._count("max_position_embeddings"))
         )
         if original > _MAX_CONTEXT_TOKENS:
             self._refuse(key, f"has more original_max_position_embeddings than {_MAX_CONTEXT_TOKENS}")
+        if rope_type == "yarn":
+            return self._yarn(
+                key, scaling, RopeConfig("yarn", theta, factor, original_max_positions=int(original))
+            )
+        low, high = self._number("low_freq_factor", scaling), self._number("high_freq_factor", scaling)
         if low >= high:
             self._refuse(key, "has a low_freq_factor that is not below its high_freq_factor")
         return RopeConfig("llama3", theta, factor, low, high, int(original))
 
+    def _yarn(self, key: str, scaling: dict[str, Any], rope: RopeConfig) -> RopeConfig:
+        """Read what yarn has beside its factor; its scale follows from the factor unless it is given."""
+        fast, slow = self._number("beta_fast", scaling, 32.0), self._number("beta_slow", scaling, 1.0)
+        if fast <= slow:
+            self._refuse(key, "has a beta_fast that is not above its beta_slow")
+        if scaling.get("attention_factor") is not None:
+            scale = self._number("attention_factor", scaling)
+        elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            scale = _mscale(rope.factor, self._number("mscale", scaling)) / _mscale(
+                rope.factor, self._number("mscale_all_dim", scaling)
+            )
+        else:
+            scale = _mscale(rope.factor, 1.0)
+        is_truncated = scaling.get("truncate", True) is not False
+        return dataclasses.replace(
+            rope, beta_fast=fast, beta_slow=slow, is_truncated=is_truncated, scale=scale
+        )
+
     def _sliding_windows(self, num_layers: int) -> tuple[int, ...]:
-        if self.family == "llama":
+        if self.family.windows == "none":
             kinds = ["full_attention"] * num_layers
-        elif self.family == "mistral":
-            window = self.raw["sliding_window"]
+        elif self.family.windows == "all":
+            window = self.raw.get("sliding_window")
             kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
         else:
             sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
@@ -366,8 +436,8 @@ class _ConfigReader:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
     def _layer_types(self, given: Any, num_layers: int) -> list[str]:
-        if self.family in ("llama", "mistral"):
-            self._refuse("layer_types", f"is not supported in a {self.family} model")
+        if self.family.windows != "switched":
+            self._refuse("layer_types", f"is not supported in a {self.family.name} model")
         if not isinstance(given, list) or len(given) != num_layers:
             self._refuse("layer_types", f"does not name the {num_layers} layers")
         if not all(kind in ("full_attention", "sliding_attention") for kind in given):
@@ -396,70 +466,6 @@ class _ConfigReader:
         return tuple(ids)
 
 
-# ------------------------------------------------------------------------------------------ ignored keys
-# These keys of config.json change what other programs compute, and this decoder ignores them. Transformers
-# ignores most of them as well, for these families. `read_model_config` refuses unsupported keys without which
-# the result would be plainly wrong.
-
-# Values with which a key changes nothing; 1 is that of factors.
-_OFF = (None, False, 0, 1, (), "")
-_WHY = {
-    "dual_chunk_attention_config": "attention is plain: quality suffers beyond the length of a chunk",
-    "attention_chunk_size": "attention is not cut into chunks",
-    "attn_temperature_tuning": "attention is not scaled by position",
-    "attn_logit_softcapping": "attention scores are not capped",
-    "final_logit_softcapping": "logits are not capped",
-    "logit_scale": "logits are not scaled",
-    "logits_scaling": "logits are not scaled",
-    "attention_multiplier": "attention scores are scaled by the square root of head_dim",
-    "query_pre_attn_scalar": "attention scores are scaled by the square root of head_dim",
-    "embedding_multiplier": "embeddings are not scaled",
-    "residual_multiplier": "residuals are not scaled",
-    "scale_emb": "embeddings are not scaled",
-    "scale_depth": "residuals are not scaled",
-    "clip_qkv": "queries, keys and values are not clipped",
-    "use_qk_norm": "queries and keys are normalized in qwen3 models only",
-    "qk_layernorm": "queries and keys are normalized in qwen3 models only",
-    "no_rope_layers": "every layer has rotary embedding",
-    "no_rope_layer_interval": "every layer has rotary embedding",
-    "rope_local_base_freq": "every layer has the same rotary embedding",
-    "alibi": "positions are those of rotary embedding",
-    "use_logn_attn": "attention is not scaled by length",
-    "use_dynamic_ntk": "rotary frequencies do not depend on length",
-}
-_ROPE_KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-}
-
-
-def ignored_keys(model_dir: Path) -> dict[str, str]:
-    """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
-    raw = read_json(model_dir / "config.json")
-    found = {key: why for key, why in _WHY.items() if not _is_off(raw.get(key))}
-    if _family(raw) == "llama" and not _is_off(raw.get("sliding_window")):
-        found["sliding_window"] = "llama models attend to the whole context"
-    for outer in ("rope_scaling", "rope_parameters"):
-        inner = raw.get(outer)
-        if isinstance(inner, dict):
-            unknown = sorted(key for key in inner.keys() - _ROPE_KEYS if not _is_off(inner[key]))
-            found |= {f"{outer}.{key}": "rotary embedding is computed without it" for key in unknown}
-    return found
-
-
-def _family(raw: dict[str, Any]) -> str:
-    architectures = raw.get("architectures")
-    named = architectures if isinstance(architectures, list) and architectures else [raw.get("model_type")]
-    return str(named[0]).lower().removesuffix("forcausallm")
-
-
-def _is_off(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return not value
-    return value is not True and value in _OFF
+def _mscale(factor: float, mscale: float) -> float:
+    """Return by how much yarn scales queries and keys for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

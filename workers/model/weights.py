@@ -7,7 +7,7 @@ import dataclasses
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +20,8 @@ from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
-_NOT_NEEDED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_NOT_NEEDED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"layers\.(\d{1,9})\.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +72,23 @@ class LayerWeights:
     down: LinearWeights
 
 
+class _Rows(NamedTuple):
+    """A rank's `rows` of the tensor of a linear product, which has `num_rows` of them."""
+
+    name: str
+    num_rows: int
+    rows: slice
+
+
+def _fused(name: str, parts: list[_Rows]) -> list[_Rows]:
+    """Return the rows of products that are stored one after another in one tensor of this name."""
+    total, fused, before = sum(it.num_rows for it in parts), [], 0
+    for it in parts:
+        fused.append(_Rows(name, total, slice(before + it.rows.start, before + it.rows.stop)))
+        before += it.num_rows
+    return fused
+
+
 class WeightReader:
     """Reads the tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
     `finish` refuses names that the architecture does not have.
@@ -92,6 +109,8 @@ class WeightReader:
         self._shard = shard
         self._dtype = dtype
         self._dir = model_dir
+        # What the names of the model's tensors begin with, and the name of the head.
+        self._model, self._head = f"{config.prefix}model.", f"{config.prefix}lm_head.weight"
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}
         self._read: set[str] = set()
@@ -114,15 +133,15 @@ class WeightReader:
     def embedding(self) -> Tensor:
         """Map the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
         name."""
-        name = "model.embed_tokens.weight"
+        name = self._model + "embed_tokens.weight"
         if name not in self._name_to_file and self._config.tie_word_embeddings:
-            name = "lm_head.weight"
+            name = self._head
         return self._vocabulary(name)
 
     def head(self, embedding: Tensor | None) -> Tensor:
         """Map the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
         that also holds a different head gets that head, as in transformers."""
-        name = "lm_head.weight"
+        name = self._head
         if not self._config.tie_word_embeddings:
             return self._vocabulary(name)
         assert embedding is not None, "a tied head needs the embedding"
@@ -132,12 +151,13 @@ class WeightReader:
         return embedding if torch.equal(head, embedding) else head
 
     def final_norm(self) -> Tensor:
-        """Read the final norm [hidden_size]."""
-        return self._vector("model.norm.weight", (self._config.hidden_size,))
+        """Read the final norm [hidden_size], which divides logits where the family does."""
+        norm = self._vector(self._model + "norm.weight", (self._config.hidden_size,))
+        return norm if self._config.logits_divisor == 1 else norm.div_(self._config.logits_divisor)
 
     def layer(self, layer: int) -> LayerWeights:
         """Read the rank's part of layer `layer` of the whole model."""
-        config, prefix = self._config, f"model.layers.{layer}."
+        config, prefix = self._config, f"{self._model}layers.{layer}."
         hidden, head_dim, attention = config.hidden_size, config.head_dim, f"{prefix}self_attn."
         norm_shape = (head_dim,)
         return LayerWeights(
@@ -160,11 +180,14 @@ class WeightReader:
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
-        known = set(self._read) | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        model = self._model
+        known = set(self._read) | {f"{model}embed_tokens.weight", f"{model}norm.weight", self._head}
         for name in self._name_to_file.keys() - known:
-            layer = _LAYER.match(name)
+            if self._config.prefix and not name.startswith(self._config.prefix):
+                continue  # of the other models that are wrapped with this one
+            layer = _LAYER.match(name.removeprefix(model))
             if layer and self._shard.layer_start <= int(layer[1]) < self._shard.layer_end:
-                is_known = bool(_NOT_NEEDED.match(name))
+                is_known = bool(_NOT_NEEDED.match(name.removeprefix(model)))
             else:
                 is_known = layer is not None and int(layer[1]) < self._config.num_layers
             if not is_known:
@@ -192,30 +215,45 @@ class WeightReader:
 
     def _qkv(self, prefix: str) -> LinearWeights:
         config, kv_rows = self._config, self._kv_rows()
-        num_kv = config.num_kv_heads * config.head_dim
+        num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = [
-            (f"{prefix}q_proj", config.num_heads * config.head_dim, self._query_rows()),
-            (f"{prefix}k_proj", num_kv, kv_rows),
-            (f"{prefix}v_proj", num_kv, kv_rows),
+            _Rows(f"{prefix}q_proj", num_q, self._query_rows()),
+            _Rows(f"{prefix}k_proj", num_kv, kv_rows),
+            _Rows(f"{prefix}v_proj", num_kv, kv_rows),
         ]
-        return self._split_outputs(parts, config.qkv_bias)
+        if config.is_fused:
+            parts = _fused(f"{prefix}qkv_proj", parts)
+        weights = self._split_outputs(parts, config.qkv_bias)
+        if config.attention_scale:  # queries take what the inverse square root, of all backends, leaves
+            factor = config.attention_scale * config.head_dim**0.5
+            queries, *others = weights.parts
+            num_rows = len(queries)
+            if weights.bias is not None:
+                weights.bias[:num_rows] *= factor
+            return LinearWeights((queries * factor, *others), weights.bias)
+        return weights
 
     def _gate_up(self, prefix: str) -> LinearWeights:
         size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
-        parts = [(f"{prefix}gate_proj", size, rows), (f"{prefix}up_proj", size, rows)]
+        parts = [_Rows(f"{prefix}gate_proj", size, rows), _Rows(f"{prefix}up_proj", size, rows)]
+        if self._config.is_fused:
+            parts = _fused(f"{prefix}gate_up_proj", parts)
         return self._split_outputs(parts, self._config.mlp_bias)
 
-    def _split_outputs(self, parts: list[tuple[str, int, slice]], has_bias: bool) -> LinearWeights:
-        """Join the given rows of several products of the hidden state; parts are (name, rows, slice)."""
+    def _split_outputs(self, parts: list[_Rows], has_bias: bool) -> LinearWeights:
+        """Join the given rows of several products of the hidden state."""
         hidden = self._config.hidden_size
-        weights = [self._tensor(f"{name}.weight", (size, hidden), rows) for name, size, rows in parts]
-        biases = [self._vector(f"{name}.bias", (size,), rows) for name, size, rows in parts if has_bias]
+        weights = [self._tensor(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
+        biases = [self._vector(f"{it.name}.bias", (it.num_rows,), it.rows) for it in parts if has_bias]
         return LinearWeights(tuple(weights), torch.cat(biases) if has_bias else None)
 
     def _split_inputs(self, name: str, size: int, columns: slice, has_bias: bool) -> LinearWeights:
-        hidden = self._config.hidden_size
+        """Read a product whose result is added to the hidden states, times what the family scales it by."""
+        hidden, factor = self._config.hidden_size, self._config.residual_multiplier
         bias = self._vector(f"{name}.bias", (hidden,)) if has_bias else None
         weight = self._tensor(f"{name}.weight", (hidden, size), slice(None), columns)
+        if factor != 1:
+            weight, bias = weight * factor, None if bias is None else bias * factor
         return LinearWeights((weight,), bias if self._shard.tp_rank == 0 else None)
 
     def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:

@@ -17,7 +17,8 @@ from kvtransfer.rpc.trust import TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
-from workers.model.model_config import ignored_keys, read_model_config
+from workers.model.ignored_keys import ignored_keys
+from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
 
 _DECODE_PROBE_ROWS = 16

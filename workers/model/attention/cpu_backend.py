@@ -143,9 +143,13 @@ class CpuPlan(AttentionPlan):
 
     def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
         dtype = self.backend.kv.dtype
-        angles = torch.from_numpy(positions)[:, None].float() * self.backend.shape.frequencies
+        shape = self.backend.shape
+        angles = torch.from_numpy(positions)[:, None].float() * shape.frequencies
+        tables = angles.cos(), angles.sin()
+        if shape.rope_scale != 1:
+            tables = tables[0] * shape.rope_scale, tables[1] * shape.rope_scale
         # Cosines and sines are rounded as transformers rounds them.
-        self._cos, self._sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
+        self._cos, self._sin = (table.to(dtype).float() for table in tables)
         self._blocks = torch.from_numpy(self._step.token_blocks(positions))
         self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))
         return native.RotatedTokens.of(self._cos, self._sin, self._blocks, self._offsets)

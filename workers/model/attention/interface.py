@@ -166,11 +166,13 @@ def kv_shape(kv: Tensor) -> KvShape:
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The properties of a rank's part of the model that a backend needs: its query heads, the window of each
-    of its layers (0: none), and the rotation in radians a token, float32 [head_dim / 2]."""
+    of its layers (0: none), the rotation in radians a token, float32 [head_dim / 2], and the factor of queries
+    and keys as they are rotated."""
 
     num_heads: int
     windows: tuple[int, ...]
     frequencies: Tensor
+    rope_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

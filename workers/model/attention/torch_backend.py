@@ -82,7 +82,10 @@ class TorchPlan(AttentionPlan):
         # Rows of layer 0 of the KV seen as [.., head_dim], as [num_tokens, 2 * num_kv_heads].
         self._rows = rows * shape.block_tokens + offsets[:, None]
         self._cos, self._sin = rope_table(
-            to_device(positions, kv.device), backend.shape.frequencies, kv.dtype
+            to_device(positions, kv.device),
+            backend.shape.frequencies,
+            kv.dtype,
+            backend.shape.rope_scale,
         )
         self._clear_partial_blocks(step)
 
@@ -303,10 +306,15 @@ def _kv_rows(table: Tensor, shape: KvShape) -> Tensor:
 # ------------------------------------------------------------------------------- rotary embedding
 
 
-def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines for `rotate`, each [num_tokens, 1, head_dim]."""
+def rope_table(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines, times `scale`, for `rotate`, each [num_tokens, 1, head_dim]."""
     angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    cos, sin = cos.to(dtype), sin.to(dtype)
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

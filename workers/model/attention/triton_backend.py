@@ -88,7 +88,8 @@ class TritonPlan(AttentionPlan):
         self._sequences, self._positions, self._token_slots = sequences, positions, slots
         self._decodes, self._chunks = decodes, chunks
         self._window_to_view = self._views(step, sequences.tables)
-        self._cos, self._sin = rope_table(positions, backend.shape.frequencies, backend.kv.dtype)
+        shape = backend.shape
+        self._cos, self._sin = rope_table(positions, shape.frequencies, backend.kv.dtype, shape.rope_scale)
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
         self._partials = None
         if num_decodes:

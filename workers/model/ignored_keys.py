@@ -1,0 +1,76 @@
+"""Find the keys of config.json that this decoder ignores though they change what other programs compute.
+
+Transformers ignores most of them as well, for these families. `read_model_config` refuses unsupported keys
+without which the result would be plainly wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from workers.model.model_config import family_of
+
+# Values with which a key changes nothing; 1 is that of factors.
+_OFF = (None, False, 0, 1, (), "")
+_WHY = {
+    "attention_chunk_size": "attention is not cut into chunks",
+    "attn_temperature_tuning": "attention is not scaled by position",
+    "attn_logit_softcapping": "attention scores are not capped",
+    "final_logit_softcapping": "logits are not capped",
+    "logit_scale": "logits are not scaled",
+    "logits_scaling": "logits are not scaled",
+    "attention_multiplier": "attention scores are scaled by the square root of head_dim",
+    "query_pre_attn_scalar": "attention scores are scaled by the square root of head_dim",
+    "embedding_multiplier": "embeddings are not scaled",
+    "residual_multiplier": "residuals are not scaled",
+    "scale_emb": "embeddings are not scaled",
+    "scale_depth": "residuals are not scaled",
+    "clip_qkv": "queries, keys and values are not clipped",
+    "use_qk_norm": "queries and keys are normalized in qwen3 models only",
+    "qk_layernorm": "queries and keys are normalized in qwen3 models only",
+    "no_rope_layers": "every layer has rotary embedding",
+    "no_rope_layer_interval": "every layer has rotary embedding",
+    "rope_local_base_freq": "every layer has the same rotary embedding",
+    "alibi": "positions are those of rotary embedding",
+    "use_logn_attn": "attention is not scaled by length",
+    "use_dynamic_ntk": "rotary frequencies do not depend on length",
+}
+_ROPE_KEYS = {
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+}
+
+
+def ignored_keys(model_dir: Path) -> dict[str, str]:
+    """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
+    raw, family, _ = family_of(model_dir / "config.json")
+    used = set(dataclasses.astuple(family.multipliers))
+    found = {key: why for key, why in _WHY.items() if key not in used and not _is_off(raw.get(key))}
+    if family.windows == "none" and not _is_off(raw.get("sliding_window")):
+        found["sliding_window"] = f"{family.name} models attend to the whole context"
+    for outer in ("rope_scaling", "rope_parameters"):
+        inner = raw.get(outer)
+        if isinstance(inner, dict):
+            unknown = sorted(key for key in inner.keys() - _ROPE_KEYS if not _is_off(inner[key]))
+            found |= {f"{outer}.{key}": "rotary embedding is computed without it" for key in unknown}
+    return found
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return not value
+    return value is not True and value in _OFF
