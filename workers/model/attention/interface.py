@@ -166,8 +166,8 @@ def kv_shape(kv: Tensor) -> KvShape:
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The properties of a rank's part of the model that a backend needs: its query heads, the window of each
-    of its layers (0: none), the rotation in radians a token, float32 [head_dim / 2], and the factor of queries
-    and keys as they are rotated."""
+    of its layers (0: none), the rotation in radians a token, float32 [head_dim / 2], and the factor by which
+    rotation multiplies queries and keys."""
 
     num_heads: int
     windows: tuple[int, ...]
