@@ -225,7 +225,7 @@ class _Calls:
         """Handle text that began as a call and was none."""
 
     def _last(self, held: str) -> list[Piece]:
-        """Return what the held text is, at the end of the answer outside of calls."""
+        """Return the pieces of the held text, at the end of the answer outside of calls."""
         return [Content(held)]
 
     def _open(self, opening: str, names: frozenset[str] | None = None) -> None:
