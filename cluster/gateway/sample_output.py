@@ -75,7 +75,7 @@ class PromptProgress:
         )
 
     def take(self, part: PromptLogprobs) -> PromptLogprobsDelta | None:
-        """Take a readable part, and return what of it is new."""
+        """Take a readable part, and return the new portion of it."""
         first, num_tokens = self._next_index, part.logprobs.num_tokens
         num_known = first - part.first_index
         if num_known >= num_tokens:

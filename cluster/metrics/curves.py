@@ -125,7 +125,7 @@ class Second:
     pool_to_prompts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SecondCounts) -> None:
-        """Add what happened in another one; counts that a `Window` has not are left out."""
+        """Add the events of another one; counts that a `Window` has not are left out."""
         for name in COUNTED:
             self.counts[name] += other.counts.get(name, 0)
         self.ttft.merge([Spread(other.ttft)])
