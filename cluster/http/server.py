@@ -171,7 +171,7 @@ class HttpFront:
         return await self._port.start(is_shared=is_shared)
 
     def leave(self) -> None:
-        """Send clients to the other gateways: probes get that answer, and connections end with
+        """Send clients to the other gateways: the answers to probes announce it, and connections end with
         their requests."""
         self._is_leaving = True
 
