@@ -184,7 +184,7 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 
 class GatewayConfig(_Settings):
-    """Configures the gateways. What exceeds a size limit is refused with RESOURCE_EXHAUSTED or
+    """Configures the gateways. Requests that exceed a size limit are refused with RESOURCE_EXHAUSTED or
     INVALID_ARGUMENT, never truncated."""
 
     # The address to listen on, and the one announced to clients; `auto`: all of the node's, announced by

@@ -83,7 +83,7 @@ def resolve_dtype(
 
 
 def auto_dtype(model_dir: Path, *, on_cpu: bool, cpus: Iterable[frozenset[str]] | None = None) -> DtypeName:
-    """Return what `auto` stands for, as `resolve_dtype` describes."""
+    """Return the dtype for which `auto` stands, as `resolve_dtype` describes."""
     saved = _saved(model_dir)
     if saved == "fp32" or not on_cpu:
         return saved

@@ -337,7 +337,8 @@ def is_failure(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def failures_logged(log: logging.Logger, what: str) -> Iterator[None]:
-    """Log what is raised within, and go on: for what is nothing to the call that it is done for."""
+    """Log exceptions that are raised within, and go on: for work whose failure does not matter to the call
+    that it is done for."""
     try:
         yield
     except BaseException as error:
@@ -348,8 +349,8 @@ def failures_logged(log: logging.Logger, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_cancellations() -> Iterator[None]:
-    """Take back what a task group within has done to the running task when one of its tasks failed: in
-    Python 3.11 the task counts as cancelled from then on, and `is_failure` would take it for that."""
+    """Take back the effect of a task group within on the running task when one of its tasks failed: in Python
+    3.11 the task counts as cancelled from then on, and `is_failure` would take it for that."""
     task = asyncio.current_task()
     assert task is not None
     num_before = task.cancelling()
@@ -423,7 +424,7 @@ def bad_fields(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[
 
 
 def usage_of(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> pb.Usage | None:
-    """Return what a failed call used; None where its status does not say."""
+    """Return the usage of a failed call; None where its status does not say."""
     return next(_unpacked(trailing_metadata, pb.Usage), None)
 
 

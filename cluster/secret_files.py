@@ -20,8 +20,8 @@ def trust_files(config: ClusterConfig) -> TrustFiles:
 
 
 def read_trust(config: ClusterConfig, *, certificates: bool = True) -> Trust:
-    """Read these files, or the secret alone, for who opens no connection; `ConfigError` names the setting
-    whose file cannot be used."""
+    """Read these files, or the secret alone, for a process that opens no connection; `ConfigError` names the
+    setting whose file cannot be used."""
     files = trust_files(config)
     try:
         return Trust.read(files if certificates else TrustFiles(files.secret_file))

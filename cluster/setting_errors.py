@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words for its author: each line names the setting by its path.
+"""The faults of a configuration, in words for its author: each line names the setting by its path.
 
 pools[0].replica: unknown key; did you mean replicas?
 pools[0].tp: must be at least 1, not 0
@@ -57,7 +57,7 @@ _NOT_SHOWN = ("missing", "extra_forbidden", "value_error")
 def setting_lines(
     error: ValidationError, model: type[BaseModel], renamed: Mapping[Location, str] | None = None
 ) -> list[str]:
-    """Return a line for each setting that is wrong; `renamed` has what to say of keys with another name."""
+    """Return a line for each setting that is wrong; `renamed` has the texts about keys with another name."""
     items = error.errors(include_url=False)
     # A union reports each of its members, and what holds it.
     implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}

@@ -129,7 +129,7 @@ def check_redis_url(store: StoreConfig) -> None:
 
 
 def has_password(url: str) -> bool:
-    """Whether a Redis URL holds what must not pass through Ray."""
+    """Whether a Redis URL holds a password, which must not pass through Ray."""
     parts = urlsplit(url)
     return bool(parts.password) or any(name.endswith("password") for name in parse_qs(parts.query))
 

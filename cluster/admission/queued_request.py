@@ -44,7 +44,7 @@ class PromptAnnouncer(Protocol):
     """Tells replicas of prompts that they will have to compute (`cluster.gateway.announcement`)."""
 
     def announce(self, queued: QueuedRequest) -> None:
-        """Let the replica that will compute the prompt load what is stored of it, and no other replica."""
+        """Let the replica that will compute the prompt load the stored part of it, and no other replica."""
 
 
 @dataclass(slots=True, eq=False)

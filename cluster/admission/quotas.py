@@ -342,7 +342,7 @@ class Quotas:
     # -------------------------------------------------------------------------------- to operators
 
     def uses(self, now: float) -> tuple[QuotaUse, ...]:
-        """Return what tenants use now, `MAX_SHOWN` at most."""
+        """Return the tenants' use now, `MAX_SHOWN` at most."""
         return _most([found.use(name, self.share, now) for name, found in self._tenants.items()])
 
     # ------------------------------------------------------------------------ between the gateways

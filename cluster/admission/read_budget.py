@@ -150,7 +150,7 @@ class ReadHold:
 
 
 def pass_on() -> None:
-    """Release what the request of this task holds of the budget, where it came through one."""
+    """Release the part of the budget that the request of this task holds, where it came through one."""
     if (hold := _current.get()) is not None:
         hold.pass_on()
 

@@ -1,4 +1,4 @@
-"""Who may use the cluster: authentication, its files, what is exposed, the cluster's secrets."""
+"""Access to the cluster: authentication, its files, open ports, the cluster's secrets."""
 
 from __future__ import annotations
 

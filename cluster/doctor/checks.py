@@ -113,7 +113,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Represents this machine, and what is to run on it."""
+    """Represents this machine, and the configuration that is to run on it."""
 
     machine: Machine
     config: ClusterConfig

@@ -51,7 +51,7 @@ def cores(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def features(context: CheckContext) -> Iterator[CheckResult]:
-    """Check what the kernels of CPU pools use, by their dtype."""
+    """Check the CPU features that the kernels of CPU pools use, by their dtype."""
     flags = context.machine.cpu_flags()
     names = [pool.name for pool in context.config.pools if "cpu" in pool.stage_devices]
     if not names or not flags or context.needs is None:

@@ -1,4 +1,4 @@
-"""Limits of this user's processes, and this machine's memory against what is configured."""
+"""Limits of this user's processes, and this machine's memory against the configured amounts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def tokenizer(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def split(context: CheckContext) -> Iterator[CheckResult]:
-    """Report what `tandem serve` would refuse, and what it would serve less well than configured."""
+    """Report settings that `tandem serve` would refuse, and those that it would serve less well than
+    configured."""
     try:
         model = read_model_config(context.config.model)
     except CheckpointError:

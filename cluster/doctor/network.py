@@ -94,7 +94,7 @@ def clock(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def ray_token(context: CheckContext) -> Iterator[CheckResult]:
-    """Check Ray's token authentication: whoever has the token runs code on every node."""
+    """Check Ray's token authentication: anyone who has the token runs code on every node."""
     mode = context.environment.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token":
         yield warning(

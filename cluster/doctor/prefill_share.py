@@ -43,7 +43,7 @@ def prefill_share(live: Live) -> Iterator[CheckResult]:
 
 
 def _cause(live: Live, pool: str) -> Cause:
-    """Return why the router sends the pool nothing, by what can be seen from outside."""
+    """Return why the router sends the pool nothing, by the signs that can be seen from outside."""
     own = [item for item in live.of_role("prefill") if item.pool == pool]
     if noted := [f"{item.replica_id}: {item.note}" for item in own if item.note]:
         return Cause(

@@ -36,7 +36,7 @@ _OWN_SERVER = (
 
 
 class IndexReply(NamedTuple):
-    """Represents what a server reports of itself. `lookups_ms` are sorted; `skew_s` is its clock's lead over
+    """Represents a server's report of itself. `lookups_ms` are sorted; `skew_s` is its clock's lead over
     ours."""
 
     info: Mapping[str, Any]
@@ -134,7 +134,7 @@ def index_bytes(context: CheckContext) -> int:
 
 
 def headroom(place: str, info: Mapping[str, Any], bytes_a_node: int) -> Iterator[CheckResult]:
-    """Check what happens when the index grows. An eviction policy is never the remedy for a configured
+    """Check the consequences of a growing index. An eviction policy is never the remedy for a configured
     server: it may drop Ray's control state with the index."""
     policy, limit = str(info.get("maxmemory_policy") or ""), int(info.get("maxmemory") or 0)
     used = int(info.get("used_memory") or 0)

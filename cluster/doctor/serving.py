@@ -19,7 +19,7 @@ _NEAR_RESERVE = 0.05
 
 
 class Cause(NamedTuple):
-    """Represents why requests are slow, and what helps."""
+    """Represents a reason why requests are slow, and its remedy."""
 
     name: str
     why: str

@@ -20,7 +20,7 @@ _LOCAL = "name a folder on a local NVMe disk in store.nvme_path"
 
 
 def free_space(context: CheckContext) -> Iterator[CheckResult]:
-    """Compare the free space with what the store may still take."""
+    """Compare the free space with the space that the store may still take."""
     folder = context.config.store.nvme_path
     if folder is None:
         return

@@ -103,7 +103,7 @@ class Acceptance:
         self._is_leaving = False
 
     def limits(self) -> ServingLimits:
-        """Return what a request may ask for now."""
+        """Return the limits of a request now."""
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Charge calls to their tenants' quotas, before anything of them is done, and pace what these refuse."""
+"""Charge calls to their tenants' quotas, before anything of them is done, and pace the refusals of these."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class CircuitBreakers:
             self._change(watched, lambda breaker: breaker.succeeded(request_id, now))
 
     def released(self, request_id: str) -> None:
-        """Record that the attempt of a request is over; what it says of a replica was recorded before."""
+        """Record that the attempt of a request is over; its findings on a replica were recorded before."""
         for watched in self._watched.values():
             if watched.breaker.probe == request_id:
                 self._change(watched, lambda breaker: breaker.released(request_id))

@@ -72,7 +72,7 @@ class FleetHello(Message, frozen=True):
 
 
 class ExplainQuery(Message, frozen=True):
-    """Asks for what is known of a request; `tenant` None: of any tenant."""
+    """Queries the known facts of a request; `tenant` None: of any tenant."""
 
     request_id: str
     tenant: str | None
@@ -168,8 +168,7 @@ class GatewayTotals(Part, frozen=True):
 
 
 class StatsAnswer(Message, frozen=True):
-    """Totals, and what happened second by second. `now` is the sender's clock, `wall` the same as unix
-    time."""
+    """Totals, and the counts second by second. `now` is the sender's clock, `wall` the same as unix time."""
 
     now: float
     wall: float
@@ -275,8 +274,8 @@ class Fleet:
         await self._tasks.close()
 
     async def explain(self, request_id: str, tenant: str | None) -> FoundRequest:
-        """Return what is known of a running or recent request of the tenant (None: of any) at any gateway;
-        `UnknownRequestError` when nothing is.
+        """Return the known facts of a running or recent request of the tenant (None: of any) at any gateway;
+        `UnknownRequestError` when there are none.
 
         The gateway that drew the id is queried before the others. These are queried where it does not know
         the request or where the request failed there, since clients resume requests at any gateway, and for
@@ -361,7 +360,7 @@ class Fleet:
             reached |= given.keys()
 
     async def judge_resume(self, claim: ResumeClaim) -> OtherGateways:
-        """Return what the other gateways say of a call that resumes a request."""
+        """Return the other gateways' answers about a call that resumes a request."""
         given, _ = await self._ask(dict.fromkeys(self._known_peers(), claim), ResumeJudged)
         return OtherGateways(
             is_free=all(it.answer.is_free for it in given.values()),
@@ -480,7 +479,7 @@ class Fleet:
 
 
 class _Timed(NamedTuple, Generic[A]):
-    """An answer, and what is to be added to its times to have them by the own clock."""
+    """An answer, and the offset that turns its times into those of the own clock."""
 
     answer: A
     offset_s: float
@@ -517,8 +516,8 @@ class _Peer:
         return tuple(self._seconds.values())
 
     async def ask(self, query: Query, *, is_patient: bool) -> Answer | str:
-        """Return the answer, or why there is none. After a failure there is a pause, in which only who is
-        patient asks."""
+        """Return the answer, or why there is none. After a failure there is a pause, in which only patient
+        callers try."""
         if not is_patient and self._pause.remaining_s(self._clock.now()):
             return self._pause.reason
         try:

@@ -1,4 +1,5 @@
-"""The history of a gateway's latest requests: where their time went, and what their prompts share."""
+"""The history of a gateway's latest requests: the stages of their time, and the common parts of their
+prompts."""
 
 from __future__ import annotations
 

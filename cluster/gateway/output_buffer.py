@@ -39,12 +39,12 @@ class WaitingOutput(Protocol):
 
     @property
     def cut_off(self) -> Callable[[], None]:
-        """Drops what is counted, and ends the request."""
+        """Drops the counted output, and ends the request."""
 
 
 class UnreadOutput:
     """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
-    `max_bytes` the slowest reader is cut off, who has most bytes to read."""
+    `max_bytes` the slowest reader is cut off, the one that has most bytes to read."""
 
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes = max_bytes
@@ -90,7 +90,7 @@ class OutputBuffer:
         return self.num_waiting_bytes + self._num_taken_bytes
 
     def put(self, delta: Output) -> None:
-        """Append output of one sample, or what was read of the prompt."""
+        """Append output of one sample, or values of the prompt that were read."""
         if isinstance(delta, OutputDelta):
             self._waiting.setdefault(delta.sample, deque()).append(delta)
             self.num_unread += _weight(delta)
@@ -114,8 +114,8 @@ class OutputBuffer:
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Read within: when the reader is cut off, what is done here ends with `SlowClientError`, also a
-        write that waits for the client."""
+        """Read within: when the reader is cut off, the work here ends with `SlowClientError`, also a write
+        that waits for the client."""
         is_cut_off = isinstance(self._end, SlowClientError)
         try:
             async with asyncio.timeout(0.0 if is_cut_off else None) as self._scope:
@@ -135,7 +135,7 @@ class OutputBuffer:
         self._unread.removed(self, num_bytes)
 
     def release(self) -> None:
-        """Count what was taken last as read."""
+        """Count the output that was taken last as read."""
         num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
         self._unread.removed(self, num_bytes)
 
@@ -154,7 +154,7 @@ class OutputBuffer:
         return self._end
 
     def _next(self) -> Output:
-        """Take what is read next."""
+        """Take the output that is read next."""
         if not self._of_prompt:
             return _merged(self._take())
         output = self._of_prompt.popleft()
@@ -183,7 +183,7 @@ class OutputBuffer:
 
 def _another(error: RequestError) -> RequestError:
     """Return an error like this one. A buffer that raised the one that it keeps would be in a cycle with it:
-    the traceback leads back here, and to what was taken last."""
+    the traceback leads back here, and to the output that was taken last."""
     again = type(error).__new__(type(error), *error.args)
     again.__dict__.update(error.__dict__)
     return again

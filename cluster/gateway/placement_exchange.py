@@ -1,4 +1,4 @@
-"""Gateways exchange what they place, so that they do not all choose the replica that was free a moment ago.
+"""Gateways exchange their placements, so that they do not all choose the replica that was free a moment ago.
 
     RouterService --PlacementObserver--> PlacementFeed --frames--> every gateway that follows this one
     RouterService <--placements--------- PeerPlacements <--frames-- every other gateway
@@ -77,9 +77,9 @@ class PlacementsRefused(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """A placement, as in `router.load.Placement`, in place of what was said of the request before. Ages are
-    seconds at the sender when the frame was made; `prefilled_age_s` None: there is no token yet. One that
-    `is_held` waits at the sender until it is placed again."""
+    """A placement, as in `router.load.Placement`, in place of earlier ones of the request. Ages are seconds
+    at the sender when the frame was made; `prefilled_age_s` None: there is no token yet. One that `is_held`
+    waits at the sender until it is placed again."""
 
     request_id: str
     compute_id: str
@@ -107,7 +107,7 @@ class Finished(Message, frozen=True):
 
 
 class PlacementSnapshot(Message, frozen=True):
-    """All placements of the sender, as first frames of a stream; `is_last`: what follows are changes."""
+    """All placements of the sender, as first frames of a stream; `is_last`: changes follow."""
 
     placed: tuple[Placed, ...]
     is_last: bool
@@ -129,7 +129,7 @@ C = TypeVar("C", bound=Change)
 
 
 class PlacementFeed:
-    """Collects what this gateway places, for the others. Nothing is kept while `is_followed` is false."""
+    """Collects this gateway's placements for the others. Nothing is kept while `is_followed` is false."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -161,7 +161,7 @@ class PlacementFeed:
             self._append(_finished, placement)
 
     def take(self) -> list[bytes]:
-        """Return the frames of what has changed since the last call."""
+        """Return the frames of the changes since the last call."""
         now = self._clock.now()
         changes = [make(placement, now) for make, placement in self._changes]
         self._changes.clear()
@@ -170,8 +170,8 @@ class PlacementFeed:
         return [PLACEMENT_CODEC.encode(PlacementDelta(tuple(part))) for part in _parts(changes)]
 
     def snapshot(self, placements: Iterable[Placement]) -> list[bytes]:
-        """Return the frames of a snapshot, and announce from now on what changes. `placements` are all of
-        this gateway; what was announced before must have been taken."""
+        """Return the frames of a snapshot, and announce changes from now on. `placements` are all of this
+        gateway; earlier announcements must have been taken."""
         assert not self._changes
         now = self._clock.now()
         if not self.is_followed:
@@ -288,7 +288,7 @@ class PeerPlacements:
 
 @dataclass(slots=True)
 class _Followed:
-    """Another gateway: its life, what is heard of it, and why nothing is ("": it is heard)."""
+    """Another gateway: its life, the placements heard of it, and why none are ("": it is heard)."""
 
     record: GatewayRecord
     placements: PeerPlacements
@@ -316,7 +316,7 @@ class PlacementExchange:
         self._tasks = SupervisedTasks()
 
     def start(self) -> None:
-        """Send from now on what changes; must be called on the event loop."""
+        """Send changes from now on; must be called on the event loop."""
         self._tasks.spawn(self._send_changes(), "placements")
 
     async def stop(self) -> None:

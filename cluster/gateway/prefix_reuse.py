@@ -84,7 +84,7 @@ class KnownSince:
 
 
 class PrefixTracker:
-    """Finds what a prompt shares with earlier prompts.
+    """Finds the parts that a prompt shares with earlier prompts.
 
         saw(tenant, keys, prompt, ...) -->  leading keys that are known: the shared prefix
                                        -->  anchors behind it that are known: text that repeats, but is moved

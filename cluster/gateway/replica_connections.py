@@ -78,7 +78,7 @@ class ConnectionEvents(Protocol):
     """The receiver of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
-        """Handle what a replica reports of a step."""
+        """Handle a replica's report of a step."""
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Handle that the connection to this life of the replica has ended."""
@@ -87,14 +87,14 @@ class ConnectionEvents(Protocol):
         """Handle whether streams may continue on this replica: not if it leaves, or its role is "prefill"."""
 
     def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
-        """Handle that a replica stands still, while another is usable: what has no token there is placed
-        again, and if it `includes_streams` what streams from there too. Repeated while that is so."""
+        """Handle that a replica stands still, while another is usable: requests without a token there are
+        placed again, and if it `includes_streams` the streams from there too. Repeated while that is so."""
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
         """Handle a change of the state of this replica's circuit breaker."""
 
     def on_members(self) -> None:
-        """Handle that replicas came or left, so that what can be served may have changed."""
+        """Handle that replicas came or left, so that the limits of serving may have changed."""
 
 
 class ReplicaState(StrEnum):
@@ -280,7 +280,7 @@ class ReplicaConnections:
         return list(await asyncio.gather(*(self._purge(view, group, limit_s) for view in views)))
 
     def purge(self, view: ReplicaView, group: str | None) -> asyncio.Future[CachePurged]:
-        """Order a replica to purge what it caches of the group (None: of all). The future has the answer, or
+        """Order a replica to purge its cached KV of the group (None: of all). The future has the answer, or
         `PeerGoneError` when there is no link to the replica or that ends first."""
         self._num_purges = number = self._num_purges + 1
         answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()

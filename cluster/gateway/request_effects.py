@@ -1,4 +1,5 @@
-"""What a request's state machine may do to the world. `cluster.gateway.request_task` carries it out."""
+"""The possible effects of a request's state machine on the world. `cluster.gateway.request_task` carries them
+out."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class RequestManager:
         return len(self._running)
 
     def limits(self) -> ServingLimits:
-        """Return what a request may ask for now."""
+        """Return the limits of a request now."""
         return self.acceptance.limits()
 
     async def accept(
@@ -213,7 +213,7 @@ class RequestManager:
         self.admission.pump(source.replica_id)
 
     def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
-        """Let the replica's circuit breaker know what succeeded there, and what failed by its own fault."""
+        """Inform the replica's circuit breaker of successes there, and of failures by its own fault."""
         breakers = self._connections.breakers
         for prefilled in frame.prefills:
             breakers.succeeded(source, prefilled.request_id, now)
@@ -229,8 +229,8 @@ class RequestManager:
         self._tell_all_at(source, RequestState.on_stopped, source, reason, includes_streams)
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
-        """Count a change of a circuit breaker's state. What waits for a replica that is avoided from now on
-        waits for others."""
+        """Count a change of a circuit breaker's state. Requests that wait for a replica that is avoided from
+        now on wait for others."""
         self.counters.breaker_changed(self._connections.pool_of(source.replica_id), str(breaker.state))
         if breaker.state is BreakerState.OPEN:
             self.admission.leave(source.replica_id)
@@ -267,7 +267,7 @@ class RequestManager:
         self._slices.add(partial(tell, task, task.state.attempt) for task in tasks)
 
     def on_members(self) -> None:
-        """Report that what can be served may have changed."""
+        """Report that the limits of serving may have changed."""
         self._members_changed()
         self.admission.pump()
 

@@ -26,8 +26,8 @@ class RequestRecords:
         self._ended.put(key, _record(key, task, state, reason, now))
 
     def find(self, request_id: str, tenant: str | None) -> RequestInfo:
-        """Return what is known of a running or recent request of the tenant, or raise `UnknownRequestError`.
-        `tenant` None: the latest of any tenant."""
+        """Return the known facts of a running or recent request of the tenant, or raise
+        `UnknownRequestError`. `tenant` None: the latest of any tenant."""
         keys = [(tenant, request_id)] if tenant is not None else self._keys_of(request_id)
         found = [
             _record(key, task, "running", "") if (task := self._running.get(key)) else self._ended[key]

@@ -411,7 +411,8 @@ class RequestState:
         self._retry(reason, [replica], now, at_once=True)
 
     def on_cancel(self, error: RequestError, now: float) -> None:
-        """End the request because the client left, or the gateway gives up; `error` is what is recorded."""
+        """End the request because the client left, or the gateway gives up; `error` is the one that is
+        recorded."""
         if self.phase is not RequestPhase.ENDED:
             self._fail(error, now)
 
@@ -511,7 +512,7 @@ class RequestState:
         at_once: bool = False,
         gone: ReplicaIdentity | None = None,
     ) -> None:
-        """End the attempt and place what is missing again, on other replicas than `blamed`."""
+        """End the attempt and place the missing output again, on other replicas than `blamed`."""
         self._note(now, "attempt failed", reason)
         self._last_failure, self._was_refused = reason, refused
         if self.attempt - self._num_uncounted >= self.prepared.max_attempts:

@@ -210,7 +210,7 @@ class RequestTask:
             self._act(self._later.popleft())
 
     def _act(self, act: Callable[[], None]) -> None:
-        """Do what is no transition; as in `apply`, what is raised within ends this request alone."""
+        """Do work that is no transition; as in `apply`, an exception within ends this request alone."""
         try:
             act()
         except BaseException as error:
@@ -304,7 +304,7 @@ class RequestTask:
 
     def _cut_off(self) -> None:
         """End the stream, for whose client most of the unread output of the gateway waits; also when the
-        request has ended, but what it brought was not read."""
+        request has ended, but its output was not read."""
         num_mb = self._unread.max_bytes / 1e6
         what = f"more than {num_mb:g} MB of output wait in this gateway, most of it for this client"
         self.apply(self._cut, SlowClientError(what, 0.0))
@@ -338,7 +338,7 @@ class RequestTask:
             self.apply(self.state.on_cancel, error)
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        """Do what admission has decided (`QueuedRequest.report`)."""
+        """Carry out the decision of admission (`QueuedRequest.report`)."""
         if isinstance(outcome, Released):
             self._act(partial(self._submit_to, outcome.decision))
         elif isinstance(outcome, Refused):

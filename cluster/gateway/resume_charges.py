@@ -1,4 +1,4 @@
-"""What a call that resumes a request is charged: nothing, or as much as a new one."""
+"""The charge of a call that resumes a request: nothing, or that of a new one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Charge(NamedTuple):
 
 
 class ResumeCharges(NamedTuple):
-    """Decides by a call's resume token and what is known of the call before."""
+    """Decides by a call's resume token and the known facts of the call before."""
 
     tokens: ResumeTokens
     resumed: ResumedCalls
     quotas: Quotas
 
     async def charge(self, request: pb.GenerateRequest, identity: Identity, now: float) -> Charge:
-        """Return what the call is charged, of which nothing is taken yet. A token that is refused has cost as
+        """Return the charge of the call, of which nothing is taken yet. A token that is refused has cost as
         much as a request: it is counted as one."""
         tenant, digest = request.tenant, resume_digest(request)
         try:

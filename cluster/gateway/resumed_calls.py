@@ -98,7 +98,7 @@ class ResumedCalls:
 
     async def claim(self, key: RequestKey, token: ResumeToken, num_tokens: int) -> ResumeGrant | None:
         """Return a grant where a call is free that resumes the request with this token, and whose caller has
-        so much output; None: it is charged. What was granted is used, unless it is given back."""
+        this amount of output; None: it is charged. A grant is used, unless it is given back."""
         claim = ResumeClaim(*key, token.key, token.issuer, token.expires_at, num_tokens)
         if not self.judge(claim):
             return None

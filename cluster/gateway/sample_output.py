@@ -75,7 +75,7 @@ class PromptProgress:
         )
 
     def take(self, part: PromptLogprobs) -> PromptLogprobsDelta | None:
-        """Take a readable part, and return what of it is new."""
+        """Take a readable part, and return the new portion of it."""
         first, num_tokens = self._next_index, part.logprobs.num_tokens
         num_known = first - part.first_index
         if num_known >= num_tokens:
@@ -117,7 +117,7 @@ class SampleOutput:
         return SampleResult(self.index, self.finish, self.num_tokens, self._text.num_reasoning_tokens)
 
     def begin_attempt(self) -> None:
-        """Forget what belongs to the previous attempt only."""
+        """Forget the state that belongs to the previous attempt only."""
         self.held.clear()
         self.is_decoding = False
         self._num_tokens_before = self.num_tokens
@@ -139,7 +139,7 @@ class SampleOutput:
             self.held[delta.first_index] = delta
 
     def _next_delta(self) -> TokenDelta | None:
-        """Return what continues the output, cut to what is new; drop what is there already."""
+        """Return the continuation of the output, cut to the new tokens; drop those that are there already."""
         for first_index in sorted(self.held):
             if self.finish or first_index > self.num_tokens:
                 return None

@@ -117,7 +117,7 @@ class StreamMigration:
         self.target_lost, self._target_lost_at = reason, now
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the source has not reported in time what became of a migration to a lost target."""
+        """Whether the source has not reported in time the outcome of a migration to a lost target."""
         is_lost = self.target is not None and bool(self.target_lost)
         return is_lost and now >= self._target_lost_at + OVERDUE_S
 
@@ -130,7 +130,8 @@ class StreamMigration:
         return self.seek()
 
     def switch(self, first_index: int, now: float) -> bool:
-        """Record that the target decodes from this output index on; the source still owes what is before."""
+        """Record that the target decodes from this output index on; the source still owes the output
+        before."""
         assert self.decode is not None
         assert self.target is not None
         self._note(now, "moved", f"{self.decode.replica_id} -> {self.target.replica_id}")

@@ -26,8 +26,8 @@ def route_request(
     *,
     is_scored: bool = True,
 ) -> RouteRequest:
-    """Build the router's request for what is left. A prompt that is not yet `is_scored`, though its
-    log-probabilities are asked for, is computed whole wherever it is cached."""
+    """Build the router's request for the rest of the work. A prompt that is not yet `is_scored`, though its
+    log-probabilities are requested, is computed whole wherever it is cached."""
     shortest = min(sample.num_tokens for sample in unfinished)
     return RouteRequest(
         request_id=prepared.request_id,

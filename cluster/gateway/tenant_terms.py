@@ -1,4 +1,4 @@
-"""What the settings of a tenant mean for one of its requests."""
+"""The meaning of a tenant's settings for one of its requests."""
 
 from __future__ import annotations
 

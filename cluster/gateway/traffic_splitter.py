@@ -57,7 +57,7 @@ Context = Any
 
 def application_of(shares: Mapping[str, float], own: str, tenant: str, request_id: str) -> str:
     """Return which application answers the request. A change of the shares moves no more requests than it
-    must: those of `own` are what the others, in the order of their names, leave."""
+    must: those of `own` are the rest that the others, in the order of their names, leave."""
     digest = hashlib.sha256(f"{tenant}\0{request_id}".encode()).digest()
     place = int.from_bytes(digest[:_HASH_BYTES], "big") / 256**_HASH_BYTES
     total = sum(shares.values())

@@ -1,4 +1,4 @@
-"""What answers to generating requests are made of: the output of each sample, and usage."""
+"""The parts of answers to generating requests: the output of each sample, and usage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PART_BYTES = 64
 
 
 class Answer(Protocol):
-    """Makes the body of one answer from what its calls of `Generate` bring. A request with several prompts
+    """Makes the body of one answer from the output of its calls of `Generate`. A request with several prompts
     has one call for each; `number` counts them."""
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
@@ -44,7 +44,7 @@ class Answer(Protocol):
 
     @property
     def num_kept_bytes(self) -> int:
-        """How much it holds of what its calls have brought."""
+        """The bytes that the answer holds of its calls' output."""
 
 
 class Maker(msgspec.Struct):
@@ -81,7 +81,7 @@ class Usage(msgspec.Struct):
 
 
 def capped_max_tokens(usage: pb.Usage) -> int | UnsetType:
-    """Return what `max_tokens` was cut to; `UNSET`: it was not."""
+    """Return the value to which `max_tokens` was cut; `UNSET`: it was not."""
     return usage.capped_max_tokens or UNSET
 
 
@@ -221,7 +221,7 @@ def split_calls(
 
 
 def matched_stop(delta: pb.Delta) -> str | int | None:
-    """Return what of the request's stops ended the sample; None: the model's own end, or another reason."""
+    """Return the stop of the request that ended the sample; None: the model's own end, or another reason."""
     if not delta.HasField("matched_stop"):
         return None
     stop = delta.matched_stop

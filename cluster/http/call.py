@@ -36,7 +36,7 @@ class AbortedCall(Exception):
 
     @classmethod
     def of(cls, error: RequestError) -> AbortedCall:
-        """Return what ends a call with this error."""
+        """Return the exception that ends a call with this error."""
         return cls(*to_grpc_status(error))
 
 
@@ -75,7 +75,7 @@ class HttpCall:
         return {"x509_subject_alternative_name": [name.encode() for name in names]} if names else {}
 
     async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """Keep what is sent as headers, with the first part of the answer."""
+        """Keep the headers, to be sent with the first part of the answer."""
         self.initial_metadata.update(metadata)
 
     async def write(self, response: pb.GenerateResponse) -> None:

@@ -66,7 +66,7 @@ class Translated(NamedTuple):
 
 
 def translate(body: ChatRequest) -> Translated:
-    """Return the call that answers the chat; `InvalidRequestError` names what it cannot say."""
+    """Return the call that answers the chat; `InvalidRequestError` names fields that it cannot express."""
     request, names = sampled_request(body)
     names.update(_NAMES)
     if body.max_completion_tokens is not None:
@@ -311,7 +311,7 @@ def _tool_call_delta(part: pb.ToolCallDelta) -> _ToolCallDelta:
 
 
 def _echoed(body: ChatRequest) -> str:
-    """Return what `echo` puts before the answer: the last message, where it is the assistant's."""
+    """Return the text that `echo` puts before the answer: the last message, where it is the assistant's."""
     if not body.echo or not body.messages or body.messages[-1].role != "assistant":
         return ""
     return "".join(content_texts(body.messages[-1].content, "messages"))

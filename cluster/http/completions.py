@@ -37,7 +37,7 @@ from cluster.text.tokenizer import Detokenizer
 
 
 def translate(body: CompletionRequest, max_inputs: int) -> Translated:
-    """Return a call for each prompt; `InvalidRequestError` names what it cannot say."""
+    """Return a call for each prompt; `InvalidRequestError` names fields that it cannot express."""
     common, names = sampled_request(body)
     if body.max_tokens == 0:
         _check_prompt_alone(body)
@@ -69,7 +69,7 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
 
 
 def _check_prompt_alone(body: CompletionRequest) -> None:
-    """Refuse what has no meaning for a request that wants its prompt alone."""
+    """Refuse fields that have no meaning for a request that wants its prompt alone."""
     if not body.echo:
         raise bad_field("max_tokens", "is 0: send 1 or more, or echo: true for the prompt alone")
     if (body.n or 1) > 1:
@@ -253,7 +253,7 @@ class CompletionAnswer:
         return event(encode(chunk))
 
     def _begin(self, choice: _Choice, prompt: _PromptOutput) -> None:
-        """Put before the output what is wanted of the prompt."""
+        """Put the requested values of the prompt before the output."""
         if self._echoes:
             choice.text = prompt.output.prompt_text + choice.text
         if prompt.ranked is not None:

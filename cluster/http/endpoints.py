@@ -1,4 +1,4 @@
-"""What answers each route: reads the body, makes the calls of `tandem.v1.Inference`, writes the answer."""
+"""The handlers of the routes: read the body, make the calls of `tandem.v1.Inference`, write the answer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Endpoints:
         self._started_at = int(clock.wall())
 
     def routes(self) -> dict[tuple[Method, str], Endpoint]:
-        """Return what answers each route."""
+        """Return the handler of each route."""
         return {
             ("GET", "/v1/models"): self._models,
             ("GET", "/v1/models/{model:.+}"): self._model,
@@ -150,7 +150,7 @@ class Endpoints:
     async def _generate(
         self, served: Served, translated: chat.Translated, answer: Answer, streams: bool
     ) -> web.StreamResponse:
-        """Run the calls, and write what they bring: as it comes, or at the end."""
+        """Run the calls, and write their output: as it comes, or at the end."""
         kept = KeptOutput(self._unread)
         stream = EventStream(served.request, self._settings.write_timeout_s)
         write = _Writer(answer, kept, stream if streams else None)
@@ -327,7 +327,7 @@ def renamed(rename: Rename) -> Iterator[None]:
 
 
 def _name_of(given: str, request: web.Request) -> str:
-    """Return the id of a request: what its body gives or, as vLLM has it, a header; "": it has none."""
+    """Return the id of a request: the one in its body or, as vLLM has it, in a header; "": it has none."""
     header = request.headers.get(REQUEST_ID_HEADER, "")
     return given or (header if _REQUEST_ID.fullmatch(header) else "")
 

@@ -96,7 +96,7 @@ class HttpProblem(Exception):
 
     @classmethod
     def of_call(cls, call: AbortedCall, rename: Rename = str) -> HttpProblem:
-        """Return what the failed call is over HTTP; each bad field has the name that the client knows."""
+        """Return the failed call's error over HTTP; each bad field has the name that the client knows."""
         reason = error_reason(call.trailing) or call.code.name
         code = _CODES.get(reason, reason.lower())
         message, param = call.message, None

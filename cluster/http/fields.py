@@ -1,4 +1,4 @@
-"""Every field of the requests of OpenAI's, Anthropic's and vLLM's APIs, and what it does here.
+"""Every field of the requests of OpenAI's, Anthropic's and vLLM's APIs, and its effect here.
 
 Requests are decoded by the classes of `cluster.http`; a test holds this table to them.
 """
@@ -270,5 +270,5 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
 
 
 def refused(route: str) -> dict[str, str]:
-    """Return what to do without the fields that this route refuses by name."""
+    """Return the alternatives to the fields that this route refuses by name."""
     return {entry.name: entry.notes for entry in FIELDS[route] if entry.effect == "refused"}

@@ -1,5 +1,5 @@
-"""What an answer holds until it is whole, and until its client has taken it: bounded for one answer, and for
-all of a gateway together with what clients of streams have not read."""
+"""The output that an answer holds until it is whole, and until its client has taken it: bounded for one
+answer, and for all of a gateway together with the output that clients of streams have not read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MAX_KEPT_BYTES = 64 << 20
 
 
 class KeptOutput:
-    """Counts what one answer holds. The answer that holds the most ends where all together are too much."""
+    """Counts the bytes that one answer holds. The answer that holds the most ends where all together are too
+    much."""
 
     def __init__(self, unread: UnreadOutput) -> None:
         self._unread = unread
@@ -55,7 +56,7 @@ class KeptOutput:
 
     @contextlib.asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """End what is done here with an `HttpProblem` when the answer is cut off."""
+        """End the work here with an `HttpProblem` when the answer is cut off."""
         try:
             async with asyncio.timeout(None) as self._scope:
                 yield

@@ -159,7 +159,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def translate(body: MessagesRequest) -> Translated:
-    """Return the call that answers the request; `InvalidRequestError` names what it cannot say."""
+    """Return the call that answers the request; `InvalidRequestError` names fields that it cannot express."""
     request = pb.GenerateRequest(model=body.model or "", max_tokens=body.max_tokens)
     request.temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
     if body.top_p is not None:

@@ -1,5 +1,6 @@
-"""How a gateway listens for HTTP: TLS with certificates that are renewed, bounds of what a client may send
-before anybody looks at it, and a port that the next gateway takes over. For the console and the API alike."""
+"""A gateway's listening for HTTP: TLS with certificates that are renewed, bounds of the bytes that a client
+may send before anybody looks at them, and a port that the next gateway takes over. For the console and the
+API alike."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Answers what is no request, or one with too much in its headers."""
+    """Answers input that is no request, or a request with too much in its headers."""
 
     def __init__(self, server: web.Server, refuse: Refuse, **options: Any) -> None:
         super().__init__(server, **options)
@@ -227,8 +228,8 @@ def is_versionless(request: web.Request) -> bool:
 
 
 def ends_connection(request: web.Request) -> bool:
-    """Whether the connection must end with the answer: what is left of the body is not read, or the caller
-    has too many."""
+    """Whether the connection must end with the answer: the rest of the body is not read, or the caller has
+    too many."""
     connection = request.protocol
     is_surplus = isinstance(connection, _Connection) and connection.is_surplus
     return is_surplus or not request.content.is_eof()
@@ -250,7 +251,7 @@ def watch_peer(transport: Any) -> None:
 
 
 def _quiet_logger() -> logging.Logger:
-    """Return aiohttp's logger without what strangers cause: bad requests are answered, not logged."""
+    """Return aiohttp's logger without lines that strangers cause: bad requests are answered, not logged."""
     logger = logging.getLogger("tandem.http")
     if not logger.filters:
         logger.addFilter(_is_of_ours)

@@ -1,4 +1,4 @@
-"""From fields of OpenAI's API to a `GenerateRequest`: prompts, sampling, what output must look like."""
+"""From fields of OpenAI's API to a `GenerateRequest`: prompts, sampling, the required form of the output."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ _SERVICE_TIERS: Mapping[str, pb.ServiceClass] = {
 
 
 def renamer(names: Mapping[str, str]) -> Rename:
-    """Return what gives a field of a gRPC message its name over HTTP; the longest beginning that is known
-    decides."""
+    """Return the function that gives a field of a gRPC message its name over HTTP; the longest beginning that
+    is known decides."""
 
     def rename(field: str) -> str:
         ends = [index for index, char in enumerate(field) if char in ".["]
@@ -196,7 +196,7 @@ def schema_text(schema: Mapping[str, Any] | str | bool) -> str:
 
 
 def _set_format(constraint: pb.Constraint, wanted: ResponseFormat) -> str:
-    """Set the format, and return the path of what demands it."""
+    """Set the format, and return the path of the field that demands it."""
     if wanted.type == "json_object":
         constraint.json_object = True
     elif wanted.type == "json_schema":
@@ -221,7 +221,7 @@ def _set_tags(constraint: pb.Constraint, tags: Sequence[TagStructure], triggers:
 
 
 def _set_structured(constraint: pb.Constraint, wanted: StructuredOutputs) -> str:
-    """Set what is wanted, and return its path."""
+    """Set the requested structure, and return its path."""
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     given = [kind for kind in kinds if getattr(wanted, kind) not in (None, False)]
     if len(given) != 1:

@@ -1,4 +1,4 @@
-"""What is left of a tenant's quotas, as the headers that clients of OpenAI's API read."""
+"""The rest of a tenant's quotas, as the headers that clients of OpenAI's API read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""POST /v1/responses: OpenAI's newer API, from its request to a `GenerateRequest`. Nothing is kept:
-`store: true` and what refers to an answer before are refused by name."""
+"""POST /v1/responses: OpenAI's newer API, from its request to a `GenerateRequest`. Nothing is kept: `store:
+true` and fields that refer to an answer before are refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOT_THERE = ("reasoning.encrypted_content",)
 
 
 class InputItem(Body, kw_only=True):
-    """A part of the conversation so far: a message, a tool call, its result, or what was thought."""
+    """A part of the conversation so far: a message, a tool call, its result, or reasoning."""
 
     type: str = "message"
     id: Ignored = None
@@ -141,7 +141,7 @@ class ResponsesRequest(Body, kw_only=True):
 
 
 def translate(body: ResponsesRequest) -> Translated:
-    """Return the call that answers the request; `InvalidRequestError` names what it cannot say."""
+    """Return the call that answers the request; `InvalidRequestError` names fields that it cannot express."""
     _check_kept(body)
     request = pb.GenerateRequest(
         model=body.model or "",
@@ -189,7 +189,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def _check_kept(body: ResponsesRequest) -> None:
-    """Refuse what needs answers to be kept."""
+    """Refuse fields that need answers to be kept."""
     if body.store:
         raise bad_field("store", "is served as false only: no answer is kept; send store: false")
     if body.background:
@@ -221,7 +221,7 @@ def _set_text(constraint: pb.Constraint | None, text: TextSettings) -> None:
 
 
 def _add_item(chat: pb.ChatPrompt, item: InputItem, field: str, names: dict[str, str]) -> None:
-    """Append an item; what is thought and called belongs to the assistant's turn that it is in."""
+    """Append an item; reasoning and calls belong to the assistant's turn that they are in."""
     names[f"chat.messages[{len(chat.messages)}]"] = field
     if item.type == "message":
         if item.role is None or item.role not in ROLES:

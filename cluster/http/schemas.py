@@ -1,5 +1,5 @@
-"""What requests over HTTP may contain: types and fields. A field that is not known is refused by its name, as
-it might change the output; `cluster.http.fields` lists all of them, and what each does."""
+"""The possible contents of requests over HTTP: types and fields. A field that is not known is refused by its
+name, as it might change the output; `cluster.http.fields` lists all of them, and the effect of each."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
 
 
 def _check_long(body: bytes) -> None:
-    """Refuse a long body for what it has too much of, before a value of it is made."""
+    """Refuse a long body for excess of values, before a value of it is made."""
     try:
         check_counts(_FIELDS_DECODER.decode(body))
     except msgspec.ValidationError:
@@ -143,7 +143,7 @@ def _field_problem(error: Exception, fields: Any) -> tuple[str, str] | None:
 
 
 def _json_problem(body: bytes, error: Exception) -> str:
-    """Return what is wrong with a body that is not JSON."""
+    """Return the fault of a body that is not JSON."""
     if _SURROGATE.search(body):
         return _HALF_CHARACTER
     try:

@@ -1,4 +1,4 @@
-"""The HTTP port of a gateway: which requests it takes, from whom, and what answers them.
+"""The HTTP port of a gateway: its requests, their callers, and their handlers.
 
 request --> guard (shape of errors) --> Authenticator --> ROUTE_ACCESS --> body, with its limits --> endpoint
                                                                                                      |
@@ -106,7 +106,7 @@ class HttpServices(NamedTuple):
 def open_http(
     config: ClusterConfig, services: HttpServices, certificate: Certificate | None, clock: Clock
 ) -> HttpFront | None:
-    """Return what answers over HTTP, not yet listening; None where the configuration wants nothing."""
+    """Return the server for HTTP, not yet listening; None where the configuration wants nothing."""
     port = config.gateway.http.port
     return None if port is None else HttpFront(config, port, services, certificate, clock)
 
@@ -171,7 +171,7 @@ class HttpFront:
         return await self._port.start(is_shared=is_shared)
 
     def leave(self) -> None:
-        """Send clients to the other gateways: probes learn that this one leaves, and connections end with
+        """Send clients to the other gateways: the answers to probes announce it, and connections end with
         their requests."""
         self._is_leaving = True
 
@@ -240,7 +240,7 @@ class HttpFront:
         return response
 
     async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
-        """Answer those who have the role."""
+        """Answer callers who have the role."""
         arrived_at = self._clock.now()
         identity: Identity | None = None
         try:
@@ -353,13 +353,13 @@ async def _expect_later(request: web.Request) -> None:
 
 
 def _route_of(request: web.Request) -> str:
-    """Return the path of the route, without what the caller chose in it."""
+    """Return the path of the route, without the parts that the caller chose in it."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
 
 
 def _refused_unread(status: int, problem: str) -> web.Response:
-    """Return the answer to what is no request: nobody knows of which API."""
+    """Return the answer to input that is no request: its API is unknown."""
     body = openai_error(HttpProblem(status, problem))
     return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
 

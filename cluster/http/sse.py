@@ -1,6 +1,6 @@
 """Writing an answer: as a whole, or as server-sent events. The next event is taken only when the client has
-taken those before, so that what a slow client does not read waits in the request's `OutputBuffer`, with its
-bounds. A client that takes nothing for too long loses its connection."""
+taken those before, so that output that a slow client does not read waits in the request's `OutputBuffer`,
+with its bounds. A client that takes nothing for too long loses its connection."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def send_whole(
 
 @contextlib.asynccontextmanager
 async def _taken_in_time(request: web.Request, write_timeout_s: float) -> AsyncIterator[None]:
-    """End the connection of a client that does not take in time what is written here."""
+    """End the connection of a client that does not take in time the output that is written here."""
     try:
         async with asyncio.timeout(write_timeout_s):
             yield

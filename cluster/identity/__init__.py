@@ -1,1 +1,1 @@
-"""Who calls, and what the caller may do: identities from API keys, JWTs and client certificates."""
+"""Callers and their rights: identities from API keys, JWTs and client certificates."""

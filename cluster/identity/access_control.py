@@ -1,5 +1,5 @@
-"""Who may call a gateway: the callers' identities, what one gateway vouches for to another, the console's
-sessions, and the audit log of all this."""
+"""Access to a gateway: the callers' identities, the facts that one gateway vouches for to another, the
+console's sessions, and the audit log of all this."""
 
 from __future__ import annotations
 

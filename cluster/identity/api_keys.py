@@ -1,4 +1,4 @@
-"""API keys: a file of salted hashes, and what writes it.
+"""API keys: a file of salted hashes, and its writer.
 
     tandem_k3vq7yab_Zm9v...   `tandem_`, the key's id (8 characters), `_`, its secret (43 characters)
 
@@ -76,7 +76,7 @@ class KeyEntry(BaseModel):
         return hmac.compare_digest(bytes.fromhex(self.hash), _hashed(bytes.fromhex(self.salt), secret))
 
     def identity(self, config: AuthConfig) -> Identity:
-        """Return who calls with this key."""
+        """Return the identity that calls with this key."""
         limits = config.limits(self.tenant)
         models = limits.models if self.models is None else self.models
         return Identity(

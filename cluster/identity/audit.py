@@ -1,4 +1,4 @@
-"""The audit log: who did what to the cluster, from where, and with what result. One JSON object a line.
+"""The audit log: acts on the cluster with their callers, origins and results. One JSON object a line.
 
 Recorded are calls of `tandem.v1.Admin`, refused credentials, changes of the API keys, and what is done in the
 console. Never recorded are credentials, and what requests contain.
@@ -106,7 +106,7 @@ class AuditLog:
                 raise StartError(f"auth.audit.folder: {os_reason(error)}") from error
 
     def record(self, entry: AuditEntry) -> None:
-        """Write the entry. What cannot be written to the file is in the log all the same.
+        """Write the entry. An entry that cannot be written to the file is in the log all the same.
 
         Orders are always written, other lines within the bounds of `AuditLimit`, which hold for the log as
         well; the next line of any kind counts those that were left out.
@@ -170,7 +170,7 @@ def _json(value: object) -> object:
 
 
 def _text(value: str) -> str:
-    """Cut out credentials, and replace what no encoding can carry, such as a lone surrogate."""
+    """Cut out credentials, and replace characters that no encoding can carry, such as a lone surrogate."""
     encodable = value.encode(errors="replace").decode()
     return _CREDENTIAL.sub(_REDACTED, encodable)[:MAX_CHARS]
 

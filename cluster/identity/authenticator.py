@@ -37,7 +37,7 @@ class Credentials:
 
 
 class Authenticator:
-    """Makes an identity of a call's credentials. `follow` keeps what it reads from files up to date."""
+    """Makes an identity of a call's credentials. `follow` keeps the content of its files up to date."""
 
     def __init__(self, config: AuthConfig, clock: Clock) -> None:
         """Read all files; `ConfigError` names the setting whose file cannot be used."""
@@ -61,8 +61,8 @@ class Authenticator:
         return self.config.mode == "required"
 
     def identify(self, credentials: Credentials) -> Identity:
-        """Return who calls; `UnauthenticatedError` when that is not proven. A key or token goes before a
-        certificate."""
+        """Return the caller's identity; `UnauthenticatedError` when it is not proven. A key or token goes
+        before a certificate."""
         if not self.is_required:
             return LOCAL
         if credentials.authorization:
@@ -80,8 +80,8 @@ class Authenticator:
         return self._unexpired(entry)
 
     def recheck(self, key_id: str, mark: str) -> Identity:
-        """Return who signed in with a key that was valid then, by its id and mark; `UnauthenticatedError`
-        when it is not valid any more."""
+        """Return the identity that signed in with a key that was valid then, by its id and mark;
+        `UnauthenticatedError` when it is not valid any more."""
         entry = self._keys.content.get(key_id) if self._keys is not None else None
         if entry is None or entry.mark != mark:
             raise UnauthenticatedError("the key of this session is not valid any more")
@@ -122,7 +122,7 @@ class Authenticator:
         raise UnauthenticatedError("the key or token is not valid here")
 
     def _identity(self, entry: KeyEntry) -> Identity:
-        """Return who has the key; made once for each content of the file."""
+        """Return the identity that has the key; made once for each content of the file."""
         assert self._keys is not None
         if self._key_version != self._keys.version:
             self._key_identities.clear()

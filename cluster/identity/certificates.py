@@ -1,4 +1,5 @@
-"""Client certificates: which names they carry, and who has such a name. TLS has verified them before."""
+"""Client certificates: the names that they carry, and the identities with these names. TLS has verified them
+before."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def names_of_peer(certificate: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class CertificateIdentities:
-    """Knows who has a certificate, by the names in it."""
+    """Finds the identity of a certificate by the names in it."""
 
     def __init__(self, settings: CertificateConfig, config: AuthConfig) -> None:
         self._known: dict[str, tuple[int, Identity]] = {}
@@ -47,8 +48,8 @@ class CertificateIdentities:
             self._known.setdefault(entry.name, (place, identity))
 
     def identify(self, names: Sequence[str]) -> Identity:
-        """Return who has one of these names, by the first entry that names one; `UnauthenticatedError` when
-        nobody has."""
+        """Return the identity with one of these names, by the first entry that names one;
+        `UnauthenticatedError` when there is none."""
         found = [self._known[name] for name in names if name in self._known]
         if not found:
             raise UnauthenticatedError("the client certificate has no name that is known here")

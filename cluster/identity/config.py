@@ -1,4 +1,4 @@
-"""Settings under `auth:` of the cluster's file: who may call, and what each tenant may use."""
+"""Settings under `auth:` of the cluster's file: the callers, and the limits of each tenant."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CertificateConfig(_Settings):
 
 
 class TenantLimits(_Settings):
-    """Limits what the requests of a tenant may use."""
+    """Limits the resources that the requests of a tenant may use."""
 
     # A higher priority of a request is cut to this.
     max_priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -120,7 +120,7 @@ class AuditConfig(_Settings):
 
 
 class AuthConfig(_Settings):
-    """Configures who may call. Keys and tokens are read in files of their own, never in this one."""
+    """Configures the callers' access. Keys and tokens are read in files of their own, never in this one."""
 
     # `none`: every caller may do everything, and names the tenant itself; listens on loopback only, unless
     # `insecure`. `required`: every call needs a key, a token or a certificate; health checks do not.
@@ -189,7 +189,7 @@ class AuthConfig(_Settings):
         return self.limits(tenant).sharing_group or tenant
 
     def shares(self, field: ShareField) -> GroupShares:
-        """Return what each sharing group may take of a memory."""
+        """Return the part that each sharing group may take of a memory."""
         default: float = getattr(self.limits(ANY_TENANT), field)
         by_group: dict[str, float] = {
             self.sharing_group(tenant): getattr(limits, field)

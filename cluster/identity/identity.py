@@ -1,4 +1,4 @@
-"""Who calls, and what the caller may do."""
+"""The identity of a caller, and the caller's rights."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class JwtVerifier:
         self._version = self.keys.version
 
     def identify(self, token: str) -> Identity:
-        """Return who the token names; `UnauthenticatedError` when it is not valid."""
+        """Return the identity that the token names; `UnauthenticatedError` when it is not valid."""
         if self._version != self.keys.version:
             self._verified.clear()
             self._version = self.keys.version

@@ -144,7 +144,7 @@ def keep_key_root(folder: Path, draw: Callable[[int], bytes]) -> Path:
 
 
 def key_root_proof(path: Path, question: bytes) -> bytes | str:
-    """Return what only who knows the roots in the file can answer, or why they cannot be read."""
+    """Return a proof that requires knowledge of the roots in the file, or why they cannot be read."""
     try:
         roots = _read(path)
     except ConfigError as error:
@@ -164,7 +164,7 @@ def rotate_key_root(path: Path, draw: Callable[[int], bytes]) -> tuple[KeyRoot, 
 
 
 def end_rotation(path: Path) -> tuple[KeyRoot, ...]:
-    """Remove the older of two roots from the file, and return what is left."""
+    """Remove the older of two roots from the file, and return the rest."""
     roots = _read(path)
     if len(roots) < _MAX_ROOTS:
         raise ConfigError(f"{path}: it has one root; there is no rotation to end")

@@ -77,7 +77,7 @@ class Sessions:
         return NewSession(identity, _text(self._mac(body) + body), ends_at - now)
 
     def identify(self, cookie: str) -> Identity:
-        """Return who signed in; `UnauthenticatedError` when the session is over."""
+        """Return the identity that signed in; `UnauthenticatedError` when the session is over."""
         claims = self._claims(cookie)
         identity = self._authenticator.recheck(claims.key_id, claims.key_mark)
         require(identity, "viewer")

@@ -1,1 +1,1 @@
-"""Metrics, logs and traces, and what each tenant uses."""
+"""Metrics, logs and traces, and the usage of each tenant."""

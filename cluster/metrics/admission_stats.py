@@ -1,4 +1,4 @@
-"""What a gateway's admission does, as metrics, `status` and the other gateways read it."""
+"""The state of a gateway's admission, as metrics, `status` and the other gateways read it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What happened second by second at a gateway, and the same of all gateways: counts and times, from which
-curves and percentiles are made. Seconds are merged as buckets, because percentiles cannot be."""
+"""The events second by second at a gateway, and the same of all gateways: counts and times, from which curves
+and percentiles are made. Seconds are merged as buckets, because percentiles cannot be."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Second:
     pool_to_prompts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SecondCounts) -> None:
-        """Add what happened in another one; counts that a `Window` has not are left out."""
+        """Add the events of another one; counts that a `Window` has not are left out."""
         for name in COUNTED:
             self.counts[name] += other.counts.get(name, 0)
         self.ttft.merge([Spread(other.ttft)])
@@ -140,7 +140,7 @@ class SecondRing:
         self._seconds: deque[Second] = deque()
 
     def second(self, now: float) -> Second:
-        """Return where to count what happens now."""
+        """Return the counts to which the present events are added."""
         at = int(now)
         if not self._seconds or self._seconds[-1].at < at:
             self._seconds.append(Second(at))

@@ -1,4 +1,4 @@
-"""Total the demand: what gateways were asked for and how they served it. The autoscaler forecasts from it."""
+"""Total the demand: the requests to gateways and how they served them. The autoscaler forecasts from it."""
 
 from __future__ import annotations
 

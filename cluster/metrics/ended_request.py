@@ -1,4 +1,4 @@
-"""What is known of a request when it has ended, for everyone who counts, logs or traces requests."""
+"""The known facts of a request when it has ended, for every part that counts, logs or traces requests."""
 
 from __future__ import annotations
 

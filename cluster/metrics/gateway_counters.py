@@ -1,4 +1,4 @@
-"""Counts what a gateway measures of its requests, for metrics, console and scaler."""
+"""Counts a gateway's measurements of its requests, for metrics, console and scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a metric is declared: its labels, its unit, and what it shows."""
+"""The declaration of a metric: its labels, its unit, and its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets and counts declared metrics by name, for whoever shows them to Prometheus."""
+"""Sets and counts declared metrics by name, for the exporter that shows them to Prometheus."""
 
 from __future__ import annotations
 

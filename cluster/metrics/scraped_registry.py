@@ -16,7 +16,8 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class ScrapedRegistry(MetricsRegistry):
-    """Keeps what was set since `clear`, so that a series whose subject is gone disappears at once."""
+    """Keeps the values that were set since `clear`, so that a series whose subject is gone disappears at
+    once."""
 
     def __init__(self, **common: str) -> None:
         super().__init__(common)

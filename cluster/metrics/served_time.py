@@ -22,8 +22,8 @@ _LEAST_S = 1e-3
 
 
 class ServedTime:
-    """Seconds of the replicas' time that each tenant and class was given; what is long ago counts less. At
-    most `MOST_TENANTS` are counted by name, and the others together. Time is an argument."""
+    """Seconds of the replicas' time that each tenant and class was given; older ones count less. At most
+    `MOST_TENANTS` are counted by name, and the others together. Time is an argument."""
 
     def __init__(self) -> None:
         # Amounts as they were worth at `_counted_at`: later ones are worth more.
@@ -47,7 +47,7 @@ class ServedTime:
         served[service_class] += cost_s * kept_share(self._counted_at - now, SERVED_S)
 
     def stats(self, now: float) -> tuple[FlowStats, ...]:
-        """Return what the tenants have that were given most, then those of the others together. Nothing,
+        """Return the shares of the tenants that were given most, then those of the others together. Nothing,
         where nobody was given anything for `SERVED_S`: all fade alike, so that their shares would stay."""
         if now - self._given_at > SERVED_S:
             return ()

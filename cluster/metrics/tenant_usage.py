@@ -1,4 +1,4 @@
-"""Count what each tenant costs: tokens, and KV held over time. Few tenants have series of their own."""
+"""Count the cost of each tenant: tokens, and KV held over time. Few tenants have series of their own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TenantUsageTable:
         self._ever: dict[str, TenantUse] = {}
 
     def use(self, tenant: str) -> TenantUse:
-        """Return where to add what the tenant uses; call it again for each use."""
+        """Return the counts to which the tenant's use is added; call it again for each use."""
         name = tenant or "default"
         if name == OTHERS:
             return self._others
@@ -69,7 +69,7 @@ class TenantUsageTable:
         return self._others if found is None else found
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Add what one of its requests used: a tenant among the others may now earn a series."""
+        """Add the use of one of its requests: a tenant among the others may now earn a series."""
         name = tenant or "default"
         if name in self._named or name == OTHERS:
             return

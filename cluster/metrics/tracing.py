@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one for each sampled request, made from what is known when it has ended.
+"""OpenTelemetry traces: one for each sampled request, made from the facts that are known when it has ended.
 
 Nothing is done for a trace while the request runs. Spans wait in a bounded queue for a thread of the library
 that sends them; when the collector is away they are dropped, and requests do not notice.

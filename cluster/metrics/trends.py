@@ -1,4 +1,4 @@
-"""Keep what a cluster did over the last hours, a point for each period.
+"""Keep the history of a cluster over the last hours, a point for each period.
 
 A point has throughput, queue, prefix hits, KV and GPU memory in use, TTFT and ITL. There are two series of
 points, a fine one and a long one, in bounded memory.

@@ -1,1 +1,2 @@
-"""The roster: who serves, and the counts that operators ordered; kept by one actor, watched by all."""
+"""The roster: the members that serve, and the counts that operators ordered; kept by one actor, watched by
+all."""

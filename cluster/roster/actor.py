@@ -89,7 +89,7 @@ class RemoteRoster:
         await self._call("change", _ORDER_CODEC.encode(order))
 
     async def tell_start(self, starting: StartingReplica) -> None:
-        """Show what a replica does that cannot serve yet, for `STARTING_S`."""
+        """Show for `STARTING_S` how far a replica is that cannot serve yet."""
         with contextlib.suppress(RosterAwayError, AttributeError):  # that of a roster of an earlier version
             await self._call("tell_start", STARTING_CODEC.encode(starting))
 

@@ -39,7 +39,7 @@ class DesiredPool(NamedTuple):
 
 
 class DesiredState:
-    """Represents what was ordered. `change` and `restore` return whether the view of it changed.
+    """Represents the orders. `change` and `restore` return whether the view of them changed.
 
     `first_version` is that of this life of the roster. What was ordered in this life is never overridden by a
     memory, and of several memories the latest counts.
@@ -106,7 +106,7 @@ class DesiredState:
         return self.fill(_NOBODY) != before
 
     def restore(self, memory: RosterView) -> bool:
-        """Take what was not ordered in this life from what a watcher saw of an earlier one."""
+        """Take the orders that were not given in this life from a watcher's view of an earlier one."""
         if not self._restored_version < memory.version <= self._first_version:
             return False
         if memory.incarnation == self._first_version:

@@ -7,7 +7,7 @@ from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 
 
 class ReplicaRecord(Message, frozen=True):
-    """A replica that serves: where its Links connect and what it is. Registered when it is ready."""
+    """A replica that serves: the address of its Links, and its properties. Registered when it is ready."""
 
     identity: ReplicaIdentity
     pool: str
@@ -41,8 +41,8 @@ class ReplicaRecord(Message, frozen=True):
 
 
 class StartingReplica(Message, frozen=True):
-    """A replica that cannot serve yet, and what its slowest rank does. Not registered, and known for a few
-    seconds only: it is told again and again."""
+    """A replica that cannot serve yet, and the state of its slowest rank. Not registered, and known for a few
+    seconds only: it is reported again and again."""
 
     replica_id: str
     pool: str
@@ -150,7 +150,7 @@ class SetTraffic(Message, frozen=True):
 
 
 class Observed(Message, frozen=True):
-    """Records what the scaler saw of Ray Serve, for its next life."""
+    """Records the scaler's view of Ray Serve, for its next life."""
 
     deploy_mark: str
     targets: dict[str, int]

@@ -1,4 +1,5 @@
-"""Run the roster as a Ray actor: named, detached, restarted by Ray, and made again by whoever misses it."""
+"""Run the roster as a Ray actor: named, detached, restarted by Ray, and made again by any process that misses
+it."""
 
 from __future__ import annotations
 

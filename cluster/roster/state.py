@@ -119,7 +119,7 @@ class Roster:
         self._version += self._desired.change(order)
 
     def restore(self, memory: RosterView) -> None:
-        """Take back what an earlier life of the roster remembered."""
+        """Take back the memory of an earlier life of the roster."""
         self._version += self._desired.restore(memory)
 
     def _of(self, kind: type[T]) -> tuple[T, ...]:
@@ -149,7 +149,7 @@ class LocalRoster:
         await self._apply(lambda: self._roster.change(order))
 
     async def restore(self, memory: RosterView) -> RosterView:
-        """Restore the orders that an earlier life of the roster had; returns the view with them."""
+        """Restore the orders that an earlier life of the roster had; return the view with them."""
         await self._apply(lambda: self._roster.restore(memory))
         return self._roster.view()
 

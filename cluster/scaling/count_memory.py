@@ -27,7 +27,8 @@ class CountMemory(Protocol):
 
 
 class KeptCounts:
-    """One scaler's. `since_ms` orders the Ray clusters: an older one never overwrites what a newer one keeps.
+    """The kept counts of one scaler. `since_ms` orders the Ray clusters: an older one never overwrites the
+    counts of a newer one.
 
     Nothing waits for the server: while it is away, counts are kept by the roster alone.
     """
@@ -64,7 +65,7 @@ class KeptCounts:
         return KnownCounts(desired, tuple(pool for pool in kept.pinned if pool in desired))
 
     async def keep(self, view: RosterView) -> None:
-        """Write what the roster knows, when it has changed and now and then."""
+        """Write the roster's counts, when they have changed and now and then."""
         counts, now = counts_of(view), self._clock.now()
         if not self._is_read or (counts == self._written and now < self._written_at + WRITE_AGAIN_S):
             return

@@ -24,7 +24,7 @@ _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
 
 
 class Headroom(NamedTuple):
-    """Represents the resources by node, and what one replica of each pool takes, a mapping for each
+    """Represents the resources by node, and the resources of one replica of each pool, a mapping for each
     bundle."""
 
     free: tuple[dict[str, float], ...]
@@ -43,15 +43,15 @@ class Headroom(NamedTuple):
         return shortages(wanted, self.free, self.total)
 
     def needed(self, pool: str, num: int) -> dict[str, float]:
-        """Return what `num` replicas of the pool take; empty when that is not known."""
+        """Return the resources that `num` replicas of the pool take; empty when they are not known."""
         return {name: num * amount for name, amount in add_up(self.bundles.get(pool, ())).items()}
 
     def total_free(self, name: str) -> float:
-        """Return what all nodes have free of one resource."""
+        """Return the free amount of one resource on all nodes."""
         return sum(node.get(name, 0.0) for node in self.free)
 
     def free_amounts(self) -> dict[str, float]:
-        """Return what all nodes have free, by each resource that any of them has."""
+        """Return the free amounts on all nodes, by each resource that any of them has."""
         return {
             name: self.total_free(name) for name in sorted({name for node in self.total for name in node})
         }

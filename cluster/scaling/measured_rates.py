@@ -74,7 +74,7 @@ class RequestSizes(NamedTuple):
 
 
 class ArrivalRates(NamedTuple):
-    """Requests a second: what to expect, and the least that must still fit after a pool shrank."""
+    """Requests a second: the expected rate, and the least that must still fit after a pool shrank."""
 
     expected: Forecast
     # The larger of the expected rate and that of the last `down_cool_down_s`.

@@ -156,7 +156,7 @@ def _raise(refused: OrderRefused) -> NoReturn:
 
 
 async def plan_order(client: ServeClient, app: str, seen: AppTargets, counts: Mapping[str, int]) -> OrderDone:
-    """Return what the order would change of what Serve has in mind now; with no counts, what that is.
+    """Return the changes of the order to Serve's present targets; with no counts, these targets.
 
     `UnknownPoolError` names a pool that Serve does not run.
     """

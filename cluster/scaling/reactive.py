@@ -1,4 +1,5 @@
-"""The reactive part: what queues, free KV blocks and step times of the last few samples ask for.
+"""The reactive part: the replicas that queues, free KV blocks and step times of the last few samples call
+for.
 
 A signal counts when it stands in each of the last `NUM_SAMPLES` samples. Prompts that wait for blocks at the
 decode side are decode's shortage, however long the prefill queue is: more prefill replicas would wait too.
@@ -29,7 +30,7 @@ _MIN_OUTCOMES = 20
 
 
 class Shortage(NamedTuple):
-    """A kind of replica is short. `num_replicas` would be enough for what is there now."""
+    """A kind of replica is short. `num_replicas` would be enough for the present load."""
 
     num_replicas: int
     reason: str

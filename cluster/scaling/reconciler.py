@@ -62,7 +62,7 @@ class _Retry:
 
 class Reconciler:
     """Turns looks and orders into actions, which the caller carries out in their order and stops at the first
-    that fails: the next look starts from what is.
+    that fails: the next look starts from the state at that time.
 
     Times are seconds of one monotonic clock (`now`) and Unix time for records (`wall`).
     """

@@ -47,8 +47,8 @@ class RedisCounts:
         return COUNTS_CODEC.decode(frame) if isinstance(frame, bytes) else None
 
     async def write(self, counts: KnownCounts, since_ms: int) -> bool:
-        """Replace what is there, unless a Ray cluster that began later than `since_ms` (Unix time) wrote it:
-        the one that replaces this cluster. Returns whether it was replaced."""
+        """Replace the kept counts, unless a Ray cluster that began later than `since_ms` (Unix time) wrote
+        them: the one that replaces this cluster. Return whether they were replaced."""
         return bool(await self._run(_WRITE, since_ms, COUNTS_CODEC.encode(counts), _KEEP_S))
 
     async def _run(self, script: Script, *arguments: int | bytes) -> object:

@@ -1,5 +1,5 @@
-"""What the Ray cluster has free, and whether more replicas would fit: pure functions over resource counts,
-and one reader of Ray's state API."""
+"""The free resources of the Ray cluster, and whether more replicas would fit: pure functions over resource
+counts, and one reader of Ray's state API."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ QUANTUM = 1e-4
 
 
 class ReplicaDemand(NamedTuple):
-    """Represents one replica of a pool: what its engine core and its stages ask, on one node unless
-    `may_spread`."""
+    """Represents one replica of a pool: the resources that its engine core and its stages request, on one
+    node unless `may_spread`."""
 
     pool: str
     bundles: tuple[dict[str, float], ...]

@@ -18,7 +18,7 @@ _MS = 1000
 
 
 class RoleTable:
-    """The leases of one view of the roster, and what to change about them at Unix time `wall`."""
+    """The leases of one view of the roster, and the changes to them at Unix time `wall`."""
 
     def __init__(self, view: RosterView, wall: float) -> None:
         self._replicas = {record.identity.replica_id: record for record in view.replicas}
@@ -91,7 +91,7 @@ def home_role(record: ReplicaRecord) -> str:
 
 
 def role_of(replica: ReplicaIdentity, view: RosterView, epoch: int) -> tuple[str, int] | None:
-    """Return what this replica shall do about its lease: play (role, epoch), or continue as before (None).
+    """Return the action of this replica for its lease: play (role, epoch), or continue as before (None).
     `epoch` is that of the lease it follows."""
     for lease in view.leases:
         if lease.replica == replica and lease.epoch > epoch:

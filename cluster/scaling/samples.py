@@ -1,4 +1,5 @@
-"""Samples of all replicas and of the demand, one a tick, for a bounded time: what the policy looks at.
+"""Samples of all replicas and of the demand, one a tick, for a bounded time: the data that the policy looks
+at.
 
 Gateways report a `tandem.v1.StatusResponse` each. A `ReplicaSample` is a `Replica` with its `Load`, as the
 gateway that heard of it last reported it, and with what all gateways hold for it; the demand of a sample is
@@ -116,7 +117,7 @@ def may_prefill(pools: Sequence[PoolView]) -> bool:
 
 
 def kind_of(role: str, *, has_prefill: bool) -> str:
-    """Return what a role does in this cluster."""
+    """Return the kind of work of a role in this cluster."""
     return BOTH if role == DECODE and not has_prefill else role
 
 

@@ -86,11 +86,12 @@ class Scaler:
         self._history = History(history_span_s(config.scaling))
 
     def report(self, gateway: str, status: admin_pb.StatusResponse) -> None:
-        """Note what this gateway sees now; `gateway` names it with its epoch."""
+        """Note the present status of this gateway; `gateway` names it with its epoch."""
         self._reports.add(gateway, status, self._clock.now())
 
     async def run(self) -> None:
-        """Look every `scaling.interval_s`, until cancelled. What fails is tried again; it is logged once."""
+        """Look every `scaling.interval_s`, until cancelled. A look that fails is tried again; the failure is
+        logged once."""
         while True:
             try:
                 await self.tick()
@@ -128,7 +129,7 @@ class Scaler:
         return ORDER_ANSWER_CODEC.encode(done)
 
     async def _look(self, seen: AppTargets | None, view: RosterView, client: ServeClient) -> bool:
-        """Compare what Serve has in mind with what is desired; returns whether nothing had to be changed."""
+        """Compare Serve's targets with the desired counts; return whether nothing had to be changed."""
         if self._counts is not None and seen is not None:
             view = await self._take_over(self._counts, seen, view)
         now, wall = self._clock.now(), self._clock.wall()
@@ -137,7 +138,7 @@ class Scaler:
         return all(isinstance(action, Observed) for action in actions)
 
     async def _scale(self, order: ScaleOrder) -> OrderDone:
-        """Order the counts from Serve first: what Serve refuses is not desired."""
+        """Order the counts from Serve first: a count that Serve refuses is not desired."""
         async with await self._open_client() as client:
             seen = await client.application()
             if seen is None:
@@ -201,7 +202,7 @@ class Scaler:
             raise InvalidRequestError(FieldViolation("replicas", problem))
 
     async def _take_over(self, kept: KeptCounts, seen: AppTargets, view: RosterView) -> RosterView:
-        """Take over what was ordered in an earlier Ray cluster: the roster of this one is new."""
+        """Take over the orders of an earlier Ray cluster: the roster of this one is new."""
         left = await kept.left(self._config, seen, view)
         for pool, num_replicas in left.desired.items():
             await self._roster.change(SetDesired(pool, num_replicas, pool in left.pinned))

@@ -1,4 +1,4 @@
-"""What the C library's allocator does with memory that is freed."""
+"""The handling of freed memory by the C library's allocator."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class ReplicaActor:
         self._phase = phase
 
     async def _tell_start(self) -> None:
-        """Tell those who wait for the replica what it does."""
+        """Report the replica's progress to those who wait for it."""
         while True:
             await self._roster.tell_start(
                 StartingReplica(self._identity.replica_id, self._pool.name, self._phase)
@@ -278,9 +278,9 @@ class ReplicaActor:
 
 
 def _keep_responsive() -> None:
-    """Keep pauses of a gateway's event loop short. What has been made until now stays out of garbage
-    collection; and the other threads of this process, which are Ray's and Serve's, give the interpreter back
-    sooner than after 5 ms."""
+    """Keep pauses of a gateway's event loop short. Existing objects stay out of garbage collection; and the
+    other threads of this process, which are Ray's and Serve's, give the interpreter back sooner than after 5
+    ms."""
     leave_out_started()
     sys.setswitchinterval(_SWITCH_S)
 
@@ -410,7 +410,7 @@ def _step_pace(pace: PaceConfig | None) -> StepPace | None:
 
 
 def _own_node(cpus: Mapping[str, float]) -> NodeResources:
-    """Return what the node of this process has, with the CPUs per rank of each pool."""
+    """Return the resources of this process's node, with the CPUs per rank of each pool."""
     node_id = ray.get_runtime_context().get_node_id()
     nodes: dict[str, dict[str, float]] = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
     return NodeResources(nodes[node_id], cpus)

@@ -35,7 +35,7 @@ def bounded_start(
     start_s: float = START_S,
     interrupted_s: float = INTERRUPTED_S,
 ) -> Iterator[None]:
-    """Call `end` with the reason where what is done within takes longer than it may, in seconds."""
+    """Call `end` with the reason where the work within takes longer than it may, in seconds."""
     returned = threading.Event()
     watch = threading.Thread(
         target=_watch, args=(returned, interrupted, end, start_s, interrupted_s), daemon=True

@@ -1,4 +1,4 @@
-"""What the processes ask of Ray: pure functions over resource counts.
+"""The resources that the processes request from Ray: pure functions over resource counts.
 
 CPU shares are a means of placement only (Ray does not enforce them), so small machines get small shares:
 all that is configured fits, and at least as much again stays free for replicas added while it runs.
@@ -20,8 +20,8 @@ GATEWAY_CPUS = 0.05
 def plan_cpus(
     pools: Sequence[PoolConfig], num_gateways: int, nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the CPUs per rank for each pool. A pool that configures its own keeps it; the others share what
-    is left.
+    """Return the CPUs per rank for each pool. A pool that configures its own keeps it; the others share the
+    rest.
 
     A share is at most the rank's threads, and small enough that everything fits and that the pools which
     share can be doubled while they run. `nodes` are what each node has left.

@@ -1,4 +1,4 @@
-"""What the garbage collector of a process that serves looks through."""
+"""The objects that the garbage collector of a serving process looks through."""
 
 from __future__ import annotations
 

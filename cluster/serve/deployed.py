@@ -1,4 +1,4 @@
-"""Keep what an application was deployed with in Ray's GCS, for later updates.
+"""Keep the deployed configuration of an application in Ray's GCS, for later updates.
 
 Ray Serve keeps the same in the same place for restarting replicas, but offers no way to read it.
 """
@@ -14,7 +14,8 @@ _NAMESPACE = b"tandem"
 
 
 class Deployed(Part, frozen=True):
-    """Represents the configuration of an application, and what must stay the same when it changes."""
+    """Represents the configuration of an application, and the values that must stay the same when it
+    changes."""
 
     # The configuration with all that was settled at its start, such as the address of the store's index.
     config_json: str
@@ -31,7 +32,7 @@ _CODEC: Codec[Deployed] = Codec(Deployed)
 
 
 def remember(app: str, deployed: Deployed) -> None:
-    """Record what the application was deployed with, in place of an earlier record."""
+    """Record the deployed configuration of the application, in place of an earlier record."""
     write_value(_key(app), _CODEC.encode(deployed), _NAMESPACE)
 
 

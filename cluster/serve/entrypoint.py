@@ -123,7 +123,7 @@ def declared_life(app: str, secret: bytes) -> str:
 
 
 def _undeclared(config: ClusterConfig) -> list[str]:
-    """Return what is missing that `tandem serve` would decide."""
+    """Return the missing settings that `tandem serve` would decide."""
     problems = []
     paths = {
         "model": config.model,

@@ -244,7 +244,7 @@ class Gateway:
         return await self._status.status()
 
     async def export(self, metrics: GatewayMetrics) -> None:
-        """Set and count what this gateway exports; the event loop does other work in between."""
+        """Set and count this gateway's metrics; the event loop does other work in between."""
         status = await self._status.status()
         admission, num_unheard = self.requests.admission.stats(), len(self.exchange.missing())
         for _ in metrics.update(self.requests.counters, admission, status, self._clock.now(), num_unheard):
@@ -297,7 +297,7 @@ class Gateway:
         return self._ports.admin_port
 
     def certificate_chain(self) -> str:
-        """Return PEM of what the gateway shows to clients now; "" where it speaks no TLS."""
+        """Return the PEM of the chain that the gateway shows to clients now; "" where it speaks no TLS."""
         return self._certificate.chain() if self._certificate is not None else ""
 
     async def stop(self) -> None:
@@ -432,7 +432,7 @@ def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> Ga
 
 
 def _open_tracer(config: ClusterConfig, gateway_id: str, clock: Clock) -> RequestTracer | None:
-    """Return what sends traces; None where the configuration wants none."""
+    """Return the sender of traces; None where the configuration wants none."""
     if not config.tracing.endpoint:
         return None
     return RequestTracer(

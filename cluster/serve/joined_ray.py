@@ -226,8 +226,8 @@ def gcs_is_persistent() -> bool:
 
 
 class GcsWatch:
-    """Decides when a GCS that cannot be reached has ended. `see` takes what a probe has found: "up",
-    "refused" (its host says that nobody listens) or "silent"."""
+    """Decides when a GCS that cannot be reached has ended. `see` takes the finding of a probe: "up",
+    "refused" (its host answers that nobody listens) or "silent"."""
 
     def __init__(self, now: float, *, may_return: bool) -> None:
         self._refused_s = AWAY_S if may_return else REFUSED_S

@@ -402,8 +402,8 @@ def starting_text(starting: Sequence[StartingReplica]) -> str:
 
 
 def check_gateway_files(config: ClusterConfig, clock: Clock) -> None:
-    """Read the files by which gateways know their callers and show who they are, and look whether they can
-    write their audit log; `ConfigError` or `StartError` names the setting."""
+    """Read the files by which gateways know their callers and prove their own identity, and look whether they
+    can write their audit log; `ConfigError` or `StartError` names the setting."""
     Authenticator(config.auth, clock)
     open_certificate(config.gateway, config.auth, "inference")
     open_certificate(config.gateway, config.auth, "admin")
@@ -442,7 +442,7 @@ def _remedy(given: ClusterConfig) -> str:
 
 
 def secret_proofs(config_json: str, question: str) -> tuple[bytes, bytes] | str:
-    """Return what only who knows the cluster secret and the URL of the index can answer, or why this node
+    """Return proofs that require knowledge of the cluster secret and the URL of the index, or why this node
     cannot read them."""
     config = ClusterConfig.model_validate_json(config_json)
     try:
@@ -458,8 +458,8 @@ def _proofs(config: ClusterConfig, trust: Trust, question: str) -> tuple[bytes, 
 
 def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
     """Raise `ConfigError` where another node of the Ray cluster does not read the same key roots from the
-    same path: its gateways would not find what others have cached. `StartError` for a node that does not
-    answer."""
+    same path: its gateways would not find the KV that others have cached. `StartError` for a node that does
+    not answer."""
     path, question = config.auth.key_root_file, secrets.token_bytes(16)
     assert path is not None
     own = key_root_proof(path, question)
@@ -479,8 +479,8 @@ def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
 
 
 def _ask_other_nodes(work: Callable[..., Answer], *args: Path | str | bytes) -> dict[str, Answer]:
-    """Return, by address, what `work` returns on each other node of the Ray cluster that runs processes of an
-    application."""
+    """Return, by address, the result of `work` on each other node of the Ray cluster that runs processes of
+    an application."""
     here = ray.get_runtime_context().get_node_id()
     others = {
         node["NodeID"]: node["NodeManagerAddress"]

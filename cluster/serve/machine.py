@@ -31,7 +31,7 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Return what the command prints; None where it is not installed, fails or hangs."""
+    """Return the output of the command; None where it is not installed, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""What the configured pools take of a machine: memory of each rank, KV where `kv_tokens` is `auto`, open
-files, and whether a container has the memory."""
+"""The resources of a machine that the configured pools take: memory of each rank, KV where `kv_tokens` is
+`auto`, open files, and whether a container has the memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RankNeed(NamedTuple):
 
 
 class PoolNeed(NamedTuple):
-    """Represents what one pool takes. `ranks` are those of each replica, stage by stage."""
+    """Represents the needs of one pool. `ranks` are those of each replica, stage by stage."""
 
     name: str
     num_replicas: int
@@ -109,7 +109,7 @@ class PoolNeed(NamedTuple):
 
 
 class ClusterNeed(NamedTuple):
-    """Represents what the whole configuration takes."""
+    """Represents the needs of the whole configuration."""
 
     pools: tuple[PoolNeed, ...]
     # The bytes of one node.
@@ -153,7 +153,7 @@ def needs_of(
     *,
     is_running: bool = False,
 ) -> ClusterNeed:
-    """Return what the configuration takes; `CheckpointError` where the model folder cannot be read.
+    """Return the needs of the configuration; `CheckpointError` where the model folder cannot be read.
 
     Where `kv_tokens` is `auto`, it is what `machine` has for it (None: the least). `node` is the machine as a
     Ray node; None: all replicas may be here. While the cluster `is_running`, what is free now is ignored.
@@ -184,7 +184,7 @@ def _host_bytes(ranks: Sequence[RankNeed]) -> int:
 def _pool_need(
     pool: PoolConfig, config: ClusterConfig, model: ModelConfig, checkpoint: Checkpoint
 ) -> PoolNeed:
-    """Return what the pool takes; where its `kv_tokens` is `auto`, with the least."""
+    """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, config.model)]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
     ranks: list[RankNeed] = []
@@ -436,7 +436,7 @@ def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machi
 
 
 def _parts(ranks: Sequence[RankNeed], store_bytes: int) -> dict[str, int]:
-    """Return by field, or by what it is, the memory of a replica of these ranks and of its node's store."""
+    """Return by field, or by name, the memory of a replica of these ranks and of its node's store."""
     on_cpu = [rank for rank in ranks if rank.device == "cpu"]
     return {
         "store.dram_gb": store_bytes,

@@ -100,8 +100,8 @@ def _locked(parent: Path) -> Iterator[None]:
 
 
 def _try_lock(folder: Path, kind: int) -> int | None:
-    """Lock the folder, and return what holds the lock until it is closed; None while its owner lives. Opened
-    by name without following links; the lock does not pass to programs that are started."""
+    """Lock the folder, and return the object that holds the lock until it is closed; None while its owner
+    lives. Opened by name without following links; the lock does not pass to programs that are started."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # removed since, or no folder

@@ -144,5 +144,5 @@ def node_host(configured: str) -> str:
 
 
 def only(bundle: dict[str, float]) -> dict[str, float]:
-    """Return actor options that ask for exactly what the bundle holds."""
+    """Return actor options that request exactly the content of the bundle."""
     return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0.0)}

@@ -1,6 +1,6 @@
-"""Whose a Ray cluster is, as the kernel of this host knows it. Names, command lines and files of strangers
-count for nothing: any process may call itself a raylet, and whoever joins sends the Ray token.
-"""
+"""The owner of a Ray cluster, as the kernel of this host knows it. Names, command lines and files of
+strangers count for nothing: any process may call itself a raylet, and each process that joins sends the Ray
+token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STORAGE = ("--redis_address=", "RAY_gcs_storage=")
 
 
 class RayOwner(NamedTuple):
-    """Represents who listens at the address of a Ray cluster on this host."""
+    """Represents the process that listens at the address of a Ray cluster on this host."""
 
     user_id: int
     # None: a process of another user, which this one cannot inspect.
@@ -38,7 +38,7 @@ class RayOwner(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`process N, started by USER at TIME`, without what cannot be known."""
+        """`process N, started by USER at TIME`, without the parts that cannot be known."""
         user = user_name(self.user_id)
         if self.process is None:
             return f"of {user}"
@@ -100,7 +100,7 @@ def _gcs_address(process: psutil.Process) -> str:
 
 
 def listener_at(host: str, port: int) -> RayOwner | None:
-    """Return who listens at host:port; None where that is another host, or nobody does."""
+    """Return the process that listens at host:port; None where that is another host, or nobody does."""
     for address in _addresses(host):
         found = _listener(address, port)
         if found is not None:

@@ -72,7 +72,7 @@ __all__ = [
 
 
 def free_resources() -> list[dict[str, float]]:
-    """Return what each living node has free, by resource."""
+    """Return the free resources of each living node, by name."""
     return list(available_resources_per_node().values())
 
 
@@ -124,7 +124,7 @@ def write_value(key: bytes, value: bytes, namespace: bytes) -> None:
 
 
 def read_value(key: bytes, namespace: bytes) -> bytes | None:
-    """Return what `write_value` stored; None where there is nothing."""
+    """Return the value that `write_value` stored; None where there is none."""
     found: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
     return found
 
@@ -162,7 +162,7 @@ def deployed_config(app: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterator[None]:
-    """Start what `ray.init` starts in sessions of their own, and keep this process's signal handlers.
+    """Start the processes of `ray.init` in sessions of their own, and keep this process's signal handlers.
 
     A signal to this process group then does not reach them. None has a port that another Ray of this host may
     have. Ray's processes still end with this one, by

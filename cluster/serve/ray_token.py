@@ -1,5 +1,5 @@
-"""The token of a Ray cluster: whoever has it runs code on every node. Where Ray finds it is said in the
-environment, of this process and of all that it starts."""
+"""The token of a Ray cluster: anyone who has it runs code on every node. The environment, of this process and
+of all that it starts, names the place where Ray finds it."""
 
 from __future__ import annotations
 

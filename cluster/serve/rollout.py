@@ -1,4 +1,5 @@
-"""What each deployment uses of the configuration: an update replaces only those whose part has changed.
+"""The part of the configuration that each deployment uses: an update replaces only those whose part has
+changed.
 
 Pure functions over configurations; `cluster.serve.update` carries them out in Ray Serve.
 """
@@ -42,7 +43,7 @@ class SettingChange(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """Represents what an update does to one pool, or to the gateways (`pool` "")."""
+    """Represents the effect of an update on one pool, or on the gateways (`pool` "")."""
 
     pool: str
     # "stay", "roll", "start" (it is new) or "stop" (it is no longer named).
@@ -74,8 +75,8 @@ def pool_version(config: ClusterConfig, name: str) -> str:
 
 
 def gateway_version(config: ClusterConfig) -> str:
-    """Return the version of the gateways, as `pool_version`. Of the pools they use what is named here, and
-    the counts, which they receive without a restart (`with_replicas`)."""
+    """Return the version of the gateways, as `pool_version`. Of the pools they use the fields that are named
+    here, and the counts, which they receive without a restart (`with_replicas`)."""
     pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
     return _digest(
         app=config.app,
@@ -101,8 +102,7 @@ def with_replicas(config: ClusterConfig, replicas: Mapping[str, int]) -> Cluster
 
 
 def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
-    """Raise `ConfigError` with each field that cannot change while the application runs, and what to do
-    instead."""
+    """Raise `ConfigError` with each field that cannot change while the application runs, and the remedy."""
     problems = []
     if old.model != new.model:
         problems.append(f"model: {old.model} serves now, the file says {new.model}; {_BESIDE}")
@@ -133,8 +133,8 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
 
 
 def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
-    """Return `new` with what `tandem serve` decided at its start: the files of the cluster secret and of the
-    key roots, the server of the store's index, and the dtype for which `auto` stands, which replicas that
+    """Return `new` with the decisions of `tandem serve` at its start: the files of the cluster secret and of
+    the key roots, the server of the store's index, and the dtype for which `auto` stands, which replicas that
     exchange KV must not change, whatever nodes have joined since."""
     index = old.store.redis_url, old.store.redis_url_file
     if new.store.has_redis and (new.store.redis_url, new.store.redis_url_file) != index:
@@ -164,7 +164,7 @@ def plan_rolls(
     desired: Mapping[str, int],
     pinned: frozenset[str] = frozenset(),
 ) -> list[Roll]:
-    """Plan what happens to each pool and to the gateways. `cpus` are the shares per rank, by pool, before and
+    """Plan the changes of each pool and of the gateways. `cpus` are the shares per rank, by pool, before and
     after; `desired` are the counts ordered since, which outlive the update (`cluster.scaling.counts`)."""
     rolls = []
     before = {pool.name: pool for pool in old.pools}

@@ -50,7 +50,7 @@ _ILL_S = 60.0
 
 
 class UpdatePlan(NamedTuple):
-    """Represents what an update changes, and what that means for each deployment."""
+    """Represents the changes of an update, and their meaning for each deployment."""
 
     changes: tuple[SettingChange, ...]
     rolls: tuple[Roll, ...]
@@ -171,7 +171,7 @@ class Update:
         }
 
     def _rolled(self) -> list[tuple[Roll, PoolConfig]]:
-        """Return the pools of the new configuration, with what happens to each."""
+        """Return the pools of the new configuration, with the change of each."""
         pools = {pool.name: pool for pool in self._config.pools}
         return [(roll, pools[roll.pool]) for roll in self.plan.rolls if roll.pool in pools]
 
@@ -196,7 +196,8 @@ def _roster_view(app: str) -> RosterView:
 
 
 def _check(config: ClusterConfig, deployed: Deployed, clock: Clock) -> None:
-    """Check what `tandem serve` checks at its start, and that the secret is the one in use."""
+    """Carry out the checks that `tandem serve` makes at its start, and check that the secret is the one in
+    use."""
     check_model(config)
     check_tracing(config.tracing)
     check_gateway_files(config, clock)

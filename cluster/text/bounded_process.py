@@ -1,4 +1,4 @@
-"""A process of its own for work on what strangers send, with bounded memory and time, that may be killed.
+"""A process of its own for work on strangers' input, with bounded memory and time, that may be killed.
 
 `BoundedProcess` is the parent's side; `serve` is the life of the child, a module that is run with the number
 of its socket.

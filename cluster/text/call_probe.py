@@ -55,7 +55,8 @@ class CallProbe:
         self._is_done = renderer is None
 
     async def parsers(self, wall_s: float) -> OutputParsers:
-        """Return the parsers of answers that may call tools; `wall_s` is what a template has for a date."""
+        """Return the parsers of answers that may call tools; `wall_s` is the time that a template has for a
+        date."""
         if self._is_done:
             return self._parsers
         async with self._turn:

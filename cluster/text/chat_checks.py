@@ -1,4 +1,4 @@
-"""Checks of chats: turns, tools, and what goes to the template."""
+"""Checks of chats: turns, tools, and the arguments of the template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN_ARGS = frozenset(("messages", "tools", "documents", "add_generation_prompt"
 
 
 def chat_violations(chat: pb.ChatPrompt, max_bytes: int) -> Iterator[FieldViolation]:
-    """Yield what is wrong with a chat, whose texts have at most `max_bytes` together."""
+    """Yield the violations of a chat, whose texts have at most `max_bytes` together."""
     turns = chat.messages
     if not turns:
         yield FieldViolation("chat", "has no messages; send at least one")

@@ -114,8 +114,8 @@ class ChatTemplate(Part, frozen=True):
 
 
 class RenderOrder(Message, frozen=True):
-    """Parent to child. `wall_s` is what `strftime_now` shows; `special` are the special tokens that are text
-    in what users write (None: they are what they are)."""
+    """An order from parent to child. `wall_s` is the time that `strftime_now` shows; `special` are the
+    special tokens that are text in users' input (None: they are special there too)."""
 
     template: ChatTemplate
     chat: Chat
@@ -132,12 +132,12 @@ class Rendered(Message, frozen=True):
 
     @property
     def markup(self) -> str:
-        """The text for whoever looks for the template's own marks."""
+        """The text to search for the template's own marks."""
         return with_plain(self.text, self.plain_at)
 
 
 class RenderRefused(Message, frozen=True):
-    """The template refused the messages, or did what it may not."""
+    """The template refused the messages, or did something forbidden."""
 
     reason: str
 
@@ -217,7 +217,7 @@ class ChatRenderer:
     async def try_render(
         self, chat: Chat, *, wall_s: float, max_chars: int, party: str = ""
     ) -> Rendered | RenderRefused:
-        """Return what the template made of the chat; raise `BoundsBrokenError` where it broke a bound."""
+        """Return the template's output for the chat; raise `BoundsBrokenError` where it broke a bound."""
         order = RenderOrder(
             template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars, special=self._special
         )
@@ -311,7 +311,8 @@ def _rendered(order: RenderOrder, *, cut_arguments_key: str) -> Rendered | Rende
 
 
 def _with_stand_ins(message: dict[str, Any], stand_ins: StandIns) -> dict[str, Any]:
-    """Return the message with stand-ins; what an answer may consist of stays in those of the assistant."""
+    """Return the message with stand-ins; marks that an answer may consist of stay in those of the
+    assistant."""
     is_answer = message["role"] == _ASSISTANT
     return {
         key: stand_ins.put(value, is_answer=is_answer and key == "content") for key, value in message.items()

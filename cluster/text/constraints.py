@@ -1,4 +1,5 @@
-"""From a checked request to what its output must look like: its constraint, and the tool calls it demands."""
+"""From a checked request to the required form of its output: its constraint, and the tool calls it
+demands."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def demands_calls(chat: pb.ChatPrompt) -> bool:
 
 
 def _arguments_schema(tool: pb.Tool, *, is_held: bool) -> str:
-    """Return the schema of a tool's arguments, without what changes no output, which may be the most of it;
-    "": any object. A tool without parameters takes none."""
+    """Return the schema of a tool's arguments, without parts that change no output, which may be the most of
+    it; "": any object. A tool without parameters takes none."""
     if not tool.parameters_json:
         return _NO_ARGUMENTS
     if not is_held:

@@ -1,4 +1,4 @@
-"""From what a request demands of its output to a grammar that ranks apply.
+"""From a request's demands on its output to a grammar that ranks apply.
 
 A schema or grammar may be hostile. It is translated and compiled once in a process of its own with bounded
 memory and time (`cluster.text.bounded_process`), under the limits of `workers.grammar_limits`; only what
@@ -160,7 +160,7 @@ class GrammarCompiler:
         await self._thorough.close()
 
     async def _made(self, key: bytes, data: bytes, tenant: str) -> GrammarMade | GrammarRefused:
-        """Return what becomes of an order, made once for all who wait: one who leaves stops nothing."""
+        """Return the result of an order, made once for all who wait: one who leaves stops nothing."""
         task = self._making.get(key)
         if task is None:
             task = asyncio.create_task(self._make(data, tenant), name="grammar")
@@ -206,7 +206,7 @@ class GrammarCompiler:
 
 
 def _refusal(order: OutputConstraint, refused: GrammarRefused) -> GrammarError:
-    """Return the error that names what of the request was refused."""
+    """Return the error that names the part of the request that was refused."""
     if refused.tool:
         return InvalidToolsError(f"the schema of {refused.tool!r} is refused: {refused.reason}")
     if order.kind == "anything" and order.calls is not None:

@@ -1,5 +1,5 @@
-"""JSON schemas before grammars are made of them: what is said to readers alone goes, and what the library
-that makes grammars reads otherwise than the standard does is written so that both agree, or refused."""
+"""JSON schemas before grammars are made of them: notes for readers alone go, and parts that the library that
+makes grammars reads otherwise than the standard does are written so that both agree, or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SchemaError(ValueError):
 
 
 def without_notes(schema: Any) -> Any:
-    """Return a schema without what changes no output, which may be the most of it."""
+    """Return a schema without parts that change no output, which may be the most of it."""
     return _mapped(schema, lambda found: {key: found[key] for key in found if key not in _NOTES})
 
 
@@ -129,7 +129,7 @@ class _OptionalCounts:
         self._known: dict[int, tuple[Schema, int]] = {}
 
     def check(self, schema: Schema) -> None:
-        """Refuse what a rank could not follow."""
+        """Refuse parts that a rank could not follow."""
         num_optional = self._count(schema)
         if num_optional > MAX_OPTIONAL_PROPERTIES:
             problem = f"an object, with its alternatives, has {num_optional} optional properties"

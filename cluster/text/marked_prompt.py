@@ -48,8 +48,8 @@ def special_tokens(tokenizer: Any, template: str, named: Collection[str]) -> fro
 
 
 def marks_in_answers(template: str) -> frozenset[str]:
-    """Return what the source of a chat template looks for in the text of a turn, to take it apart: the marks
-    of a notation for reasoning, say, which the text of an answer may have."""
+    """Return the texts that the source of a chat template looks for in the text of a turn, to take it apart:
+    the marks of a notation for reasoning, say, which the text of an answer may have."""
     return frozenset(match[2] or match[4] for match in _SOUGHT.finditer(template))
 
 

@@ -66,7 +66,7 @@ class SampleStart:
 
 class Prompt(NamedTuple):
     """The prompt's token ids, uint32 little-endian, the parsers of its answer, whether it ends with the
-    beginning of reasoning, and what reasoning may follow it (None: a grammar allows none)."""
+    beginning of reasoning, and the rules of reasoning that may follow it (None: a grammar allows none)."""
 
     tokens: bytes
     parsers: OutputParsers
@@ -208,7 +208,7 @@ class Preprocessor:
         return self._model.hidden_size
 
     def limits(self, max_context_tokens: int) -> ServingLimits:
-        """Return what a request may ask for; `max_context_tokens` 0: no replica has reported its own yet."""
+        """Return the limits of a request; `max_context_tokens` 0: no replica has reported its own yet."""
         return ServingLimits(
             model_name=self._model_name,
             vocab_size=self._model.vocab_size,
@@ -243,7 +243,8 @@ class Preprocessor:
         return Prompt(prompt, parsers, opens_reasoning, reasoning)
 
     async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
-        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
+        """Return the required form of the output of a checked request; raise `GrammarError` where there can
+        be none."""
         constraint = output_constraint(request, prompt.parsers, prompt.reasoning)
         return None if constraint is None else await self._grammars.make(constraint, request.tenant)
 
@@ -257,8 +258,8 @@ class Preprocessor:
         fingerprint: bytes,
         deadline_at: float | None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
-        """Tokenize a checked request, write what its output must be as a grammar, and return it with the text
-        of each sample so far. `request_id` is the client's, or drawn.
+        """Tokenize a checked request, write the required form of its output as a grammar, and return it with
+        the text of each sample so far. `request_id` is the client's, or drawn.
 
         Raises `InvalidRequestError` when the request is too long, and what `prompt_tokens` and `grammar`
         raise. One whose prompt is embedded has no use for its other sampling parameters.
@@ -292,8 +293,8 @@ class Preprocessor:
     async def encode(
         self, prompt: str | Rendered, *, add_special_tokens: bool = True, party: str = ""
     ) -> bytes:
-        """Return the token ids of a prompt as uint32 little-endian bytes. In a text, special tokens are what
-        they are. Parties take turns with long prompts."""
+        """Return the token ids of a prompt as uint32 little-endian bytes. In a text, special tokens keep
+        their meaning. Parties take turns with long prompts."""
         encode = partial(self.encode_now, prompt, add_special_tokens=add_special_tokens)
         is_short = len(prompt if isinstance(prompt, str) else prompt.text) <= self._text.short_chars
         return encode() if is_short else await self._threads.run(party, encode)
@@ -338,7 +339,7 @@ class Preprocessor:
     def _samples(
         self, request: pb.GenerateRequest, seed: int, max_tokens: int, request_id: str, prompt: Prompt
     ) -> tuple[list[SampleStart], list[SampleText]]:
-        """Return fresh samples, or what a resuming client has of them, which may be complete."""
+        """Return fresh samples, or the part of them that a resuming client has, which may be complete."""
         resumed = {item.sample: item for item in request.resume}
         starts: list[SampleStart] = []
         texts: list[SampleText] = []
@@ -400,14 +401,14 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
 
 
 def _continued_text(chat: pb.ChatPrompt) -> str:
-    """Return what the answer continues; "" where it begins."""
+    """Return the text that the answer continues; "" where it begins."""
     if not chat.continue_final_message:
         return ""
     return "".join(part.text for part in chat.messages[-1].content)
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:
-    """Return what the chat template gets of a checked chat."""
+    """Return the template's input for a checked chat."""
     opens_turn = not chat.continue_final_message
     if chat.HasField("add_generation_prompt"):
         opens_turn = chat.add_generation_prompt

@@ -44,7 +44,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
-        """Return what is certain after this text."""
+        """Return the text that is certain after this text."""
         if not self._stops:
             return StopMatch(text, "")
         buffer = self._held + text
@@ -60,7 +60,7 @@ class StopStrings:
         return StopMatch(buffer[: len(buffer) - num_held], "")
 
     def flush(self) -> str:
-        """Return what was held."""
+        """Return the held text."""
         held, self._held = self._held, ""
         return held
 
@@ -124,7 +124,7 @@ class SampleText:
         return self._step(len(ids), pieces, finish, matched)
 
     def _take(self, found: list[Piece], pieces: list[Piece]) -> str:
-        """Append what was found up to a stop string, which is returned."""
+        """Append the pieces up to a stop string, which is returned."""
         for piece in found:
             if isinstance(piece, Content):
                 match = self._stops.push(piece.text)

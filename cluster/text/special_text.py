@@ -27,10 +27,9 @@ class StandInError(ValueError):
 
 
 class SpecialText(Part, frozen=True):
-    """The special tokens that are text in what users write, as regular expressions. `whole` matches each of
-    them, and `cut` what one begins with, at the end of a text: the template might write the rest. In the
-    assistant's turns `allowed` tokens are what they are, since an answer has them.
-    """
+    """The special tokens that are text in users' input, as regular expressions. `whole` matches each of them,
+    and `cut` the beginning of one, at the end of a text: the template might write the rest. In the
+    assistant's turns `allowed` tokens keep their meaning, since an answer has them."""
 
     whole: str
     cut: str

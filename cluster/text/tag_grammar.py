@@ -32,11 +32,11 @@ class Tag(Part, frozen=True):
 
 
 class TagError(ValueError):
-    """A tag cannot be what it is said to be; the text has the reason."""
+    """A tag cannot have the demanded form; the text has the reason."""
 
 
 def tag_markers(tags: Sequence[Tag]) -> set[str]:
-    """Return what looks like a special token in the beginnings and ends of tags."""
+    """Return the texts that look like special tokens in the beginnings and ends of tags."""
     return {marker for tag in tags for text in (tag.begin, tag.end) for marker in _MARKER.findall(text)}
 
 
@@ -90,7 +90,7 @@ def _specials(text: str, special_token: SpecialToken) -> Iterator[_Special]:
 
 
 def _spelled(text: str, special_token: SpecialToken) -> str:
-    """Return what matches the text, with its special tokens."""
+    """Return the expression that matches the text, with its special tokens."""
     parts, position = [], 0
     for special in _specials(text, special_token):
         parts += [json.dumps(text[position : special.start]), f"<[{special.token}]>"]

@@ -162,8 +162,8 @@ class ModelText:
 
 
 class ByteDetokenizer:
-    """Detokenizes byte-level vocabularies, where a token is a run of bytes: exactly what decoding at once
-    gives."""
+    """Detokenizes byte-level vocabularies, where a token is a run of bytes: exactly the result of decoding at
+    once."""
 
     def __init__(self, token_bytes: Sequence[bytes], skipped: set[int]) -> None:
         self._token_bytes = token_bytes

@@ -133,8 +133,8 @@ def check_detokenize(request: pb.DetokenizeRequest, limits: ServingLimits) -> No
 
 
 def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> int:
-    """Return the request's `max_tokens`, or the default, cut to what the context leaves after the prompt.
-    One that is resumed was accepted, if elsewhere and under other limits, and is always cut."""
+    """Return the request's `max_tokens`, or the default, cut to the room that the context leaves after the
+    prompt. A resumed request was accepted, if elsewhere and under other limits, and is always cut."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))
     space = limits.max_context_tokens - num_prompt_tokens

@@ -1,1 +1,1 @@
-"""From the text of an answer to what it consists of: content, reasoning, tool calls."""
+"""From the text of an answer to its parts: content, reasoning, tool calls."""

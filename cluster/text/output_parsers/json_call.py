@@ -13,7 +13,7 @@ _OTHER_KEYS = ("type", "id")
 
 
 class ValueEnd:
-    """Finds the end of one JSON object, list or text, character by character. What stands in it is not
+    """Finds the end of one JSON object, list or text, character by character. The content of it is not
     checked."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class JsonCall:
         return self._place is _Place.BROKEN
 
     def push(self, text: str) -> str:
-        """Read text, and return what follows the call, or the character that broke it."""
+        """Read text, and return the rest behind the call, or the character that broke it."""
         for index, char in enumerate(text):
             self._read(char)
             if self.is_done or self.is_broken:
@@ -88,7 +88,7 @@ class JsonCall:
         return ""
 
     def take_arguments(self) -> str:
-        """Return what has come of the arguments since the last call."""
+        """Return the part of the arguments that has come since the last call."""
         taken, self._arguments = "".join(self._arguments), []
         return taken
 

@@ -1,5 +1,5 @@
-"""Parameters of a function that the model writes as plain text, not as JSON: what kind of value each has is
-in the schema alone."""
+"""Parameters of a function that the model writes as plain text, not as JSON: the kind of each value is in the
+schema alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kinds = frozenset[str] | None
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return what a schema refers to within the root, or the schema itself."""
+    """Return the schema that a schema refers to within the root, or the schema itself."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             return schema

@@ -1,4 +1,4 @@
-"""What an answer consists of, and the search for the markers between its parts."""
+"""The pieces of an answer, and the search for the markers between its parts."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Piece = Content | Reasoning | ToolCallDelta
 
 
 class OutputParser(Protocol):
-    """Text in, pieces out, one sample. What was given after some text does not depend on how that was cut."""
+    """Text in, pieces out, one sample. The pieces do not depend on how the text before them was cut."""
 
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that are certain after this text."""
 
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """Return the rest, at the end. A call that has no name yet is dropped with its marker. Where a limit
-        `is_cut` the answer, so is what a marker may have begun with; else nothing else is lost."""
+        `is_cut` the answer, so is the possible beginning of a marker; else nothing else is lost."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether the text that comes next is reasoning."""
 
 
 class CallIds:

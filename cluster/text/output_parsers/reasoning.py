@@ -30,7 +30,7 @@ class ReasoningParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether the text that comes next is reasoning."""
         return self._place == "within"
 
     def push(self, text: str) -> list[Piece]:

@@ -70,7 +70,7 @@ class _TaggedCallText:
         return []
 
     def _next(self) -> list[Piece] | None:
-        """Return what can be said of the held text, and drop that; None where more is needed."""
+        """Return the pieces that are certain from the held text, and drop that; None where more is needed."""
         if self._place == "value":
             return self._value()
         is_function = self._place == "function"

@@ -40,8 +40,8 @@ class _Call(Protocol):
         unless it was given as a call already."""
 
     def flush(self, *, is_cut: bool) -> list[Piece]:
-        """Return what was held, at the end of an answer in the middle of the call; a limit may have cut it.
-        What a marker began is never content."""
+        """Return the held text, at the end of an answer in the middle of the call; a limit may have cut it.
+        Text that a marker began is never content."""
 
 
 class _JsonCallText:
@@ -195,7 +195,7 @@ class _Calls:
         return [] if is_cut else joined(self._last(held))
 
     def _next(self) -> list[Piece] | None:
-        """Return what can be said of the held text, and drop that; None where more is needed."""
+        """Return the pieces that are certain from the held text, and drop that; None where more is needed."""
         if self._is_over:
             self._held = ""
             return None
@@ -225,7 +225,7 @@ class _Calls:
         """Handle text that began as a call and was none."""
 
     def _last(self, held: str) -> list[Piece]:
-        """Return what the held text is, at the end of the answer outside of calls."""
+        """Return the pieces of the held text, at the end of the answer outside of calls."""
         return [Content(held)]
 
     def _open(self, opening: str, names: frozenset[str] | None = None) -> None:
