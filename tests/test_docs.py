@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from source_trees import nodes
 
+from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cluster", "workers", "router", "kvtransfer", "models", "benchmarks", "tests", "helm", "docs")
 PAGES = [ROOT / "README.md", *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
@@ -28,7 +30,8 @@ FOREIGN |= {
     "TimeoutStopSec",
     "ServiceMonitor",
     "PodMonitor",
-    "LlamaForCausalLM",
+    *ARCHITECTURE_TO_FAMILY,
+    "Mistral3ForConditionalGeneration",
 }
 RETIRED = {"brain", "brains", "desk", "door", "doors", "hall", "house", "houses", "journey"}
 RETIRED |= {"keeper", "lever", "levers", "phantom", "rooms", "shelf", "sight", "tally", "visitor"}

@@ -109,6 +109,15 @@ def test_what_a_family_adds_is_part_of_its_fingerprint(tmp_path: Path) -> None:
     assert fields["rope"]["scale"] == pytest.approx(0.1 * math.log(4.0) + 1.0)
 
 
+def test_the_page_of_models_has_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line][1:]
+    assert rows == [
+        f"| {it.models} | `{it.name}` | {', '.join(f'`{name}`' for name in it.architectures)} |"
+        for it in FAMILIES
+    ]
+
+
 def test_names_and_architectures_are_of_one_family() -> None:
     names = [family.name for family in FAMILIES]
     architectures = [it for family in FAMILIES for it in family.architectures]

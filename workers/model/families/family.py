@@ -29,6 +29,8 @@ class Family:
     """
 
     name: str
+    # The models as people call them, for docs/models.md.
+    models: str
     # In `architectures` of config.json; `name` is its `model_type`.
     architectures: tuple[str, ...]
     # Defaults of transformers for keys that config.json lacks, where they differ from the other families'.

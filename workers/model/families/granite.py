@@ -6,6 +6,7 @@ from workers.model.families.family import Family, Multipliers
 
 FAMILY = Family(
     "granite",
+    "Granite 3 without experts",
     ("GraniteForCausalLM",),
     defaults={"max_position_embeddings": 2048},
     qkv_bias="attention_bias",

@@ -6,6 +6,7 @@ from workers.model.families.family import Family
 
 FAMILY = Family(
     "llama",
+    "Llama 2 and 3, SmolLM2, TinyLlama, Yi, DeepSeek LLM",
     ("LlamaForCausalLM",),
     defaults={"max_position_embeddings": 2048},
     qkv_bias="attention_bias",

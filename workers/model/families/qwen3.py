@@ -6,6 +6,7 @@ from workers.model.families.family import Family
 
 FAMILY = Family(
     "qwen3",
+    "Qwen3 without experts",
     ("Qwen3ForCausalLM",),
     defaults={
         "num_key_value_heads": 32,

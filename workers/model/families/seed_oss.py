@@ -6,6 +6,7 @@ from workers.model.families.family import Family
 
 FAMILY = Family(
     "seed_oss",
+    "Seed-OSS",
     ("SeedOssForCausalLM",),
     defaults={
         "num_key_value_heads": 8,
