@@ -29,6 +29,7 @@ from kvtransfer.common.os_errors import os_reason
 _CHUNK_BYTES = 8 << 20
 _VERSION_CHARS = 16
 _MAX_INDEX_BYTES = 64 << 20
+_NOT_FOUND = 404
 # By scheme, what brings fsspec's driver.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 # What drivers raise beside `OSError`: looked up where the module is loaded, since most are not installed.
@@ -108,7 +109,8 @@ class _Server:
         except FileNotFoundError as error:
             # The driver for web servers says the same of a server that it cannot reach, or that refuses.
             cause = error.__cause__
-            if isinstance(cause, _driver_errors()) and not isinstance(cause, FileNotFoundError):
+            is_refused = isinstance(cause, _driver_errors()) and not isinstance(cause, FileNotFoundError)
+            if is_refused and getattr(cause, "status", 0) != _NOT_FOUND:
                 raise _ServerError(str(cause) or type(cause).__name__) from error
             return None
         size = about.get("size")

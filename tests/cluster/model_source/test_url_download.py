@@ -74,7 +74,7 @@ def test_a_gguf_file_comes_with_its_siblings(web: Hub, tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_in_one_sentence(web: Hub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json: name a folder"):
-        source(web, tmp_path, "absent").fetch()
+        source(web, tmp_path, "files/absent").fetch()
     with pytest.raises(StartError, match="cannot be read"):
         source(web, tmp_path, "files/absent.gguf").fetch()
     with pytest.raises(ConfigError, match="is not in the cache"):
@@ -82,6 +82,8 @@ def test_what_is_not_there_is_refused_in_one_sentence(web: Hub, tmp_path: Path) 
     del web.repositories["files"][MAIN][WEIGHTS]
     with pytest.raises(ConfigError, match=r"no safetensors, but pytorch_model\.bin"):
         source(web, tmp_path).fetch()
+    with pytest.raises(StartError, match="Unauthorized"):
+        source(web, tmp_path, "absent").fetch()
     with pytest.raises(StartError, match="cannot be read"):
         ModelSource(model="http://127.0.0.1:9/m", download=source(web, tmp_path).download).fetch()
 
