@@ -42,6 +42,9 @@ from cluster.model_source.partial_file import CutTransferError, PartialFile, Res
 from cluster.model_source.selection import INDEX, cut_short, gguf_files, is_whole, small_files, weights_of
 from kvtransfer.common.os_errors import os_reason
 
+# Else the library sends with each request what is installed here, and asks huggingface.co, whatever the
+# endpoint, what may be named there.
+constants.HF_HUB_DISABLE_TELEMETRY = True
 _LIBRARY = "tandem-serve"
 _MAIN = "main"
 _NUM_CONNECTIONS = 4
@@ -136,7 +139,7 @@ class _HubFetch:
     def _fetch_all(self, files: Sequence[RepoFile], pinned: HubName, folder: Path) -> None:
         missing = list({_key(file): file for file in files if not self._has(file)}.values())
         total_bytes = sum(file.size for file in missing)
-        self._check_room(total_bytes - sum(_size(self._part(file)) for file in missing))
+        self._check_free_bytes(total_bytes - sum(_size(self._part(file)) for file in missing))
         count = ByteCount(self._context, f"downloading {self._name}", total_bytes)
         context = FetchContext(self._context.report, self._context.interrupted, self._failed)
         executor = ThreadPoolExecutor(_NUM_CONNECTIONS, "model download")
@@ -208,7 +211,7 @@ class _HubFetch:
     def _part(self, file: RepoFile) -> Path:
         return self._storage / "blobs" / f"{_key(file)}.{_LIBRARY}.incomplete"
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_free_bytes(self, num_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._storage).free
         if num_bytes > free_bytes:
             raise ConfigError(

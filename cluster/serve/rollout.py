@@ -62,6 +62,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
     return _digest(
         app=config.app,
         model=config.model,
+        download=config.download.model_dump(mode="json"),
         model_name=config.model_name,
         pool=pool.model_dump(mode="json", exclude=_SERVE_SETTINGS),
         transfer=config.transfer.model_dump(mode="json"),
@@ -80,6 +81,7 @@ def gateway_version(config: ClusterConfig) -> str:
     return _digest(
         app=config.app,
         model=config.model,
+        download=config.download.model_dump(mode="json"),
         pools=pools,
         router=config.router.model_dump(mode="json"),
         admission=config.admission.model_dump(mode="json"),
