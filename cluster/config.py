@@ -16,13 +16,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from cluster.admission.config import AdmissionConfig
 from cluster.errors import ConfigError
 from cluster.http.config import HttpConfig
 from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
+from cluster.model_source.config import DownloadConfig
+from cluster.model_source.names import located_model
+from cluster.model_source.source import ModelSource
 from cluster.scaling.config import ScalingConfig
 from cluster.setting_errors import Location, setting_lines
 from kvtransfer.common.faults import FaultRule
@@ -54,6 +65,11 @@ _RENAMED: dict[Location, str] = {
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _path_text(value: object) -> object:
+    """Return the text of a path that comes from code: a file has texts alone."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def _only_custom(resources: dict[str, float]) -> dict[str, float]:
@@ -345,8 +361,11 @@ class ClusterConfig(_Settings):
 
     # The Ray Serve application's name; two applications can share a Ray cluster.
     app: Name = "tandem"
-    # A folder in Hugging Face layout; relative to the file that names it.
-    model: Path
+    # A folder in Hugging Face layout, relative to the file that names it; or what is downloaded: `org/name`,
+    # `org/name@revision`, `org/name:file.gguf`, or a URL.
+    model: Annotated[str, Field(min_length=1), BeforeValidator(_path_text)]
+    # How a model that is no folder is downloaded.
+    download: DownloadConfig = DownloadConfig()
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -369,7 +388,21 @@ class ClusterConfig(_Settings):
     @property
     def model_name(self) -> str:
         """The name by which clients ask for the model."""
-        return self.gateway.model_name or self.model.name
+        return self.gateway.model_name or self.model_source.served_name
+
+    @property
+    def model_source(self) -> ModelSource:
+        """What `model` means on this host."""
+        return ModelSource(model=self.model, download=self.download)
+
+    @property
+    def model_path(self) -> Path:
+        """The model's folder on this host, where `model_source.fetch` has returned."""
+        return self.model_source.path
+
+    def with_model(self, source: ModelSource) -> Self:
+        """Return a copy that serves this model."""
+        return self.model_copy(update={"model": source.model})
 
     def with_redis_url(self, url: str, file: Path | None = None) -> Self:
         """Return a copy whose store keeps its index on this server, or on that whose URL is in the file."""
@@ -471,7 +504,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def located_config(raw: dict[str, Any], source: str, folder: Path) -> ClusterConfig:
     """Check the mapping as `parse_config` does; its relative paths are relative to the folder."""
     config = parse_config(raw, source)
-    located: dict[str, Any] = {"model": folder / config.model}
+    located: dict[str, Any] = {
+        "model": located_model(config.model, folder),
+        "download": config.download.located(folder),
+    }
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
     if config.inner_tls is not None:
@@ -500,7 +536,7 @@ def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
 
 
 def default_config(
-    model: Path,
+    model: Path | str,
     *,
     prefill: int = 1,
     decode: int = 1,
@@ -518,7 +554,7 @@ def default_config(
     model's context length (0: unknown): small models get small blocks. `nvme` is a folder and how many 1e9
     bytes of its disk the store may use.
     """
-    raw = default_mapping(model, prefill, decode, context_tokens)
+    raw = default_mapping(located_model(str(model), Path().resolve()), prefill, decode, context_tokens)
     gateway = {"host": host, "port": port, "admin_port": admin_port}
     raw["gateway"] = {name: value for name, value in gateway.items() if value is not None}
     if insecure:
@@ -529,7 +565,7 @@ def default_config(
     return parse_config(raw, "command line")
 
 
-def default_mapping(model: Path, prefill: int, decode: int, context_tokens: int) -> dict[str, Any]:
+def default_mapping(model: str, prefill: int, decode: int, context_tokens: int) -> dict[str, Any]:
     """Return the model and the pools of `default_config`, as a file would have them."""
     block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
     counts = {"both": decode} if prefill == 0 else {"prefill": prefill, "decode": decode}
@@ -537,7 +573,7 @@ def default_mapping(model: Path, prefill: int, decode: int, context_tokens: int)
         {"name": role, "role": role, "replicas": count, "engine": {"block_tokens": block_tokens}}
         for role, count in counts.items()
     ]
-    return {"model": model.resolve(), "pools": pools}
+    return {"model": model, "pools": pools}
 
 
 def _suits_all(transport: str, devices: tuple[Device, ...]) -> bool:

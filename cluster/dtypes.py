@@ -34,8 +34,8 @@ def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[st
     display name; they matter only where `needs_flags` is true."""
     if config.pools[0].dtype != "auto":
         return Settled(config, f"{config.pools[0].dtype}, as configured")
-    dtype = resolve_dtype(config.pools, config.model, node_to_flags.values())
-    saved = read_model_config(config.model).checkpoint_dtype or "nothing in config.json"
+    dtype = resolve_dtype(config.pools, config.model_path, node_to_flags.values())
+    saved = read_model_config(config.model_path).checkpoint_dtype or "nothing in config.json"
     if not needs_flags(config):
         return Settled(with_dtype(config, dtype), f"{dtype}: the checkpoint's ({saved})")
     emulating = [name for name, flags in node_to_flags.items() if not computes_bf16(flags)]
@@ -67,7 +67,7 @@ def may_compute(pools: Sequence[PoolConfig], node: dict[str, Any]) -> bool:
 
 def needs_flags(config: ClusterConfig) -> bool:
     """Whether `auto` depends on processors: some rank computes on one, and the checkpoint has 16 bits."""
-    return config.pools[0].dtype == "auto" and _on_cpu(config.pools) and _saved(config.model) != "fp32"
+    return config.pools[0].dtype == "auto" and _on_cpu(config.pools) and _saved(config.model_path) != "fp32"
 
 
 def resolve_dtype(

@@ -4,8 +4,6 @@ server. No Ray.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -19,6 +17,7 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig, StoreSettings
 from kvtransfer.messages import ITEM_BYTES, Shard
@@ -78,7 +77,7 @@ def store_settings(
         name=store_name(config.app, life, node.node_id),
         host=node.host,
         dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
-        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, config.model)),
+        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, config.model_path)),
         huge_pages=store.huge_pages,
         nvme_path=str(nvme_path or ""),
         nvme_bytes=round(store.nvme_gb * _GB) if nvme_path else 0,
@@ -169,7 +168,7 @@ class NvmeFolder:
         try:
             for number in itertools.count():
                 path = parent / f"{host}-{app}-{number}"
-                self._lock = _try_lock(path.with_name(f"{path.name}.lock"))
+                self._lock = try_lock(path.with_name(f"{path.name}.lock"))
                 if self._lock is not None:
                     self.path = path
                     return
@@ -181,23 +180,6 @@ class NvmeFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _try_lock(path: Path) -> int | None:
-    """Return the descriptor that holds the lock; None when another process does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
 
 
 def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cluster.api.channel import ClientCredentials
 from cluster.cli.gateway_options import CallerOptions, gateway_options
+from cluster.cli.model_download import fetched
 from cluster.cli.terminal import BUNDLED_MODEL, AsJson, RayVariable, err, out, ray_choice, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import (
@@ -32,7 +33,7 @@ from cluster.doctor.checks import (
     look,
     worst_first,
 )
-from cluster.errors import CallError, ConfigError
+from cluster.errors import CallError, ConfigError, StartError
 from cluster.serve.machine import Machine
 from cluster.serve.memory import needs_of
 from cluster.serve.serve_runs import living_runs, only_run
@@ -164,6 +165,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
     try:
         if file is not None:
             config = load_config(file)
+            config = config.with_model(fetched(config.model_source))
         elif BUNDLED_MODEL.is_dir():
             context_tokens = read_model_config(BUNDLED_MODEL).max_context_tokens
             config = default_config(BUNDLED_MODEL, context_tokens=context_tokens)
@@ -171,7 +173,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
             return None, []
         else:
             raise typer.BadParameter("name the cluster's file, or --admin-address", param_hint="-f")
-    except ConfigError as problem:
+    except (ConfigError, StartError) as problem:
         return None, config_findings(str(problem))
     return config if config.store.has_redis else config.with_redis_url(redis_url), []
 

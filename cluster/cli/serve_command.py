@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.model_download import fetched
 from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import (
     ServeOptions,
@@ -43,8 +44,8 @@ RayAddress = Annotated[
 
 @serve_options
 def serve(
-    model_folder: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="Model folder, as --model.", show_default=False)
+    named_model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)
     ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
     print_config: Annotated[
@@ -60,10 +61,10 @@ def serve(
     The options below describe the cluster without a file; beside one, they replace what it says.
     """
     interrupted = catch_signals()
-    if model_folder is not None:
-        if given.model not in (None, model_folder):
+    if named_model is not None:
+        if given.model not in (None, named_model):
             raise typer.BadParameter(f"and --model {given.model} contradict each other", param_hint="MODEL")
-        given = dataclasses.replace(given, model=model_folder)
+        given = dataclasses.replace(given, model=named_model)
     config = announced_config(file, given)
     if print_config:
         text = config_yaml(config)
@@ -71,6 +72,7 @@ def serve(
         if HIDDEN in text:
             err.print(f"passwords are shown as {HIDDEN}; store.redis_url_file names a file for such a URL")
         return
+    config = config.with_model(fetched(config.model_source, interrupted))
     # The index server comes from the environment where the file names none.
     url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
     if url and not config.store.has_redis:
@@ -99,6 +101,7 @@ def serve(
             ("HTTP", ", ".join(addresses.http_urls) or "none"),
             ("admin", ", ".join(addresses.admins)),
             ("console", ", ".join(addresses.consoles) or "none"),
+            ("model", config.model),
             ("callers", _callers(config)),
             ("Ray", addresses.ray),
             ("dashboard", addresses.dashboard or "none"),

@@ -20,9 +20,12 @@ import typer
 import yaml
 
 from cluster.cli.gateway_options import spliced_options
+from cluster.cli.model_download import fetched
 from cluster.cli.terminal import bundled_model, err
 from cluster.config import ClusterConfig, default_mapping, located_config, read_mapping
 from cluster.errors import ConfigError, StartError
+from cluster.model_source.names import located_model
+from cluster.model_source.source import ModelSource
 from cluster.shown_urls import settings_without_secrets
 from workers.model.model_config import read_model_config
 
@@ -35,7 +38,11 @@ class ServeOptions:
     """
 
     model: Annotated[
-        Path | None, typer.Option(help="Model folder; without it and without a file: the bundled one.")
+        str | None,
+        typer.Option(
+            help="Model folder, org/name[@revision] of the Hugging Face hub, or a URL; without it and a "
+            "file: the bundled one."
+        ),
     ] = None
     model_name: Annotated[
         str | None, typer.Option(help="The name that clients use; default: the folder's.")
@@ -105,11 +112,11 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
     """
     _check_options(options, is_alone=file is None)
     if file is None:
-        model_dir = options.model or bundled_model()
-        model = read_model_config(model_dir)
+        named = located_model(options.model or str(bundled_model()), Path().resolve())
+        model = read_model_config(fetched(ModelSource(model=named)).path)
         prefill = 1 if options.prefill is None else options.prefill
         decode = 1 if options.decode is None else options.decode
-        raw = default_mapping(model_dir, prefill, decode, model.max_context_tokens)
+        raw = default_mapping(named, prefill, decode, model.max_context_tokens)
         _apply(raw, options, ())
         config = located_config(raw, "command line", Path())
         for pool in config.pools:
@@ -225,6 +232,8 @@ def _apply(
     changes: list[Change] = []
     for name, path in _OPTIONS.items():
         value = getattr(options, name)
+        if name == "model" and value is not None:
+            value = located_model(value, Path().resolve())
         if value is not None:
             changes += _set(raw, path, value.resolve() if isinstance(value, Path) else value, name, "")
     if options.keys_file is not None:
@@ -256,6 +265,8 @@ def _set(
 
 def _replaces(change: Change, folder: Path) -> bool:
     """Whether the file, which is in the folder, says something else."""
+    if change.option == _flag("model") and isinstance(change.before, str):
+        return located_model(change.before, folder.resolve()) != change.after
     if isinstance(change.after, Path) and isinstance(change.before, str):
         return (folder / change.before).resolve() != change.after
     return change.before is not _ABSENT and str(change.before) != str(change.after)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from cluster.cli.model_download import fetched
 from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
 from cluster.cli.terminal import (
@@ -60,6 +61,8 @@ def update(
     from cluster.serve.serve_runs import living_runs
 
     config, choice = announced_config(file, given), ray_choice(ray_address, ray_address_variable)
+    # What the branch was when the cluster was started: another version is another model.
+    config = config.with_model(fetched(config.model_source, prefer_cached=True))
     os.environ.pop("RAY_ADDRESS", None)
     refuse_what_cannot_run(config, given, os.environ, ray_address=choice.address, is_running=True)
     target = running_target(choice.address, config, file, living_runs(), os.environ)

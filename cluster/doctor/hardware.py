@@ -56,7 +56,7 @@ def features(context: CheckContext) -> Iterator[CheckResult]:
     names = [pool.name for pool in context.config.pools if "cpu" in pool.stage_devices]
     if not names or not flags or context.needs is None:
         return
-    pools, model = context.config.pools, context.config.model
+    pools, model = context.config.pools, context.config.model_path
     dtype = resolve_dtype(pools, model, [flags])
     unit = vector_unit(flags) or "no vector unit that is known"
     seen = f"pool{'s' * (len(names) > 1)} {', '.join(names)}: {dtype} on a CPU with {unit}"

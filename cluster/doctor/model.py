@@ -30,15 +30,14 @@ _FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"
 
 def config_json(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        model = read_model_config(context.config.model)
+        model = read_model_config(context.config.model_path)
     except CheckpointError as problem:
         yield error(str(problem), "no replica can load it", _FOLDER)
         return
     shape = f"{model.num_layers} layers, {model.num_heads} heads ({model.num_kv_heads} of KV)"
-    yield ok(
-        f"{context.config.model.name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context"
-    )
-    for key, why in ignored_keys(context.config.model).items():
+    name = context.config.model_source.served_name
+    yield ok(f"{name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context")
+    for key, why in ignored_keys(context.config.model_path).items():
         yield warning(
             f"config.json has {key}, which is ignored",
             f"{why}; the model's makers may have measured other results",
@@ -49,10 +48,10 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
 def weights(context: CheckContext) -> Iterator[CheckResult]:
     """Check that every file that the index names exists, and has the length that its header gives."""
     try:
-        files = weight_files(context.config.model)
+        files = weight_files(context.config.model_path)
         problems = [problem for file in files if (problem := file_problem(file))]
         num_bytes = sum(file.stat().st_size for file in files)
-        problems += _missing_tensors(context.config.model, files)
+        problems += _missing_tensors(context.config.model_path, files)
     except (CheckpointError, OSError) as problem:
         yield error(
             str(problem), "no replica can load it", "download the checkpoint again, with all its files"
@@ -66,13 +65,13 @@ def weights(context: CheckContext) -> Iterator[CheckResult]:
 
 def tokenizer(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        ModelText.load(context.config.model)
+        ModelText.load(context.config.model_path)
     except CheckpointError as problem:
         remedy = "save it as tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         yield error(str(problem), "gateways do not start", remedy)
         return
     try:
-        template = load_chat_template(context.config.model)
+        template = load_chat_template(context.config.model_path)
     except CheckpointError as problem:
         yield error(str(problem), "gateways do not start", "correct that file")
         return
@@ -86,7 +85,7 @@ def split(context: CheckContext) -> Iterator[CheckResult]:
     """Report settings that `tandem serve` would refuse, and those that it would serve less well than
     configured."""
     try:
-        model = read_model_config(context.config.model)
+        model = read_model_config(context.config.model_path)
     except CheckpointError:
         return  # reported by `config_json`
     problems = 0

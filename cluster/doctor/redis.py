@@ -129,7 +129,7 @@ def index_bytes(context: CheckContext) -> int:
     store = context.config.store
     held_bytes = (store.dram_gb + store.nvme_gb) * 1e9
     return round(
-        held_bytes / smallest_record_bytes(context.config.pools, context.config.model) * _BYTES_A_BLOCK
+        held_bytes / smallest_record_bytes(context.config.pools, context.config.model_path) * _BYTES_A_BLOCK
     )
 
 

@@ -24,6 +24,7 @@ from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
+from cluster.model_source.fetch_context import FetchContext, FetchProgress
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StartingReplica
 from cluster.roster.ray_roster import find_roster, open_roster
 from cluster.roster.state import keep_registered
@@ -146,37 +147,15 @@ class ReplicaActor:
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
-        engine = engine_config(config, pool_name, Machine(), _own_node(cpus))
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
-        host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._storing = asyncio.create_task(keep_store(config, life, self._clock))
-        spec = ReplicaSpec(
-            identity=self._identity,
-            pool=pool_name,
-            role=self._pool.role,
-            model_dir=str(config.model),
-            dtype=resolve_dtype(config.pools, config.model),
-            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
-            engine=engine,
-            kv_share=self._pool.device_kv_share,
-            group_shares=config.auth.shares("device_kv_share"),
-            transfer=config.transfer,
-            trust=trust_files(config),
-            host=host,
-            faults=config.debug.fault_rules,
-            pace=_step_pace(config.debug.pace),
-            store=own_store_name(config, life),
-        )
         self._phase = "starting"
         telling = asyncio.create_task(self._tell_start())
         try:
-            self._engine_core = await EngineCore.launch(
-                spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock, self._enter
-            )
+            self._engine_core = await self._launch(config, life, cpus)
         finally:
             telling.cancel()
         registry = ray_registry(
@@ -191,8 +170,37 @@ class ReplicaActor:
         self._dying = asyncio.create_task(self._end_when_dead())
         leave_out_started()
 
+    async def _launch(self, config: ClusterConfig, life: str, cpus: dict[str, float]) -> EngineCore:
+        """Start the engine core with its ranks, once the model's files are on this host."""
+        await asyncio.to_thread(config.model_source.fetch, FetchContext(self._enter_download))
+        pool_name = self._pool.name
+        engine = engine_config(config, pool_name, Machine(), _own_node(cpus))
+        self._storing = asyncio.create_task(keep_store(config, life, self._clock))
+        spec = ReplicaSpec(
+            identity=self._identity,
+            pool=pool_name,
+            role=self._pool.role,
+            model_dir=str(config.model_path),
+            dtype=resolve_dtype(config.pools, config.model_path),
+            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
+            engine=engine,
+            kv_share=self._pool.device_kv_share,
+            group_shares=config.auth.shares("device_kv_share"),
+            transfer=config.transfer,
+            trust=trust_files(config),
+            host=node_host(config.transfer.data_host),
+            faults=config.debug.fault_rules,
+            pace=_step_pace(config.debug.pace),
+            store=own_store_name(config, life),
+        )
+        launcher = RayRankLauncher(self._pool.tp, config.logs, pool_name, config.model_source)
+        return await EngineCore.launch(spec, launcher, self._clock, self._enter)
+
     def _enter(self, phase: str) -> None:
         self._phase = phase
+
+    def _enter_download(self, progress: FetchProgress) -> None:
+        self._phase = progress.text
 
     async def _tell_start(self) -> None:
         """Report the replica's progress to those who wait for it."""
@@ -296,6 +304,7 @@ class GatewayActor:
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
         return_large_blocks()
+        await asyncio.to_thread(config.model_source.fetch)
         self._config, self._mark = config, mark
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
@@ -387,10 +396,10 @@ def _check_tasks(tasks: Sequence[asyncio.Task[Any]], name: str, epoch: int) -> N
 
 def check_model(config: ClusterConfig) -> None:
     """Raise `CheckpointError` or `ConfigError` where the pools cannot serve the model's folder."""
-    model = read_model_config(config.model)
+    model = read_model_config(config.model_path)
     for pool in config.pools:
         pool.check_model(model)
-    ModelText.load(config.model)
+    ModelText.load(config.model_path)
 
 
 def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] | None = None) -> None:

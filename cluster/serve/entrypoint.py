@@ -18,6 +18,7 @@ from ray import serve
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError, RosterAwayError, StartError
+from cluster.model_source.names import HubName
 from cluster.roster.ray_roster import await_roster
 from cluster.scaling.counts import KnownCounts, counts_of, counts_to_deploy
 from cluster.scaling.redis_counts import RedisCounts, counts_key
@@ -45,6 +46,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     config = declared_config(args)
     secret = read_trust(config, certificates=False).secret
+    config = config.with_model(config.model_source.fetch())
     check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
@@ -126,7 +128,9 @@ def _undeclared(config: ClusterConfig) -> list[str]:
     """Return the missing settings that `tandem serve` would decide."""
     problems = []
     paths = {
-        "model": config.model,
+        "model": None if config.model_source.name else config.model_path,
+        "download.cache_folder": config.download.cache_folder,
+        "download.token_file": config.download.token_file,
         "secret_file": config.secret_file,
         "store.nvme_path": config.store.nvme_path,
         "store.redis_url_file": config.store.redis_url_file,
@@ -147,6 +151,11 @@ def _undeclared(config: ClusterConfig) -> list[str]:
         for field, path in paths.items()
         if path is not None and not path.is_absolute()
     ]
+    if isinstance(name := config.model_source.name, HubName) and not name.is_pinned:
+        problems.append(
+            f"model: {name} must name a commit, as {name.repository}@0123abcd...: Serve builds the "
+            "application more than once, and a branch may have moved between"
+        )
     if config.secret_file is None:
         problems.append("secret_file: must be given: every node reads the same secret from it")
     if config.auth.key_root_file is None:

@@ -403,7 +403,7 @@ def _open_preprocessor(
     config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
 ) -> Preprocessor:
     return Preprocessor(
-        config.model,
+        config.model_path,
         config.model_name,
         config.gateway,
         clock,

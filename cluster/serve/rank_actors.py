@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import log_to_stderr
+from cluster.model_source.source import ModelSource
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.rank.start import start_rank
@@ -48,22 +49,23 @@ class RankActor:
             os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id()
         )
 
-    def run(self, spec_frame: bytes, logs_json: str, pool: str) -> None:
-        """Serve as the rank of the encoded `RankSpec`."""
+    def run(self, spec_frame: bytes, logs_json: str, pool: str, model_json: str) -> None:
+        """Serve as the rank of the encoded `RankSpec`. The model comes to this node, where it is not yet."""
         spec = RANK_SPEC_CODEC.decode(spec_frame)
         who = f"{spec.replica.replica_id}/{spec.rank}"
         log_to_stderr(LogConfig.model_validate_json(logs_json), who, pool)
         # The ranks of a replica may be on several nodes: each listens at its own.
         transfer = replace(spec.transfer, data_host=node_host(spec.transfer.data_host))
-        start_rank(replace(spec, transfer=transfer))
+        source = ModelSource.model_validate_json(model_json).fetch()
+        start_rank(replace(spec, transfer=transfer, model_dir=str(source.path)))
 
 
 class RayRankLauncher:
     """Implements `RankLauncher`: starts each rank in the bundle of its stage, with a share of it."""
 
-    def __init__(self, tp: int, logs: LogConfig, pool: str) -> None:
+    def __init__(self, tp: int, logs: LogConfig, pool: str, source: ModelSource) -> None:
         self._tp = tp
-        self._log_arguments = logs.model_dump_json(), pool
+        self._arguments = logs.model_dump_json(), pool, source.model_dump_json()
 
     async def launch(self, spec: RankSpec) -> RayRankHandle:
         """Start the rank; return when its process runs."""
@@ -75,7 +77,7 @@ class RayRankLauncher:
         actor = (
             ray.remote(RankActor).options(**only(share), max_restarts=0, scheduling_strategy=bundle).remote()
         )
-        return RayRankHandle(actor, RankLocation(*await actor.place.remote()), spec, self._log_arguments)
+        return RayRankHandle(actor, RankLocation(*await actor.place.remote()), spec, self._arguments)
 
 
 class RayRankHandle:
@@ -86,13 +88,13 @@ class RayRankHandle:
         actor: ActorHandle[RankActor],
         place: RankLocation,
         spec: RankSpec,
-        log_arguments: tuple[str, str],
+        arguments: tuple[str, str, str],
     ) -> None:
         self._actor = actor
         self._place = place
         self._rank = spec.rank
         self._killing: asyncio.Task[None] | None = None
-        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec), *log_arguments)
+        self._running = actor.run.remote(RANK_SPEC_CODEC.encode(spec), *arguments)
 
     async def wait(self) -> str:
         """Return why the rank ended."""

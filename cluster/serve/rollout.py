@@ -62,7 +62,8 @@ def pool_version(config: ClusterConfig, name: str) -> str:
     shares = config.auth.shares("device_kv_share")
     return _digest(
         app=config.app,
-        model=str(config.model),
+        model=config.model,
+        download=config.download.model_dump(mode="json"),
         model_name=config.model_name,
         pool=pool.model_dump(mode="json", exclude=_SERVE_SETTINGS),
         transfer=config.transfer.model_dump(mode="json"),
@@ -80,7 +81,8 @@ def gateway_version(config: ClusterConfig) -> str:
     pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
     return _digest(
         app=config.app,
-        model=str(config.model),
+        model=config.model,
+        download=config.download.model_dump(mode="json"),
         pools=pools,
         router=config.router.model_dump(mode="json"),
         admission=config.admission.model_dump(mode="json"),
@@ -202,7 +204,7 @@ def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Return a setting that is equal in all pools."""
     if field == "block_tokens":
         return config.pools[0].engine.block_tokens
-    return resolve_dtype(config.pools, config.model)
+    return resolve_dtype(config.pools, config.model_path)
 
 
 def _by_name(config: ClusterConfig) -> dict[str, Any]:

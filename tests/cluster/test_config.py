@@ -199,13 +199,14 @@ def test_a_transport_is_needed_only_where_kv_moves() -> None:
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "models/tiny").mkdir(parents=True)
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "model: models/tiny\nsecret_file: secret\npools:\n  - {name: both, role: both, replicas: 2}\n"
         "store: {nvme_path: kv, nvme_gb: 2}\n"
     )
     config = load_config(file)
-    assert config.model == tmp_path / "models" / "tiny"
+    assert config.model == str(tmp_path / "models" / "tiny")
     assert config.secret_file == tmp_path / "secret"
     assert config.store.nvme_path == tmp_path / "kv"
     assert config.pools[0].replicas == 2
@@ -229,7 +230,7 @@ def test_default_config_shapes() -> None:
     assert [(pool.role, pool.replicas) for pool in two.pools] == [("prefill", 2), ("decode", 3)]
     assert {pool.engine.block_tokens for pool in two.pools} == {16}
     assert two.gateway.port == 0
-    assert two.model.is_absolute()
+    assert two.model_path.is_absolute()
     assert (two.store.dram_gb, two.store.nvme_path) == (1.0, None)
     stored = default_config(Path("m"), nvme=(Path("kv"), 2.0))
     assert (stored.store.nvme_path, stored.store.nvme_gb) == (Path("kv").resolve(), 2.0)

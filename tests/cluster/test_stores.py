@@ -77,7 +77,7 @@ def test_the_smallest_rank_of_a_pool_has_the_smallest_records(
     assert (model.num_layers, model.num_kv_heads) == (6, 4)
     values = 2 * num_layers * num_heads * 64 * model.head_dim
     made = config(**pool)
-    assert smallest_record_bytes(made.pools, made.model) == HEADER_BYTES + 2 * values
+    assert smallest_record_bytes(made.pools, made.model_path) == HEADER_BYTES + 2 * values
 
 
 def test_the_smallest_pool_counts() -> None:

@@ -116,6 +116,7 @@ def test_its_life_is_the_same_each_time_and_another_for_another_secret() -> None
     [
         ("configuration", {}, r"args\.configuration: unknown; the keys are config, secret_file"),
         ("config", None, r"args\.config: expected a mapping"),
+        ("config.model", "org/name", r"args\.config: model: org/name must name a commit"),
         ("config.model", "models/tiny", r"args\.config: model: models/tiny must be an absolute path"),
         ("config.pools", [], r"args\.config: pools: "),
         (

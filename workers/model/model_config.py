@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import struct
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -100,8 +99,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     return _ConfigReader(model_dir / "config.json").read()
 
 
-# What a folder of a file of configuration may be named like on a hub: `org/name`.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Of weights in formats that are never loaded.
+_PICKLED_SUFFIXES = (".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5")
 _GGUF_MAGIC = b"GGUF"
 
 
@@ -117,11 +116,9 @@ def refuse_no_folder(model_dir: Path) -> None:
             f"{model_dir}: {what}; name a folder in Hugging Face layout, with config.json, tokenizer.json "
             "and unquantized weights in safetensors"
         )
-    is_name = _HUB_NAME.fullmatch(str(model_dir)) is not None
-    name, folder = (str(model_dir), model_dir.name) if is_name else ("ORG/NAME", "DIR")
     raise CheckpointError(
-        f"{model_dir}: no such folder. Models are not fetched by name: "
-        f"`hf download {name} --local-dir {folder}`, then `tandem serve {folder}`"
+        f"{model_dir}: no such folder; name a folder in Hugging Face layout, or a model of the Hugging Face "
+        "hub as org/name"
     )
 
 
@@ -135,7 +132,9 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
             raise CheckpointError(f"{single}: {_LEAVES}")
         return (single,)
     if not index.is_file():
-        raise CheckpointError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json")
+        raise CheckpointError(
+            f"{model_dir}: neither {single.name} nor {index.name}{_pickled_words(model_dir)}"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
@@ -146,6 +145,17 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
         if not _stays_in(model_dir, file):
             raise CheckpointError(f"{index}: names {file.name[:100]}, which {_LEAVES}")
     return files
+
+
+def _pickled_words(model_dir: Path) -> str:
+    """Say what to do where the folder has pickled weights instead; "" where it has none."""
+    pickled = sorted(file.name for file in model_dir.glob("*") if file.suffix in _PICKLED_SUFFIXES)
+    if not pickled:
+        return ""
+    return (
+        f", but {pickled[0]}, which is never loaded, as unpickling can run anything: download a revision "
+        "with safetensors, or convert it"
+    )
 
 
 _LEAVES = "is a link that leaves the model's folder; put the file itself there"

@@ -30,7 +30,7 @@ store: {{dram_gb: 2}}
 
 def of_options(**options: Any) -> ClusterConfig:
     """The configuration without a file."""
-    return serve_config(None, ServeOptions(model=TINY, **options)).config
+    return serve_config(None, ServeOptions(model=str(TINY), **options)).config
 
 
 def written(folder: Path, text: str = FILE) -> Path:
@@ -148,7 +148,9 @@ auth: {mode: required, keys_file: keys.yaml, audit: {folder: audit}}
 
 def test_options_go_before_the_file_and_each_replaced_setting_is_named(tmp_path: Path) -> None:
     file = written(tmp_path)
-    options = ServeOptions(tp=4, decode=5, port=7001, dtype="bf16", kv_tokens="8192", dram_gb=3, model=TINY)
+    options = ServeOptions(
+        tp=4, decode=5, port=7001, dtype="bf16", kv_tokens="8192", dram_gb=3, model=str(TINY)
+    )
     config, changes = serve_config(file, options)
     assert [(pool.tp, pool.replicas, pool.dtype) for pool in config.pools] == [(4, 2, "bf16"), (4, 5, "bf16")]
     assert (config.gateway.port, config.gateway.console_port, config.store.dram_gb) == (7001, 0, 3)

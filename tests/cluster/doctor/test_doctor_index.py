@@ -66,7 +66,7 @@ def test_an_index_that_grows_is_given_memory_and_never_an_eviction_policy(server
     assert "not Ray's control state" in result().seen
     client.config_set("maxmemory-policy", "noeviction")
     assert result().severity is NOTE
-    record_bytes = smallest_record_bytes(config_of().pools, config_of().model)
+    record_bytes = smallest_record_bytes(config_of().pools, config_of().model_path)
     assert result().figures["index_bytes_a_node"] == pytest.approx(10e9 / record_bytes * 200, rel=1e-3)
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.1))
     assert result().severity is WARNING

@@ -92,7 +92,7 @@ def test_what_is_needed_is_counted_rank_by_rank() -> None:
     )
     needs = needs_of(config)
     prefill, decode = needs.pools
-    weights = sum(file.stat().st_size for file in config.model.glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in config.model_path.glob("*.safetensors"))
     token = 2 * 6 * 4 * 32 * 2  # k and v, layers, heads, head size, bf16
     assert sum(rank.weight_bytes for rank in prefill.ranks) == pytest.approx(weights, rel=0.02)
     assert len(prefill.ranks) == 2

@@ -26,7 +26,7 @@ def engine(kv_tokens: int) -> list[dict[str, object]]:
 def found(machine: FakeMachine, **given: object) -> dict[str, str]:
     """What is refused: check to its remedy."""
     config = config_of(gateway={"port": 0, "admin_port": 0, "http": {"port": 0}}, **given)  # type: ignore[arg-type]
-    needs = needs_of(config) if config.model == TINY else None
+    needs = needs_of(config) if config.model_path == TINY else None
     findings = preflight(context_of(machine.view(), config, needs=needs))
     return {finding.check: finding.result.remedy for finding in findings}
 
@@ -99,7 +99,7 @@ def test_a_setting_is_named_as_it_was_given(tmp_path: Path) -> None:
     )
     assert in_options("kv_tokens: too many", ServeOptions()) == "kv_tokens: too many"
     with pytest.raises(ConfigError, match=r"pools\[0\]\.dtype: must be"):
-        serve_config(None, ServeOptions(model=TINY, dtype="int8"))
+        serve_config(None, ServeOptions(model=str(TINY), dtype="int8"))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_setting_is_named_as_it_was_given(tmp_path: Path) -> None:
         (("srve",), "No such command 'srve'. Did you mean 'serve'?"),
         (("run", "x"), "No such command 'run'. Did you mean 'serve'?"),
         (("serve", "--max-model-len", "4096"), "No such option: --max-model-len. Here: the context is"),
-        (("serve", "org/model"), "`hf download org/model --local-dir model`, then `tandem serve model`"),
+        (("serve", "./org/model"), "no such folder; name a folder in Hugging Face layout, or a model"),
         (("serve", "a", "--model", "b"), "contradict each other"),
     ],
 )

@@ -71,6 +71,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"debug": {"allow_pins": True}}, {"gateways"}),
         ({"auth": {"resume_s": 60}}, {"gateways"}),
         ({"decode": {"replicas": 3}}, set()),
+        ({"download": {"offline": True}}, {"prefill", "decode", "gateways"}),
         ({"gateway": {"replicas": 2}}, set()),
         ({"decode": {"health_check_period_s": 1.0}}, set()),
         ({"decode": {"surge": False}}, set()),
@@ -92,6 +93,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
     used = {
         "app",
         "model",
+        "download",
         "pools",
         "router",
         "admission",
@@ -168,7 +170,7 @@ def test_what_cannot_change_while_it_runs_is_refused_by_name(changed: dict[str, 
 
 def test_another_model_goes_beside(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, "llama", seed=1, dtype="float32")
-    other = make().model_copy(update={"model": tmp_path})
+    other = make().model_copy(update={"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^model: .*deploy the other one beside this application"):
         check_update(make(), other)
 
