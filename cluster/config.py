@@ -32,6 +32,7 @@ from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineSettings, PaceConfig
+from workers.model.gguf.gguf_file import model_name_of
 from workers.model.model_config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
@@ -227,7 +228,7 @@ class GatewayConfig(_Settings):
     # gateways and to a renewed certificate, without a failed call; running streams stay where they are.
     # None: never.
     max_connection_age_s: float | None = Field(default=60.0, gt=0)
-    # The name that clients use; "": the model folder's name.
+    # The name that clients use; "": that of the model's folder, or of its GGUF file without the ending.
     model_name: str = ""
     # Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count.
     max_attempts: int = Field(default=5, ge=1)
@@ -345,8 +346,12 @@ class ClusterConfig(_Settings):
 
     # The Ray Serve application's name; two applications can share a Ray cluster.
     app: Name = "tandem"
-    # A folder in Hugging Face layout; relative to the file that names it.
+    # A folder in Hugging Face layout, or a GGUF file (of a split one the first part); relative to the file
+    # that names it.
     model: Path
+    # Where each host keeps the folders that it makes of GGUF files; None: `$XDG_CACHE_HOME/tandem/models`, or
+    # `~/.cache/tandem/models`. Relative to the file that names it.
+    model_cache: Path | None = None
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -369,7 +374,7 @@ class ClusterConfig(_Settings):
     @property
     def model_name(self) -> str:
         """The name by which clients ask for the model."""
-        return self.gateway.model_name or self.model.name
+        return self.gateway.model_name or model_name_of(self.model)
 
     def with_redis_url(self, url: str, file: Path | None = None) -> Self:
         """Return a copy whose store keeps its index on this server, or on that whose URL is in the file."""
@@ -472,6 +477,8 @@ def located_config(raw: dict[str, Any], source: str, folder: Path) -> ClusterCon
     """Check the mapping as `parse_config` does; its relative paths are relative to the folder."""
     config = parse_config(raw, source)
     located: dict[str, Any] = {"model": folder / config.model}
+    if config.model_cache is not None:
+        located["model_cache"] = folder / config.model_cache
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
     if config.inner_tls is not None:

@@ -44,7 +44,8 @@ RayAddress = Annotated[
 @serve_options
 def serve(
     model_folder: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="Model folder, as --model.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[MODEL]", help="Model folder or GGUF file, as --model.", show_default=False),
     ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
     print_config: Annotated[

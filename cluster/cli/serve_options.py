@@ -24,6 +24,7 @@ from cluster.cli.terminal import bundled_model, err
 from cluster.config import ClusterConfig, default_mapping, located_config, read_mapping
 from cluster.errors import ConfigError, StartError
 from cluster.shown_urls import settings_without_secrets
+from workers.model.gguf.model_folder import described_folder
 from workers.model.model_config import read_model_config
 
 
@@ -35,10 +36,14 @@ class ServeOptions:
     """
 
     model: Annotated[
-        Path | None, typer.Option(help="Model folder; without it and without a file: the bundled one.")
+        Path | None,
+        typer.Option(help="Model folder, or GGUF file; without it and without a file: the bundled one."),
+    ] = None
+    model_cache: Annotated[
+        Path | None, typer.Option(help="Where folders that are made of GGUF files are kept.")
     ] = None
     model_name: Annotated[
-        str | None, typer.Option(help="The name that clients use; default: the folder's.")
+        str | None, typer.Option(help="The name that clients use; default: the folder's or file's.")
     ] = None
     device: Annotated[str | None, typer.Option(help="Of all ranks: cpu or cuda.")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica that share every layer.")] = None
@@ -106,7 +111,7 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
     _check_options(options, is_alone=file is None)
     if file is None:
         model_dir = options.model or bundled_model()
-        model = read_model_config(model_dir)
+        model = read_model_config(described_folder(model_dir, options.model_cache))
         prefill = 1 if options.prefill is None else options.prefill
         decode = 1 if options.decode is None else options.decode
         raw = default_mapping(model_dir, prefill, decode, model.max_context_tokens)
@@ -202,6 +207,7 @@ _POOL_OPTIONS = {
 }
 _OPTIONS = {
     "model": ("model",),
+    "model_cache": ("model_cache",),
     "model_name": ("gateway", "model_name"),
     "host": ("gateway", "host"),
     "port": ("gateway", "port"),

@@ -43,12 +43,13 @@ from cluster.serve.ray_private import bind_serve_to_loopback, with_version
 from cluster.serve.rollout import gateway_version, pool_version, with_replicas
 from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
+from cluster.served_model import described_model, model_weights
 from cluster.stored_config import read_stored_config
 from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.config import PaceConfig, Parallel
+from workers.config import EngineConfig, PaceConfig, Parallel
 from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
 from workers.messages.rank_channel import StepPace
@@ -150,30 +151,13 @@ class ReplicaActor:
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
-        host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
         self._storing = asyncio.create_task(keep_store(config, life, self._clock))
-        spec = ReplicaSpec(
-            identity=self._identity,
-            pool=pool_name,
-            role=self._pool.role,
-            model_dir=str(config.model),
-            dtype=resolve_dtype(config.pools, config.model),
-            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
-            engine=engine,
-            kv_share=self._pool.device_kv_share,
-            group_shares=config.auth.shares("device_kv_share"),
-            transfer=config.transfer,
-            trust=trust_files(config),
-            host=host,
-            faults=config.debug.fault_rules,
-            pace=_step_pace(config.debug.pace),
-            store=own_store_name(config, life),
-        )
         self._phase = "starting"
         telling = asyncio.create_task(self._tell_start())
         try:
+            spec = await self._replica_spec(config, life, engine)
             self._engine_core = await EngineCore.launch(
                 spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock, self._enter
             )
@@ -190,6 +174,30 @@ class ReplicaActor:
         ]
         self._dying = asyncio.create_task(self._end_when_dead())
         leave_out_started()
+
+    async def _replica_spec(self, config: ClusterConfig, life: str, engine: EngineConfig) -> ReplicaSpec:
+        """Return what the replica is started with, when this host has the folder of its model."""
+        dtype = resolve_dtype(config.pools, described_model(config))
+        model_dir = await asyncio.to_thread(model_weights, config, dtype, self._enter)
+        return ReplicaSpec(
+            identity=self._identity,
+            pool=self._pool.name,
+            role=self._pool.role,
+            model_dir=str(model_dir),
+            dtype=dtype,
+            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
+            engine=engine,
+            kv_share=self._pool.device_kv_share,
+            group_shares=config.auth.shares("device_kv_share"),
+            transfer=config.transfer,
+            trust=trust_files(config),
+            host=node_host(config.transfer.data_host),
+            faults=config.debug.fault_rules,
+            pace=_step_pace(config.debug.pace),
+            store=own_store_name(config, life),
+            gguf_file="" if model_dir == config.model else str(config.model),
+            model_cache=str(config.model_cache or ""),
+        )
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
@@ -387,10 +395,10 @@ def _check_tasks(tasks: Sequence[asyncio.Task[Any]], name: str, epoch: int) -> N
 
 def check_model(config: ClusterConfig) -> None:
     """Raise `CheckpointError` or `ConfigError` where the pools cannot serve the model's folder."""
-    model = read_model_config(config.model)
+    model = read_model_config(described_model(config))
     for pool in config.pools:
         pool.check_model(model)
-    ModelText.load(config.model)
+    ModelText.load(described_model(config))
 
 
 def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] | None = None) -> None:

@@ -16,6 +16,7 @@ from cluster.errors import ConfigError
 from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
+from cluster.served_model import described_model
 from cluster.shown_urls import settings_without_secrets
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
@@ -202,7 +203,7 @@ def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Return a setting that is equal in all pools."""
     if field == "block_tokens":
         return config.pools[0].engine.block_tokens
-    return resolve_dtype(config.pools, config.model)
+    return resolve_dtype(config.pools, described_model(config))
 
 
 def _by_name(config: ClusterConfig) -> dict[str, Any]:
