@@ -68,7 +68,8 @@ def write_gguf(
             for key, value in (metadata or {}).items():
                 writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
         for number in numbers[index]:
-            _add_tensor(writer, *tensors[number], quantization)
+            gguf_name, values = tensors[number]
+            _add_tensor(writer, gguf_name, values, quantization)
         finish(writer)
     return names[0]
 

@@ -28,7 +28,6 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import DigestCache, model_fingerprint
-from workers.model.gguf import model_folder
 from workers.model.gguf.gguf_file import GgufFile
 from workers.model.gguf.gguf_weights import bfloat16_bits, write_weights
 from workers.model.gguf.model_folder import described_folder, weights_folder
@@ -310,7 +309,7 @@ def test_a_disk_without_space_is_found_before_anything_is_written(
 ) -> None:
     file = _written(tmp_path, make_checkpoint)
     free = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
-    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(CheckpointError, match=r"its weights take .* GB in .*; free some, or set model_cache"):
         weights_folder(file, "bf16", tmp_path / "cache")
 
