@@ -62,7 +62,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
     shares = config.auth.shares("device_kv_share")
     return _digest(
         app=config.app,
-        model=str(config.model),
+        model=_model(config),
         model_name=config.model_name,
         pool=pool.model_dump(mode="json", exclude=_SERVE_SETTINGS),
         transfer=config.transfer.model_dump(mode="json"),
@@ -80,7 +80,7 @@ def gateway_version(config: ClusterConfig) -> str:
     pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
     return _digest(
         app=config.app,
-        model=str(config.model),
+        model=_model(config),
         pools=pools,
         router=config.router.model_dump(mode="json"),
         admission=config.admission.model_dump(mode="json"),
@@ -197,6 +197,11 @@ def plan_rolls(
 
 def _digest(**parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _model(config: ClusterConfig) -> str | list[str]:
+    """Return what names the model, and the cache where one is configured."""
+    return [str(config.model), str(config.model_cache)] if config.model_cache else str(config.model)
 
 
 def _kv_form(config: ClusterConfig, field: str) -> int | str:

@@ -70,6 +70,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"gateway": {"model_name": "other"}}, {"prefill", "decode", "gateways"}),
         ({"debug": {"allow_pins": True}}, {"gateways"}),
         ({"auth": {"resume_s": 60}}, {"gateways"}),
+        ({"model_cache": "models"}, {"prefill", "decode", "gateways"}),
         ({"decode": {"replicas": 3}}, set()),
         ({"gateway": {"replicas": 2}}, set()),
         ({"decode": {"health_check_period_s": 1.0}}, set()),
@@ -92,6 +93,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
     used = {
         "app",
         "model",
+        "model_cache",
         "pools",
         "router",
         "admission",
