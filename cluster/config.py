@@ -243,7 +243,7 @@ class GatewayConfig(_Settings):
     # gateways and to a renewed certificate, without a failed call; running streams stay where they are.
     # None: never.
     max_connection_age_s: float | None = Field(default=60.0, gt=0)
-    # The name that clients use; "": the model folder's name.
+    # The name that clients use; "": that of the model's folder, or of its GGUF file without the ending.
     model_name: str = ""
     # Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count.
     max_attempts: int = Field(default=5, ge=1)
@@ -361,11 +361,14 @@ class ClusterConfig(_Settings):
 
     # The Ray Serve application's name; two applications can share a Ray cluster.
     app: Name = "tandem"
-    # A folder in Hugging Face layout, relative to the file that names it; or what is downloaded: `org/name`,
-    # `org/name@revision`, `org/name:file.gguf`, or a URL.
+    # A folder in Hugging Face layout or a GGUF file (of a split one the first part), relative to the file
+    # that names it; or a download: `org/name`, `org/name@revision`, `org/name:file.gguf`, or a URL.
     model: Annotated[str, Field(min_length=1), BeforeValidator(_path_text)]
     # How a model that is no folder is downloaded.
     download: DownloadConfig = DownloadConfig()
+    # Where each host keeps the folders that it makes of GGUF files; None: `$XDG_CACHE_HOME/tandem/models`, or
+    # `~/.cache/tandem/models`. Relative to the file that names it.
+    model_cache: Path | None = None
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -508,6 +511,8 @@ def located_config(raw: dict[str, Any], source: str, folder: Path) -> ClusterCon
         "model": located_model(config.model, folder),
         "download": config.download.located(folder),
     }
+    if config.model_cache is not None:
+        located["model_cache"] = folder / config.model_cache
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
     if config.inner_tls is not None:

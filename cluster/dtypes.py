@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.config import ClusterConfig, DtypeName, PoolConfig
+from cluster.served_model import described_model
 from kvtransfer.common.host import cpu_flags
 from workers.model.model_config import read_model_config
 
@@ -34,8 +35,8 @@ def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[st
     display name; they matter only where `needs_flags` is true."""
     if config.pools[0].dtype != "auto":
         return Settled(config, f"{config.pools[0].dtype}, as configured")
-    dtype = resolve_dtype(config.pools, config.model_path, node_to_flags.values())
-    saved = read_model_config(config.model_path).checkpoint_dtype or "nothing in config.json"
+    dtype = resolve_dtype(config.pools, described_model(config), node_to_flags.values())
+    saved = read_model_config(described_model(config)).checkpoint_dtype or "nothing in config.json"
     if not needs_flags(config):
         return Settled(with_dtype(config, dtype), f"{dtype}: the checkpoint's ({saved})")
     emulating = [name for name, flags in node_to_flags.items() if not computes_bf16(flags)]
@@ -67,7 +68,11 @@ def may_compute(pools: Sequence[PoolConfig], node: dict[str, Any]) -> bool:
 
 def needs_flags(config: ClusterConfig) -> bool:
     """Whether `auto` depends on processors: some rank computes on one, and the checkpoint has 16 bits."""
-    return config.pools[0].dtype == "auto" and _on_cpu(config.pools) and _saved(config.model_path) != "fp32"
+    return (
+        config.pools[0].dtype == "auto"
+        and _on_cpu(config.pools)
+        and _saved(described_model(config)) != "fp32"
+    )
 
 
 def resolve_dtype(

@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
+from cluster.served_model import described_model
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
@@ -77,7 +78,7 @@ def store_settings(
         name=store_name(config.app, life, node.node_id),
         host=node.host,
         dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
-        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, config.model_path)),
+        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, described_model(config))),
         huge_pages=store.huge_pages,
         nvme_path=str(nvme_path or ""),
         nvme_bytes=round(store.nvme_gb * _GB) if nvme_path else 0,

@@ -24,6 +24,7 @@ from cluster.cli.terminal import (
 from cluster.dtypes import auto_dtype
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
+from workers.model.gguf.model_folder import described_folder, weights_folder
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
@@ -75,10 +76,12 @@ def bench_engine(
         raise typer.BadParameter(str(error)) from None
     prompts = [_prompt_tokens(item) for item in prefill.split(",")] if prefill else []
     shapes = [_decode_shape(item, context) for item in decode_batch.split(",")] if decode_batch else []
-    model_dir = model or bundled_model()
+    model = model or bundled_model()
+    if dtype == "auto":
+        dtype = auto_dtype(described_folder(model), on_cpu=device == "cpu")
     options = BenchOptions(
-        model_dir=model_dir,
-        dtype=auto_dtype(model_dir, on_cpu=device == "cpu") if dtype == "auto" else dtype,
+        model_dir=weights_folder(model, dtype),
+        dtype=dtype,
         threads=threads,
         prefill=prompts,
         decode=shapes,

@@ -27,6 +27,7 @@ from cluster.errors import ConfigError, StartError
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
 from cluster.shown_urls import settings_without_secrets
+from workers.model.gguf.model_folder import described_folder
 from workers.model.model_config import read_model_config
 
 
@@ -40,12 +41,15 @@ class ServeOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model folder, org/name[@revision] of the Hugging Face hub, or a URL; without it and a "
-            "file: the bundled one."
+            help="Model folder, GGUF file, org/name[@revision] of the Hugging Face hub, or a URL; without it "
+            "and a file: the bundled one."
         ),
     ] = None
+    model_cache: Annotated[
+        Path | None, typer.Option(help="Where folders that are made of GGUF files are kept.")
+    ] = None
     model_name: Annotated[
-        str | None, typer.Option(help="The name that clients use; default: the folder's.")
+        str | None, typer.Option(help="The name that clients use; default: the folder's or file's.")
     ] = None
     device: Annotated[str | None, typer.Option(help="Of all ranks: cpu or cuda.")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica that share every layer.")] = None
@@ -113,7 +117,8 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
     _check_options(options, is_alone=file is None)
     if file is None:
         named = located_model(options.model or str(bundled_model()), Path().resolve())
-        model = read_model_config(fetched(ModelSource(model=named)).path)
+        path = fetched(ModelSource(model=named)).path
+        model = read_model_config(described_folder(path, options.model_cache))
         prefill = 1 if options.prefill is None else options.prefill
         decode = 1 if options.decode is None else options.decode
         raw = default_mapping(named, prefill, decode, model.max_context_tokens)
@@ -209,6 +214,7 @@ _POOL_OPTIONS = {
 }
 _OPTIONS = {
     "model": ("model",),
+    "model_cache": ("model_cache",),
     "model_name": ("gateway", "model_name"),
     "host": ("gateway", "host"),
     "port": ("gateway", "port"),

@@ -16,6 +16,7 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, err
 from cluster.dtypes import computes_bf16, resolve_dtype, vector_unit
 from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 from cluster.serve.machine import Machine, read, whole_number
+from cluster.served_model import described_model
 
 # The GPU that everything has run on.
 _VALIDATED_GPU = "NVIDIA H100"
@@ -56,7 +57,7 @@ def features(context: CheckContext) -> Iterator[CheckResult]:
     names = [pool.name for pool in context.config.pools if "cpu" in pool.stage_devices]
     if not names or not flags or context.needs is None:
         return
-    pools, model = context.config.pools, context.config.model_path
+    pools, model = context.config.pools, described_model(context.config)
     dtype = resolve_dtype(pools, model, [flags])
     unit = vector_unit(flags) or "no vector unit that is known"
     seen = f"pool{'s' * (len(names) > 1)} {', '.join(names)}: {dtype} on a CPU with {unit}"

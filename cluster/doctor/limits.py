@@ -8,6 +8,7 @@ from cluster.config import LOOPBACK, ClusterConfig
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import read
 from cluster.serve.memory import RAY_BYTES, ClusterNeed, PoolNeed, gb, huge_pages_suffice
+from cluster.served_model import described_model
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from workers.model.model_config import read_model_config
 from workers.model.rank_memory import least_kv_tokens, whole_blocks
@@ -131,7 +132,7 @@ def _fitting_kv_tokens(needs: ClusterNeed, config: ClusterConfig, left_bytes: in
     fitting = whole_blocks(max(most_bytes - without, 0) // token_bytes, block_tokens)
     while fitting > 0 and taken_bytes([pool.with_kv(fitting) for pool in counted]) > most_bytes:
         fitting = whole_blocks(fitting - fitting // 100 - 1, block_tokens)  # mappings are rounded up
-    least = least_kv_tokens(read_model_config(config.model_path), block_tokens)
+    least = least_kv_tokens(read_model_config(described_model(config)), block_tokens)
     return fitting if fitting >= least else 0
 
 
@@ -139,7 +140,7 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
     """Report the KV of a replica where `kv_tokens` is `auto`, and why it is so much."""
     if context.needs is None:
         return
-    context_tokens = read_model_config(context.config.model_path).max_context_tokens
+    context_tokens = read_model_config(described_model(context.config)).max_context_tokens
     for pool, need in zip(context.config.pools, context.needs.pools, strict=True):
         if pool.engine.kv_tokens != "auto":
             continue
@@ -149,7 +150,7 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
         kv_bytes = need.kv_tokens * need.host_kv_token_bytes
         seen = f"pool {pool.name}: kv_tokens auto is {need.kv_tokens} a replica, {gb(kv_bytes)}"
         figures: Figures = {"pool": pool.name, "kv_tokens": need.kv_tokens, "kv_bytes": kv_bytes}
-        least = least_kv_tokens(read_model_config(context.config.model_path), pool.engine.block_tokens)
+        least = least_kv_tokens(read_model_config(described_model(context.config)), pool.engine.block_tokens)
         remedy = "lower store.dram_gb, replicas or max_sequences, set surge: false, or use more machines"
         if context.config.transfer.data_host not in LOOPBACK:
             why = f"{need.kv_reason}: more where fewer of them are placed here"

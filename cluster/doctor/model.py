@@ -11,9 +11,13 @@ from cluster.config import PoolConfig
 from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.serve.memory import gb
+from cluster.served_model import described_model
 from cluster.text.chat_template import load_chat_template
 from cluster.text.tokenizer import ModelText
 from workers.errors import CheckpointError
+from workers.model.gguf.gguf_file import GgufFile, is_gguf
+from workers.model.gguf.gguf_names import written_tensors
+from workers.model.gguf.model_folder import default_cache
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import (
     ModelConfig,
@@ -25,19 +29,19 @@ from workers.model.model_config import (
 from workers.model.sizes import refuse_empty_parts
 
 GROUP = "model"
-_FOLDER = "name the folder of a checkpoint in Hugging Face layout as `model`"
+_FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
 
 
 def config_json(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        model = read_model_config(context.config.model_path)
+        model = read_model_config(described_model(context.config))
     except CheckpointError as problem:
         yield error(str(problem), "no replica can load it", _FOLDER)
         return
     shape = f"{model.num_layers} layers, {model.num_heads} heads ({model.num_kv_heads} of KV)"
     name = context.config.model_source.served_name
     yield ok(f"{name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context")
-    for key, why in ignored_keys(context.config.model_path).items():
+    for key, why in ignored_keys(described_model(context.config)).items():
         yield warning(
             f"config.json has {key}, which is ignored",
             f"{why}; the model's makers may have measured other results",
@@ -47,6 +51,9 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
 
 def weights(context: CheckContext) -> Iterator[CheckResult]:
     """Check that every file that the index names exists, and has the length that its header gives."""
+    if is_gguf(context.config.model_path):
+        yield from _gguf_weights(context)
+        return
     try:
         files = weight_files(context.config.model_path)
         problems = [problem for file in files if (problem := file_problem(file))]
@@ -63,15 +70,33 @@ def weights(context: CheckContext) -> Iterator[CheckResult]:
         yield ok(f"{len(files)} files of weights, {gb(num_bytes)}, all whole", num_bytes=num_bytes)
 
 
+def _gguf_weights(context: CheckContext) -> Iterator[CheckResult]:
+    """Check a file from which every host dequantizes the weights when it starts its first replica."""
+    from workers.model.gguf.gguf_weights import check_whole  # here: imports what reads all kinds of GGUF
+
+    try:
+        file = GgufFile.read(context.config.model_path)
+        check_whole(file)
+        num_tensors = len(written_tensors(file))
+    except (CheckpointError, OSError) as problem:
+        yield error(str(problem), "no replica can load it", "take another file of the model")
+        return
+    cache = context.config.model_cache or default_cache()
+    yield ok(
+        f"{num_tensors} tensors in {len(file.parts)} GGUF files, all whole; each host dequantizes them once, "
+        f"in {cache}"
+    )
+
+
 def tokenizer(context: CheckContext) -> Iterator[CheckResult]:
     try:
-        ModelText.load(context.config.model_path)
+        ModelText.load(described_model(context.config))
     except CheckpointError as problem:
         remedy = "save it as tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         yield error(str(problem), "gateways do not start", remedy)
         return
     try:
-        template = load_chat_template(context.config.model_path)
+        template = load_chat_template(described_model(context.config))
     except CheckpointError as problem:
         yield error(str(problem), "gateways do not start", "correct that file")
         return
@@ -85,7 +110,7 @@ def split(context: CheckContext) -> Iterator[CheckResult]:
     """Report settings that `tandem serve` would refuse, and those that it would serve less well than
     configured."""
     try:
-        model = read_model_config(context.config.model_path)
+        model = read_model_config(described_model(context.config))
     except CheckpointError:
         return  # reported by `config_json`
     problems = 0

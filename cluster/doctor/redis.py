@@ -11,6 +11,7 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, err
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from cluster.serve.memory import gb
+from cluster.served_model import described_model
 from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
 from kvtransfer.config import StoreConfig
@@ -129,7 +130,9 @@ def index_bytes(context: CheckContext) -> int:
     store = context.config.store
     held_bytes = (store.dram_gb + store.nvme_gb) * 1e9
     return round(
-        held_bytes / smallest_record_bytes(context.config.pools, context.config.model_path) * _BYTES_A_BLOCK
+        held_bytes
+        / smallest_record_bytes(context.config.pools, described_model(context.config))
+        * _BYTES_A_BLOCK
     )
 
 

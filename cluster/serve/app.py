@@ -44,6 +44,7 @@ from cluster.serve.ray_private import bind_serve_to_loopback, with_version
 from cluster.serve.rollout import gateway_version, pool_version, with_replicas
 from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
+from cluster.served_model import described_model, model_weights
 from cluster.stored_config import read_stored_config
 from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
@@ -176,12 +177,14 @@ class ReplicaActor:
         pool_name = self._pool.name
         engine = engine_config(config, pool_name, Machine(), _own_node(cpus))
         self._storing = asyncio.create_task(keep_store(config, life, self._clock))
+        dtype = resolve_dtype(config.pools, described_model(config))
+        model_dir = await asyncio.to_thread(model_weights, config, dtype, self._enter)
         spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,
             role=self._pool.role,
-            model_dir=str(config.model_path),
-            dtype=resolve_dtype(config.pools, config.model_path),
+            model_dir=str(model_dir),
+            dtype=dtype,
             parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
             engine=engine,
             kv_share=self._pool.device_kv_share,
@@ -192,6 +195,8 @@ class ReplicaActor:
             faults=config.debug.fault_rules,
             pace=_step_pace(config.debug.pace),
             store=own_store_name(config, life),
+            gguf_file="" if model_dir == config.model_path else str(config.model_path),
+            model_cache=str(config.model_cache or ""),
         )
         launcher = RayRankLauncher(self._pool.tp, config.logs, pool_name, config.model_source)
         return await EngineCore.launch(spec, launcher, self._clock, self._enter)
@@ -396,10 +401,10 @@ def _check_tasks(tasks: Sequence[asyncio.Task[Any]], name: str, epoch: int) -> N
 
 def check_model(config: ClusterConfig) -> None:
     """Raise `CheckpointError` or `ConfigError` where the pools cannot serve the model's folder."""
-    model = read_model_config(config.model_path)
+    model = read_model_config(described_model(config))
     for pool in config.pools:
         pool.check_model(model)
-    ModelText.load(config.model_path)
+    ModelText.load(described_model(config))
 
 
 def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] | None = None) -> None:

@@ -51,6 +51,7 @@ from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
 from cluster.scaling.orders import Operations, ScalerOrders
 from cluster.secret_files import read_redis_url
+from cluster.served_model import described_model
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -403,7 +404,7 @@ def _open_preprocessor(
     config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
 ) -> Preprocessor:
     return Preprocessor(
-        config.model_path,
+        described_model(config),
         config.model_name,
         config.gateway,
         clock,

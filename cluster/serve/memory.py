@@ -11,6 +11,7 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.serve.capacity import ENGINE_CORE_CPUS, bundles
 from cluster.serve.machine import Machine
+from cluster.served_model import described_model, read_checkpoint
 from kvtransfer.blocks.host_memory import ALIGNMENT_BYTES, mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import ITEM_BYTES, Shard
@@ -158,8 +159,8 @@ def needs_of(
     Where `kv_tokens` is `auto`, it is what `machine` has for it (None: the least). `node` is the machine as a
     Ray node; None: all replicas may be here. While the cluster `is_running`, what is free now is ignored.
     """
-    model = read_model_config(config.model_path)
-    checkpoint = Checkpoint.read(config.model_path)
+    model = read_model_config(described_model(config))
+    checkpoint = read_checkpoint(config)
     needs = ClusterNeed(
         pools=tuple(_pool_need(pool, config, model, checkpoint) for pool in config.pools),
         store_bytes=round(config.store.dram_gb * 1e9),
@@ -185,7 +186,7 @@ def _pool_need(
     pool: PoolConfig, config: ClusterConfig, model: ModelConfig, checkpoint: Checkpoint
 ) -> PoolNeed:
     """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
-    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, config.model_path)]
+    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
     ranks: list[RankNeed] = []
     first = 0
@@ -373,7 +374,7 @@ def engine_config(
     if engine.kv_tokens != "auto":
         check_container_memory(config, pool_name, machine)
         return engine.decided(engine.kv_tokens, devices)
-    model = read_model_config(config.model_path)
+    model = read_model_config(described_model(config))
     if "cpu" not in devices:
         check_container_memory(config, pool_name, machine)
         return engine.decided(most_useful_kv_tokens(model, engine.max_sequences), devices)

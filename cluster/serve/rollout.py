@@ -17,6 +17,7 @@ from cluster.errors import ConfigError
 from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
+from cluster.served_model import described_model
 from cluster.shown_urls import settings_without_secrets
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
@@ -62,7 +63,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
     shares = config.auth.shares("device_kv_share")
     return _digest(
         app=config.app,
-        model=config.model,
+        model=_model(config),
         download=config.download.model_dump(mode="json"),
         model_name=config.model_name,
         pool=pool.model_dump(mode="json", exclude=_SERVE_SETTINGS),
@@ -81,7 +82,7 @@ def gateway_version(config: ClusterConfig) -> str:
     pools = [(pool.name, pool.role, pool.engine.block_tokens) for pool in config.pools]
     return _digest(
         app=config.app,
-        model=config.model,
+        model=_model(config),
         download=config.download.model_dump(mode="json"),
         pools=pools,
         router=config.router.model_dump(mode="json"),
@@ -200,11 +201,16 @@ def _digest(**parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _model(config: ClusterConfig) -> str | list[str]:
+    """Return what names the model, and the cache where one is configured."""
+    return [str(config.model), str(config.model_cache)] if config.model_cache else str(config.model)
+
+
 def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Return a setting that is equal in all pools."""
     if field == "block_tokens":
         return config.pools[0].engine.block_tokens
-    return resolve_dtype(config.pools, config.model_path)
+    return resolve_dtype(config.pools, described_model(config))
 
 
 def _by_name(config: ClusterConfig) -> dict[str, Any]:

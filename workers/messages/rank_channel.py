@@ -66,6 +66,10 @@ class RankSpec(Message, frozen=True):
     pace: StepPace | None = None
     # The secret drawn for this start of this rank; see `RankTicket`.
     ticket: bytes = b""
+    # The GGUF file of which `model_dir` was made on the engine core's host ("": none). A rank on another host
+    # makes it again, in `model_cache` ("": the default of that host).
+    gguf_file: str = ""
+    model_cache: str = ""
 
     @property
     def num_ranks(self) -> int:

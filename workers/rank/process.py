@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
+from workers.model.gguf.model_folder import weights_folder
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
@@ -143,6 +144,7 @@ class _Rank:
         # engine core does.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
+        self._spec = _with_local_model(self._spec, self._enter)
         self._enter("probing the device")
         joined, store, self._device = _join(self._spec, self._clock)
         self._channel.send(joined)
@@ -309,6 +311,15 @@ class _Rank:
                 else:
                     assert self._handlers is not None, "an order came before RankReady"
                     self._handlers.handle(message)
+
+
+def _with_local_model(spec: RankSpec, progress: Callable[[str], None]) -> RankSpec:
+    """Return the specification with the model's folder on this host, which is made of its GGUF file if that
+    was not done. Raises `CheckpointError`."""
+    if not spec.gguf_file:
+        return spec
+    cache = Path(spec.model_cache) if spec.model_cache else None
+    return replace(spec, model_dir=str(weights_folder(Path(spec.gguf_file), spec.dtype, cache, progress)))
 
 
 def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch.device]:

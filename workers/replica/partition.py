@@ -53,6 +53,9 @@ class ReplicaSpec:
     store: str | None = None
     faults: Sequence[FaultRule] = ()
     pace: StepPace | None = None
+    # As in `RankSpec`.
+    gguf_file: str = ""
+    model_cache: str = ""
 
 
 class Shape:
@@ -94,6 +97,8 @@ class Shape:
                 deterministic=engine.deterministic,
                 faults=tuple(spec.faults),
                 pace=spec.pace,
+                gguf_file=spec.gguf_file,
+                model_cache=spec.model_cache,
             )
             for rank in range(parallel.num_ranks)
         ]

@@ -118,9 +118,9 @@ def test_commands_and_options_of_other_servers_are_answered(arguments: tuple[str
     assert said.replace(" ", "") in re.sub(r"[\s│]", "", done.stderr)
 
 
-def test_a_gguf_file_is_told_from_a_folder(tmp_path: Path) -> None:
+def test_a_gguf_file_that_is_cut_short_is_refused_in_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
     done = tandem("serve", str(file))
     assert done.returncode == 1
-    assert "is a GGUF file, which is not supported; name a folder" in done.stderr
+    assert "model.gguf: cut short at 8 bytes; download it again" in done.stderr

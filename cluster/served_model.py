@@ -1,0 +1,36 @@
+"""The model that the configuration names, as a folder on this host: a GGUF file has one made of it, in
+`model_cache`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from workers.model.gguf.gguf_file import GgufFile, is_gguf
+from workers.model.gguf.gguf_names import written_tensors
+from workers.model.gguf.model_folder import described_folder, weights_folder
+from workers.model.rank_memory import Checkpoint
+
+
+def described_model(config: ClusterConfig) -> Path:
+    """Return the folder with the model's configuration and tokenizer. Of a GGUF file it is made here, in a
+    second or two, where it is not there yet. Raises `CheckpointError`."""
+    return described_folder(config.model_path, config.model_cache)
+
+
+def model_weights(
+    config: ClusterConfig, dtype: str, progress: Callable[[str], None] = lambda phase: None
+) -> Path:
+    """Return the folder with the model's weights as well. Those of a GGUF file are dequantized to `dtype`
+    here, where that was not done yet. Raises `CheckpointError`."""
+    return weights_folder(config.model_path, dtype, config.model_cache, progress)
+
+
+def read_checkpoint(config: ClusterConfig) -> Checkpoint:
+    """Read the sizes of the model's tensors; a GGUF file is not dequantized for that. Raises
+    `CheckpointError`."""
+    if not is_gguf(config.model_path):
+        return Checkpoint.read(config.model_path)
+    tensors = written_tensors(GgufFile.read(config.model_path))
+    return Checkpoint({tensor.name: tensor.num_items for tensor in tensors})

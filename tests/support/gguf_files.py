@@ -1,0 +1,193 @@
+"""Write checkpoints and tokenizers in Hugging Face layout as GGUF files, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+Floats = npt.NDArray[np.float32]
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    path: Path,
+    checkpoint: Path,
+    quantization: GGMLQuantizationType,
+    *,
+    parts: int = 1,
+    metadata: dict[str, Any] | None = None,
+) -> Path:
+    """Write the checkpoint, of llama, qwen2 or qwen3, with its matrices quantized; in several parts where
+    asked. `metadata` is added: strings, or lists of strings. Returns the (first) file."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    family = str(config["model_type"])
+    tensors: list[tuple[str, Floats]] = []
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, values in load_file(file).items():
+            tensors.append((_gguf_name(name), _permuted(name, values, family, config)))
+    numbers = np.array_split(np.arange(len(tensors)), parts)
+    names = (
+        [path]
+        if parts == 1
+        else [path.with_name(f"{path.stem}-{n + 1:05d}-of-{parts:05d}.gguf") for n in range(parts)]
+    )
+    for index, name in enumerate(names):
+        writer = GGUFWriter(name, family)
+        if parts > 1:
+            writer.add_uint16("split.no", index)
+            writer.add_uint16("split.count", parts)
+        if index == 0:
+            _add_shape(writer, config)
+            _add_tokens(writer, config["vocab_size"])
+            for key, value in (metadata or {}).items():
+                writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
+        for number in numbers[index]:
+            gguf_name, values = tensors[number]
+            _add_tensor(writer, gguf_name, values, quantization)
+        finish(writer)
+    return names[0]
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_tokenizer_gguf(
+    path: Path,
+    tokenizer: Tokenizer,
+    model: str,
+    pre: str = "",
+    *,
+    scores: Sequence[float] | None = None,
+    kinds: dict[str, int] | None = None,
+    flags: dict[str, bool] | None = None,
+    ids: dict[str, int] | None = None,
+) -> Path:
+    """Write a file with a tokenizer alone, and what the smallest llama needs. `kinds` are those of tokens
+    that are not normal; merges are those of the tokenizer where its tokens have no `scores`."""
+    writer = GGUFWriter(path, "llama")
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    writer.add_tokenizer_model(model)
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([(kinds or {}).get(token, NORMAL) for token in tokens])
+    if scores is None:
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    else:
+        writer.add_token_scores(scores)
+    for name, flag in (flags or {}).items():
+        writer.add_bool(f"tokenizer.ggml.{name}", flag)
+    for name, number in (ids or {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+    shape = {"num_hidden_layers": 1, "hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1}
+    _add_shape(writer, shape | {"rms_norm_eps": 1e-5, "max_position_embeddings": 64})
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 4), np.float32))
+    finish(writer)
+    return path
+
+
+def dequantized(paths: Sequence[Path]) -> dict[str, Floats]:
+    """Read all tensors by the package `gguf` alone."""
+    found = {}
+    for path in paths:
+        for tensor in GGUFReader(path).tensors:
+            shape = tuple(reversed(tensor.shape.tolist()))
+            found[tensor.name] = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+    return found
+
+
+def _add_shape(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config.get("rope_theta") or 10000.0)
+
+
+def _add_tokens(writer: GGUFWriter, vocab_size: int) -> None:
+    """Add tokens that are nothing but numbers."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"t{index}" for index in range(vocab_size)])
+    writer.add_token_types([NORMAL] * (vocab_size - 1) + [CONTROL])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(vocab_size - 1)
+
+
+def _add_tensor(writer: GGUFWriter, name: str, values: Floats, quantization: GGMLQuantizationType) -> None:
+    if values.ndim == 1:
+        writer.add_tensor(name, values)
+    elif quantization == GGMLQuantizationType.Q4_K:  # the package only reads it
+        writer.add_tensor(name, _q4_k_blocks(values), raw_dtype=quantization)
+    else:
+        writer.add_tensor(name, quantize(values, quantization), raw_dtype=quantization)
+
+
+def _q4_k_blocks(values: Floats) -> npt.NDArray[np.uint8]:
+    """Draw blocks of the type Q4_K for a matrix: two numbers of 16 bits, 12 bytes of scales, and 128
+    bytes of two values each."""
+    rows, columns = values.shape
+    generator = np.random.default_rng(rows * columns)
+    blocks = generator.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
+    scale = np.float16(values.std() / 200)
+    blocks[:, :, :4] = np.array([scale, 6 * scale], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{_NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_NAMES[rest]}.{kind}"
+
+
+def _permuted(name: str, values: Floats, family: str, config: dict[str, Any]) -> Floats:
+    """Bring the rows of queries and keys into the order of llama.cpp's own attention."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    num_heads = heads.get(name.split(".")[-2])
+    if family != "llama" or num_heads is None:
+        return values
+    half = values.shape[0] // num_heads // 2
+    split = values.reshape(num_heads, 2, half, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

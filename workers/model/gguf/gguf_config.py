@@ -1,0 +1,328 @@
+"""Turn the metadata of a GGUF file into what config.json and generation_config.json say.
+
+The keys are those of the configurations of transformers. Where the metadata leaves out what a family's files
+always have, such as the layers of Gemma with a window, the values are those that llama.cpp assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from workers.errors import CheckpointError
+from workers.model.gguf.gguf_file import F32_TYPE, GgufFile
+
+_F16_TYPE = 1
+# Texts of tokens that end an answer, whether the metadata says so or not.
+_END_TEXTS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+)
+_CONTROL = 3
+# Checkpoints of the Llama 3 family and what they were stretched from.
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_GEMMA3_PERIOD = 6
+_SMOLLM3_PERIOD = 4
+
+
+class Architecture(NamedTuple):
+    """How `general.architecture` is called in config.json. `is_permuted`: the rows of queries and keys are in
+    another order than in transformers. `norm_shift` is what the file has added to the weights of norms."""
+
+    class_name: str
+    model_type: str
+    is_permuted: bool = False
+    norm_shift: float = 0.0
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", is_permuted=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norm_shift=1.0),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_shift=1.0),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3"),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", is_permuted=True),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4"),
+}
+_MISTRAL = Architecture("MistralForCausalLM", "mistral", is_permuted=True)
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Return the architecture; `CheckpointError` for one that is not supported."""
+    name = str(file.metadata.get("general.architecture", ""))
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: general.architecture {name[:100]!r} is not supported; take a model of one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return what config.json says. Raises `CheckpointError`, naming the key, for what is missing or not
+    supported."""
+    return _ConfigMaker(file).make()
+
+
+def generation_config_of(file: GgufFile) -> dict[str, Any]:
+    """Return what generation_config.json says: the tokens that begin a text and end an answer."""
+    metadata = file.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = {token for token in named if isinstance(token, int)}
+    ends |= {
+        token
+        for token, (text, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and text in _END_TEXTS
+    }
+    found: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
+    if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
+        found["bos_token_id"] = bos
+    return found
+
+
+def head_counts(file: GgufFile) -> tuple[int, int]:
+    """Return the number of heads of queries, and of keys and values."""
+    maker = _ConfigMaker(file)
+    num_heads = maker.count("attention.head_count")
+    return num_heads, maker.count("attention.head_count_kv", num_heads)
+
+
+class _ConfigMaker:
+    """Makes one config.json."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._architecture = architecture_of(file)
+        self._name = str(file.metadata["general.architecture"])
+
+    def make(self) -> dict[str, Any]:
+        num_heads, num_layers = self.count("attention.head_count"), self.count("block_count")
+        hidden_size = self.count("embedding_length")
+        rotated = self.count("rope.dimension_count", hidden_size // num_heads)
+        is_partial = self._name in ("phi3", "glm4")
+        head_dim = self.count("attention.key_length", hidden_size // num_heads if is_partial else rotated)
+        config: dict[str, Any] = {
+            "architectures": [self._architecture.class_name],
+            "model_type": self._architecture.model_type,
+            "vocab_size": self._vocab_size(),
+            "hidden_size": hidden_size,
+            "intermediate_size": self.count("feed_forward_length"),
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self.count("attention.head_count_kv", num_heads),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.count("context_length"),
+            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "tie_word_embeddings": "output.weight" not in self._file.name_to_tensor,
+            "torch_dtype": self._dtype(),
+        }
+        if (scaling := self._rope_scaling(config)) is not None:
+            config["rope_scaling"] = scaling
+        family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._name}")
+        config |= family(config)
+        return config | generation_config_of(self._file)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer of this architecture, or one that is equal in all layers."""
+        value = self._get(key)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self._refuse(key, value, "a positive integer that is equal in all layers")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number of this architecture, as 32-bit floats are written."""
+        value = self._get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            self._refuse(key, value, "a positive number")
+        return float(f"{value:.7g}")  # 9.999999747378752e-06 was 1e-05 before it became a 32-bit float
+
+    def _get(self, key: str) -> Any:
+        return self._file.metadata.get(f"{self._name}.{key}")
+
+    def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
+        found = "is missing" if value is None else f"is {str(value)[:100]}"
+        raise CheckpointError(
+            f"{self._file.path}: {self._name}.{key} {found}, not {wanted}; take another "
+            "conversion of the model"
+        )
+
+    def _has(self, name: str) -> bool:
+        return f"blk.0.{name}" in self._file.name_to_tensor
+
+    def _vocab_size(self) -> int:
+        embedding = self._file.name_to_tensor.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise CheckpointError(
+                f"{self._file.path}: tensor token_embd.weight is missing; download the file again"
+            )
+        return embedding.shape[0]
+
+    def _dtype(self) -> str:
+        """Return what dequantized weights are worth: 16 bits, but for a file of 32-bit floats alone."""
+        found = {tensor.type_number for tensor in self._file.name_to_tensor.values() if len(tensor.shape) > 1}
+        if found <= {F32_TYPE}:
+            return "float32"
+        return "float16" if found <= {F32_TYPE, _F16_TYPE} else "bfloat16"
+
+    # ------------------------------------------------------------------------------------------ rope
+
+    def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        kind = self._get("rope.scaling.type")
+        if "rope_freqs.weight" in self._file.name_to_tensor:
+            return self._llama3_scaling(config)
+        if kind in (None, "none", "longrope"):
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": self.number("rope.scaling.factor")}
+        if kind == "yarn":
+            positions = self.count("rope.scaling.original_context_length")
+            factor = self.number("rope.scaling.factor")
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": positions}
+        self._refuse("rope.scaling.type", kind, "none, linear, yarn or longrope")
+
+    def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Find the scaling of which the file has the factor of each frequency alone."""
+        factors = self._file.floats("rope_freqs.weight")
+        factor = round(max(factors), 4)
+        expected = llama3_factors(config["rope_theta"], 2 * len(factors), factor)
+        if any(abs(found - wanted) > 1e-3 * wanted for found, wanted in zip(factors, expected, strict=True)):
+            raise CheckpointError(
+                f"{self._file.path}: rope_freqs.weight is not the scaling of Llama 3; take the model in "
+                "Hugging Face layout"
+            )
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": _LOW_FREQ_FACTOR,
+            "high_freq_factor": _HIGH_FREQ_FACTOR,
+            "original_max_position_embeddings": _ORIGINAL_POSITIONS,
+        }
+
+    def _longrope(self) -> dict[str, Any]:
+        if "rope_factors_long.weight" not in self._file.name_to_tensor:
+            return {}
+        longs, shorts = (self._file.floats(f"rope_factors_{which}.weight") for which in ("long", "short"))
+        return {
+            "rope_scaling": {"type": "longrope", "long_factor": longs, "short_factor": shorts},
+            "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
+        }
+
+    # -------------------------------------------------------------------------------------- families
+
+    def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
+        if (window := self._get("attention.sliding_window")) is not None:
+            names = {"architectures": [_MISTRAL.class_name], "model_type": _MISTRAL.model_type}
+            return names | {"sliding_window": window}
+        return self._biases()
+
+    def _biases(self) -> dict[str, Any]:
+        return {"attention_bias": self._has("attn_q.bias"), "mlp_bias": self._has("ffn_down.bias")}
+
+    def _qwen2(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"use_sliding_window": False}
+
+    def _qwen3(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"use_sliding_window": False, "attention_bias": self._has("attn_q.bias")}
+
+    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
+        is_27b = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[self._name]
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        del config["hidden_act"]
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+            "attention_bias": False,
+        }
+
+    def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
+        kinds = [
+            "full_attention" if layer % 2 else "sliding_attention"
+            for layer in range(config["num_hidden_layers"])
+        ]
+        return self._gemma(config) | {
+            "attn_logit_softcapping": self.number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self.number("final_logit_softcapping", 30.0),
+            "sliding_window": self.count("attention.sliding_window", 4096),
+            "layer_types": kinds,
+        }
+
+    def _gemma3(self, config: dict[str, Any]) -> dict[str, Any]:
+        kinds = [
+            "sliding_attention" if (layer + 1) % _GEMMA3_PERIOD else "full_attention"
+            for layer in range(config["num_hidden_layers"])
+        ]
+        return self._gemma(config) | {
+            "rope_theta": self.number("rope.freq_base", 1e6),
+            "rope_local_base_freq": self.number("rope.freq_base_swa", 10000.0),
+            "sliding_window": self.count("attention.sliding_window"),
+            "sliding_window_pattern": _GEMMA3_PERIOD,
+            "layer_types": kinds,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        }
+
+    def _phi3(self, config: dict[str, Any]) -> dict[str, Any]:
+        return (
+            self._partial_rope(config)
+            | self._longrope()
+            | {"sliding_window": self._get("attention.sliding_window") or None}
+        )
+
+    def _partial_rope(self, config: dict[str, Any]) -> dict[str, Any]:
+        rotated = self.count("rope.dimension_count", config["head_dim"])
+        return (
+            {} if rotated == config["head_dim"] else {"partial_rotary_factor": rotated / config["head_dim"]}
+        )
+
+    def _olmo2(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self._get("attention.sliding_window") is not None:
+            self._refuse(
+                "attention.sliding_window", self._get("attention.sliding_window"), "absent, as in OLMo 2"
+            )
+        return {"attention_bias": self._has("attn_q.bias")}
+
+    def _smollm3(self, config: dict[str, Any]) -> dict[str, Any]:
+        layers = range(1, config["num_hidden_layers"] + 1)
+        return self._biases() | {
+            "no_rope_layer_interval": _SMOLLM3_PERIOD,
+            "no_rope_layers": [int(layer % _SMOLLM3_PERIOD != 0) for layer in layers],
+            "use_sliding_window": False,
+        }
+
+    def _granite(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self._biases() | {
+            "attention_multiplier": self.number("attention.scale", config["head_dim"] ** -0.5),
+            "embedding_multiplier": self.number("embedding_scale", 1.0),
+            "residual_multiplier": self.number("residual_scale", 1.0),
+            "logits_scaling": self.number("logit_scale", 1.0),
+        }
+
+    def _glm4(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self._partial_rope(config) | {"attention_bias": self._has("attn_q.bias")}
+
+
+def llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
+    """Return by what the wavelength of each frequency is multiplied in models of the Llama 3 family."""
+    factors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / head_dim)
+        smooth = (_ORIGINAL_POSITIONS / wavelength - _LOW_FREQ_FACTOR) / (
+            _HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR
+        )
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return factors

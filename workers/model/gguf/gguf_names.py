@@ -1,0 +1,112 @@
+"""What the tensors of a GGUF file are called in Hugging Face layout, and how their values differ there."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.errors import CheckpointError
+from workers.model.gguf.gguf_config import architecture_of, head_counts
+from workers.model.gguf.gguf_file import GgufFile, GgufTensor
+
+Rows = npt.NDArray[np.intp]
+
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# What config.json says already.
+_NOT_NEEDED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_OF_A_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# What architectures name otherwise.
+_OF_ARCHITECTURE = {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+}
+
+
+class WrittenTensor(NamedTuple):
+    """A tensor under its name in Hugging Face layout. `rows` are those of the source in the order in which
+    they are written (None: as they are); `shift` is taken off each value."""
+
+    name: str
+    source: GgufTensor
+    rows: Rows | None = None
+    shift: float = 0.0
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.source.shape)
+
+
+def written_tensors(file: GgufFile) -> list[WrittenTensor]:
+    """Return the tensors of the model in the order of the file; `CheckpointError` for one that has no name
+    in Hugging Face layout."""
+    architecture = architecture_of(file)
+    names = _OF_A_LAYER | _OF_ARCHITECTURE.get(str(file.metadata["general.architecture"]), {})
+    num_heads, num_kv_heads = head_counts(file)
+    part_to_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture.is_permuted else {}
+    found = []
+    for tensor in file.name_to_tensor.values():
+        if tensor.name in _NOT_NEEDED:
+            continue
+        name, layer = _TOP.get(tensor.name), _LAYER.fullmatch(tensor.name)
+        if layer and layer[2] in names:
+            name = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
+        if name is None:
+            raise CheckpointError(
+                f"{file.path}: tensor {tensor.name[:100]} is not known in this architecture; take the model "
+                "in Hugging Face layout"
+            )
+        heads = part_to_heads.get(layer[2]) if layer else None
+        rows = None if heads is None else _rotary_rows(tensor, heads)
+        shift = architecture.norm_shift if tensor.name.endswith("norm.weight") else 0.0
+        found.append(WrittenTensor(name, tensor, rows, shift))
+    return found
+
+
+def _rotary_rows(tensor: GgufTensor, num_heads: int) -> Rows:
+    """Return which rows of the file are those of a head in Hugging Face layout, where the two parts of each
+    rotated pair are half a head apart rather than neighbors."""
+    num_rows = tensor.shape[0]
+    if num_rows % (2 * num_heads):
+        raise CheckpointError(
+            f"{tensor.part}: tensor {tensor.name} has {num_rows} rows for {num_heads} heads; "
+            "download it again"
+        )
+    order = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return order.swapaxes(1, 2).reshape(num_rows)

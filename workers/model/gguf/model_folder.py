@@ -1,0 +1,172 @@
+"""Give a GGUF file the form of a folder in Hugging Face layout, once per host.
+
+The folders are in a cache that belongs to one user: one with the configuration and the tokenizer, which takes
+a moment, and one for each dtype with the weights as well. A folder is written under another name and renamed
+when it is whole, by one process at a time; others wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtransfer.common.os_errors import os_reason
+from workers.errors import CheckpointError
+from workers.model.gguf.gguf_config import config_of, generation_config_of
+from workers.model.gguf.gguf_file import GgufFile, is_gguf, model_name_of, part_paths
+from workers.model.gguf.gguf_tokenizer import tokenizer_of
+
+# Part of every key: folders of other versions are not used.
+_FORMAT = "tandem-gguf-1"
+_KEY_CHARS = 24
+_MAX_NAME_CHARS = 80
+# What of each part its key covers, and a header has: the tokens and merges of a vocabulary above all.
+_KEY_BYTES = 16 << 20
+# Beside the weights.
+_SPARE_BYTES = 64 << 20
+_POLL_S = 0.1
+
+Progress = Callable[[str], None]
+
+
+def default_cache() -> Path:
+    """Return where folders are kept if the configuration does not say: `$XDG_CACHE_HOME/tandem/models`, or
+    `~/.cache/tandem/models`, of the host and the user of this process."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+    return home / "tandem" / "models"
+
+
+def described_folder(model: Path, cache: Path | None = None) -> Path:
+    """Return a folder with the configuration and the tokenizer of the model: `model` itself unless that is a
+    GGUF file. Raises `CheckpointError`. `cache` None: `default_cache`."""
+    if not is_gguf(model):
+        return model
+    return _cached(model, cache, "", lambda phase: None)
+
+
+def weights_folder(
+    model: Path, dtype: str, cache: Path | None = None, progress: Progress = lambda phase: None
+) -> Path:
+    """Return a folder with the weights of the model as well, those of a GGUF file in `dtype`: fp32, bf16 or
+    fp16. Raises `CheckpointError`. `progress` is called with what is done where this takes a while."""
+    if not is_gguf(model):
+        return model
+    return _cached(model, cache, dtype, progress)
+
+
+def _cached(model: Path, cache: Path | None, dtype: str, progress: Progress) -> Path:
+    cache = cache or default_cache()
+    try:
+        folder = cache / "-".join(filter(None, (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype)))
+        if folder.is_dir():
+            return folder
+        _make_private(cache)
+        with _locked(cache / f".{folder.name}.lock", f"waiting for {model.name} to be converted", progress):
+            if not folder.is_dir():
+                _write(GgufFile.read(model), folder, dtype, progress)
+        return folder
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise CheckpointError(f"{model}: {_NO_SPACE.format(cache=cache)}") from error
+        raise CheckpointError(
+            f"{model}: cannot be converted in {cache}: {os_reason(error, has_path=False)}; correct that, or "
+            "set model_cache to another folder"
+        ) from error
+
+
+_NO_SPACE = "there is no space left to convert it in {cache}; free some, or set model_cache to another folder"
+
+
+def _key(model: Path) -> str:
+    """Return what differs where the file does: a digest of the size, the time of change and the beginning of
+    each part."""
+    digest = hashlib.sha256(_FORMAT.encode())
+    for part in part_paths(model):
+        with part.open("rb") as stream:
+            state = os.fstat(stream.fileno())
+            digest.update(f"|{state.st_size}|{state.st_mtime_ns}|".encode())
+            digest.update(stream.read(_KEY_BYTES))
+    return digest.hexdigest()[:_KEY_CHARS]
+
+
+def _write(file: GgufFile, folder: Path, dtype: str, progress: Progress) -> None:
+    """Write the folder; until it is whole, under another name."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    if partial.exists():  # of a process that ended meanwhile
+        shutil.rmtree(partial)
+    partial.mkdir(mode=0o700)
+    try:
+        _write_description(file, partial)
+        if dtype:
+            from workers.model.gguf.gguf_weights import check_whole, weight_bytes, write_weights
+
+            check_whole(file)
+            _check_space(file, folder.parent, weight_bytes(file, dtype))
+            write_weights(file, partial, dtype, progress)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_description(file: GgufFile, folder: Path) -> None:
+    tokenizer = tokenizer_of(file)
+    objects = {
+        "config.json": config_of(file),
+        "generation_config.json": generation_config_of(file),
+        "tokenizer_config.json": tokenizer.tokenizer_config,
+    }
+    for name, value in objects.items():
+        (folder / name).write_text(json.dumps(value, indent=1), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
+    others = folder / "additional_chat_templates"
+    for name, text in tokenizer.templates.items():
+        if name == "default":
+            (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+        else:
+            others.mkdir(mode=0o700, exist_ok=True)
+            (others / f"{name}.jinja").write_text(text, encoding="utf-8")
+
+
+def _check_space(file: GgufFile, cache: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(cache).free
+    if free < num_bytes + _SPARE_BYTES:
+        raise CheckpointError(
+            f"{file.path}: its weights take {num_bytes / 1e9:.1f} GB in {cache}, where {free / 1e9:.1f} GB "
+            "are free; free some, or set model_cache to another folder"
+        )
+
+
+def _make_private(cache: Path) -> None:
+    """Make the folder, or raise `OSError` where others can write to it."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(mode=0o700, exist_ok=True)
+    found = cache.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError("others than this user can write to it")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, phase: str, progress: Progress) -> Iterator[None]:
+    """Hold the lock of a folder; `progress` is called while another process does."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    pause = threading.Event()
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress(phase)
+                pause.wait(_POLL_S)
+        yield
+    finally:
+        os.close(lock)
