@@ -9,6 +9,7 @@ submission on, because who finds them is computed later.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class EngineModel(NamedTuple):
     # Of sending the KV of a token to another replica.
     transfer_s: float = 2e-5
     # A step computes one prompt, whole: a queue at a constant rate. A prompt waits until it is computed,
-    # reports count the tokens of a step as it goes, and the rates are known from the beginning.
+    # reports count the tokens of a step as it goes, and the rates are not measured but known.
     is_serial: bool = False
 
     def step_s(self, num_decodes: int, num_context_tokens: int, num_prompt_tokens: int) -> float:
@@ -231,7 +232,7 @@ class VirtualReplica:
         if self._step is None:
             return 0
         passed_s = self._events.clock.now() - self._step.began_at
-        return round(self._step.num_prompt_tokens * min(1.0, passed_s / self._step.took_s))
+        return math.ceil(self._step.num_prompt_tokens * min(1.0, passed_s / self._step.took_s))
 
     def submit(self, request: VirtualRequest, decode_id: str = "") -> KvEvents | None:
         """Take a request; with a `decode_id` it is handed over there after its first token. Returns what
@@ -331,6 +332,8 @@ class VirtualReplica:
 
     def _measure(self, step_s: float, num_decodes: int, num_context_tokens: int, num_tokens: int) -> None:
         """Learn from a step what the replica reports."""
+        if self.model.is_serial:
+            return
         if not num_tokens:
             self._decode_step_s = moving_average(self._decode_step_s, step_s, 0.1)
             self._decode_fit.add((1.0, num_decodes, num_context_tokens), step_s)
