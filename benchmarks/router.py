@@ -18,11 +18,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
+from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.bench.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
@@ -38,7 +39,6 @@ from router.service import RouterService
 PolicyName = Literal["cost", "round_robin", "random", "least_loaded", "longest_prefix"]
 BLOCK_TOKENS = 64
 NUM_REPLICAS = 64
-TRACE_BLOCK_TOKENS = 512
 NUM_NODES = 16
 NODE_BLOCKS = 3000
 # Of all nodes together, if nothing were cached: sets the nodes' rate.
@@ -177,30 +177,14 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------- quality
 
 
-class TraceRequest(NamedTuple):
-    at_s: float
-    num_tokens: int
-    keys: tuple[bytes, ...]
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        TraceRequest(
-            row["timestamp"] / 1000.0, row["input_length"], tuple(key_of(block) for block in row["hash_ids"])
-        )
-        for row in rows
-    ]
-
-
 def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
     """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
     the router's own deltas carry it through requests of the same instant."""
     events = EventQueue()
     clock = events.clock
     router = RouterService(RouterConfig(policy=policy, skip_prefill_tokens=0), TRACE_BLOCK_TOKENS, clock, 1)
-    span_s = trace[-1].at_s - trace[0].at_s
-    tok_s = sum(request.num_tokens for request in trace) / (span_s * NUM_NODES * UTILISATION)
+    span_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1e3
+    tok_s = sum(request.input_length for request in trace) / (span_s * NUM_NODES * UTILISATION)
     ttfts_s: list[float] = []
     ended: list[str] = []
 
@@ -216,8 +200,9 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
         router.tree.apply_snapshot(KvSnapshot(nodes[name].identity, 0, ()))
     router.add_replica(ReplicaIdentity("decode", 1), "decode")
     for number, request in enumerate(trace):
-        if number == 0 or request.at_s > clock.now():
-            events.run(request.at_s)
+        at_s, keys = request.timestamp_ms / 1e3, tuple(map(key_of, request.hash_ids))
+        if number == 0 or at_s > clock.now():
+            events.run(at_s)
             for request_id in ended:
                 router.on_prefilled(request_id)
                 router.on_finished(request_id)
@@ -226,13 +211,9 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
                 backlog = node.queue_state().num_backlog_tokens
                 router.loads.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
             router.loads.on_load(load_of("decode", clock.now(), num_running=10**9))
-        decision = router.route(
-            RouteRequest(str(number), RequestFacts("t"), request.keys, request.num_tokens, 1)
-        )
+        decision = router.route(RouteRequest(str(number), RequestFacts("t"), keys, request.input_length, 1))
         changes = nodes[decision.prefill].submit(
-            VirtualRequest(
-                str(number), Flow("t", "standard"), request.num_tokens, 1, request.at_s, request.keys
-            )
+            VirtualRequest(str(number), Flow("t", "standard"), request.input_length, 1, at_s, keys)
         )
         assert changes is None or router.tree.apply_events(changes)
     while len(ttfts_s) < len(trace):
@@ -245,7 +226,7 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
         "what": "replay",
         "policy": policy,
         "requests": len(trace),
-        "block_hit_rate": round(num_hits / sum(len(request.keys) for request in trace), 4),
+        "block_hit_rate": round(num_hits / sum(len(request.hash_ids) for request in trace), 4),
         "mean_ttft_s": round(sum(ttfts_s) / len(ttfts_s), 3),
         "p99_ttft_s": round(ttfts_s[len(ttfts_s) * 99 // 100], 2),
         "imbalance": round(max(work) * len(work) / sum(work), 3),
@@ -266,7 +247,7 @@ def main() -> None:
     for num_tenants in (1, 4, 16):
         print(json.dumps(measure_waits(num_tenants)), flush=True)
     if arguments.trace is not None:
-        trace = read_trace(arguments.trace)
+        trace = list(read_trace(arguments.trace))
         for name in get_args(PolicyName):
             if name in arguments.policies.split(","):
                 print(json.dumps(replay(name, trace)), flush=True)
