@@ -14,27 +14,30 @@ Every figure is the median over the seeds.
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import json
 import random
 import statistics
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
-
-from msgspec.structs import asdict
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest, Released
+from cluster.bench.virtual_replica import (
+    NETWORK_S,
+    REPORT_S,
+    StepNews,
+    VirtualReplica,
+    VirtualRequest,
+    serial_model,
+)
+from cluster.bench.virtual_time import EventQueue
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
-from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import KvEvents, KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
-from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
+from router.messages import Decision, QueueState, RouteRequest
 from router.service import RouterService
 
 NUM_REPLICAS = 16
@@ -42,9 +45,7 @@ UTILISATION = 0.7
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 2048
 TOK_S = 10_000.0
-REPORT_S = 0.2
-NETWORK_S = 0.001
-# The shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
+# With shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
 NUM_PREFIXES = 64
 PREFIX_BLOCKS = 16
 KEPT_BLOCKS = 1024
@@ -62,51 +63,6 @@ class Outcome(NamedTuple):
     hit_rate: float
 
 
-class Replica:
-    """A replica without an engine: a queue at a constant rate, and an LRU of blocks."""
-
-    def __init__(self, index: int) -> None:
-        self.identity = ReplicaIdentity(f"r{index:02}", 1)
-        self.free_at_s = 0.0
-        # The ends of the requests that it has, the earliest first.
-        self.ends_s: list[float] = []
-        self.sequence = 0
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-
-    def queue_state(self, now: float) -> QueueState:
-        while self.ends_s and self.ends_s[0] <= now:
-            self.ends_s.pop(0)
-        backlog_tokens = int(max(0.0, self.free_at_s - now) * TOK_S)
-        return QueueState(0, len(self.ends_s), 0, backlog_tokens, 1_000_000)
-
-    def load(self, now: float) -> ReplicaLoad:
-        return ReplicaLoad(
-            identity=self.identity,
-            received_at=now,
-            **asdict(self.queue_state(now)),
-            num_total_blocks=1_000_000,
-            prefill_tok_s=TOK_S,
-            decode_step_s=0.03,
-            transfer_tok_s=200_000.0,
-        )
-
-    def serve(self, keys: tuple[bytes, ...], now: float) -> tuple[float, int, KvEvents]:
-        """Queue the prompt; returns when its first token comes, the blocks that were cached, and the news."""
-        num_cached = next((index for index, key in enumerate(keys) if key not in self._blocks), len(keys))
-        self.free_at_s = max(self.free_at_s, now) + (PROMPT_TOKENS - num_cached * BLOCK_TOKENS) / TOK_S
-        self.ends_s.append(self.free_at_s)
-        for key in reversed(keys):
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-        removed = []
-        while len(self._blocks) > KEPT_BLOCKS:
-            removed.append(self._blocks.popitem(last=False)[0])
-        self.sequence += 1
-        stored = (BlocksStored(b"", keys),) if keys else ()
-        gone = (BlocksRemoved(tuple(removed)),) if removed else ()
-        return self.free_at_s, num_cached, KvEvents(self.identity, self.sequence, stored, gone)
-
-
 class World:
     """Gateways, replicas and what is on its way between them."""
 
@@ -114,13 +70,13 @@ class World:
         self, num_gateways: int, seed: int, *, is_exchanging: bool, has_prefixes: bool, has_admission: bool
     ) -> None:
         self.random = random.Random(seed)
-        self.clock = ManualClock()
+        self.events = EventQueue()
+        self.clock = self.events.clock
         self.has_prefixes = has_prefixes
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self.replicas = {
-            replica.identity.replica_id: replica for replica in map(Replica, range(NUM_REPLICAS))
-        }
+        model = serial_model(TOK_S, BLOCK_TOKENS, KEPT_BLOCKS if has_prefixes else 0)
+        self.replicas: dict[str, VirtualReplica] = {}
+        for name in (f"r{index:02}" for index in range(NUM_REPLICAS)):
+            self.replicas[name] = VirtualReplica(name, model, self.events, self._on_step, self.replicas)
         self.feeds = [PlacementFeed(self.clock) for _ in range(num_gateways)]
         self.routers = [
             RouterService(RouterConfig(), BLOCK_TOKENS, self.clock, seed, salt=f"g{index}", observer=feed)
@@ -132,7 +88,7 @@ class World:
                 router,
                 self.clock,
                 itertools.count().__next__,
-                lambda at, call: self.after(at - self.clock.now(), call),
+                self.events.at,
             )
             for router in (self.routers if has_admission else [])
         ]
@@ -151,16 +107,12 @@ class World:
             for router in self.routers:
                 router.add_replica(replica.identity, "both")
                 router.tree.apply_snapshot(KvSnapshot(replica.identity, 0, ()))
-            self.at(self.random.random() * REPORT_S, lambda replica=replica: self._report(replica))  # type: ignore[misc]
+            self.events.at(self.random.random() * REPORT_S, lambda replica=replica: self._report(replica))  # type: ignore[misc]
+        # The gateway of each request on its way.
+        self.gateways: dict[str, int] = {}
         self.ttfts_s: list[tuple[float, float]] = []
-        self.num_hits = self.num_sent_back = 0
+        self.num_sent_back = 0
         self.connect()
-
-    def at(self, time_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time_s, next(self._numbers), call))
-
-    def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.at(self.clock.now() + delay_s, call)
 
     def run(self, num_requests: int) -> None:
         """Let `num_requests` requests arrive, and end when all have ended."""
@@ -171,21 +123,15 @@ class World:
             self._request(num_arrived)
             num_arrived += 1
             if num_arrived < num_requests:
-                self.after(self.random.expovariate(self.rate()), arrive)
+                self.events.after(self.random.expovariate(self.rate()), arrive)
 
-        self.at(0.0, arrive)
+        self.events.at(0.0, arrive)
         while len(self.ttfts_s) < num_requests:
-            time_s, _, call = heapq.heappop(self._due)
-            self.clock.advance(max(0.0, time_s - self.clock.now()))
-            call()
+            self.events.step()
 
     def settle(self) -> None:
         """Let the last frames arrive."""
-        end_s = self.clock.now() + 1.0
-        while self._due[0][0] < end_s:
-            time_s, _, call = heapq.heappop(self._due)
-            self.clock.advance(max(0.0, time_s - self.clock.now()))
-            call()
+        self.events.run(self.clock.now() + 1.0)
 
     def rate(self) -> float:
         return NUM_REPLICAS * UTILISATION * TOK_S / PROMPT_TOKENS
@@ -217,13 +163,19 @@ class World:
                 (1 << 100 | prefix << 32 | index).to_bytes(16, "big") for index in range(PREFIX_BLOCKS)
             )
             keys = shared + keys[PREFIX_BLOCKS:]
-        request_id = str(number)
+        flow = Flow("t", "standard")
+        virtual = VirtualRequest(str(number), flow, PROMPT_TOKENS, 1, arrived_at, keys)
         request = RouteRequest(
-            request_id, RequestFacts("t"), keys if self.has_prefixes else (), PROMPT_TOKENS, 1
+            virtual.request_id,
+            RequestFacts(flow.tenant),
+            keys if self.has_prefixes else (),
+            PROMPT_TOKENS,
+            1,
         )
+        self.gateways[virtual.request_id] = gateway
 
         def release(decision: Decision) -> None:
-            self._submit(gateway, request, decision, keys, arrived_at, may_return=True)
+            self._submit(virtual, request, decision, may_return=True)
 
         if not self.admissions:
             release(self.routers[gateway].route(request))
@@ -234,80 +186,74 @@ class World:
             assert isinstance(outcome, Released), f"none should be refused at this load: {outcome}"
             release(outcome.decision)
 
-        queued = QueuedRequest(request_id, Flow("t", "standard"), arrived_at, report=report)
+        queued = QueuedRequest(virtual.request_id, flow, arrived_at, report=report)
         admission.place(queued, request)
         admission.wait(queued)
         self._flush(gateway)
 
     def _submit(
-        self,
-        gateway: int,
-        request: RouteRequest,
-        decision: Decision,
-        keys: tuple[bytes, ...],
-        arrived_at: float,
-        *,
-        may_return: bool,
+        self, virtual: VirtualRequest, request: RouteRequest, decision: Decision, *, may_return: bool
     ) -> None:
         """Send a request; one that `may_return` is sent back, once, by a replica with more to do than the
         decision allows."""
-        router, request_id = self.routers[gateway], request.request_id
+        gateway = self.gateways[virtual.request_id]
+        router, compute = self.routers[gateway], self.replicas[decision.compute_id]
         self._flush(gateway)
-        compute = self.replicas[decision.compute_id]
         most = decision.most_backlog_tokens if may_return else None
 
         def sent_back() -> None:
-            router.on_finished(request_id)
-            self._submit(gateway, request, router.route(request), keys, arrived_at, may_return=False)
+            router.on_finished(request.request_id)
+            self._submit(virtual, request, router.route(request), may_return=False)
 
         def submitted() -> None:
-            if most is not None and compute.queue_state(self.clock.now()).num_backlog_tokens > most:
+            if most is not None and compute.queue_state().num_backlog_tokens > most:
                 self.num_sent_back += 1
-                self.after(NETWORK_S, sent_back)
+                self.events.after(NETWORK_S, sent_back)
                 return
-            first_token_at, num_cached, events = compute.serve(
-                keys if self.has_prefixes else (), self.clock.now()
-            )
-            self.num_hits += num_cached
-            self.after(NETWORK_S, lambda: self._tell(events))
-            self._tell_queue(compute)
-            self.at(first_token_at, lambda: self._tell_queue(compute))
-            self.at(first_token_at + NETWORK_S, ended)
+            changes = compute.submit(virtual)
+            if changes is not None:
+                self.events.after(NETWORK_S, lambda: self._tell(changes))
+            self._tell_queue(compute, compute.queue_state())
+
+        self.events.after(NETWORK_S, submitted)
+
+    def _on_step(self, replica: VirtualReplica, state: QueueState, news: StepNews) -> None:
+        (virtual,) = news.ended
 
         def ended() -> None:
-            self.ttfts_s.append((arrived_at, self.clock.now() - arrived_at))
-            router.on_prefilled(request_id)
-            router.on_finished(request_id)
+            gateway = self.gateways.pop(virtual.request_id)
+            self.ttfts_s.append((virtual.arrived_at, self.clock.now() - virtual.arrived_at))
+            self.routers[gateway].on_prefilled(virtual.request_id)
+            self.routers[gateway].on_finished(virtual.request_id)
             self._flush(gateway)
 
-        self.after(NETWORK_S, submitted)
+        self.events.after(NETWORK_S, ended)
+        self._tell_queue(replica, state)
 
     def _tell(self, events: KvEvents) -> None:
         for router in self.routers:
             router.tree.apply_events(events)
 
-    def _tell_queue(self, replica: Replica) -> None:
-        state = replica.queue_state(self.clock.now())
-
+    def _tell_queue(self, replica: VirtualReplica, state: QueueState) -> None:
         def heard() -> None:
             for router in self.routers:
                 router.loads.on_queue(replica.identity, state, self.clock.now())
             self._pump(replica)
 
-        self.after(NETWORK_S, heard)
+        self.events.after(NETWORK_S, heard)
 
-    def _pump(self, replica: Replica) -> None:
-        """Release the requests that wait for the replica, where they may go."""
+    def _pump(self, replica: VirtualReplica) -> None:
+        """Let what waits for the replica go, where it may."""
         for gateway, admission in enumerate(self.admissions):
             admission.pump(replica.identity.replica_id)
             self._flush(gateway)
 
-    def _report(self, replica: Replica) -> None:
-        load = replica.load(self.clock.now())
+    def _report(self, replica: VirtualReplica) -> None:
+        load = replica.load()
         for router in self.routers:
             router.loads.on_load(load)
         self._pump(replica)
-        self.after(REPORT_S, lambda: self._report(replica))
+        self.events.after(REPORT_S, lambda: self._report(replica))
 
     def _flush(self, gateway: int) -> None:
         """Send the changes when `PlacementExchange` would."""
@@ -317,7 +263,7 @@ class World:
             send_at = max(now + delay_s, self._sent_at[gateway] + FRAME_GAP_S)
             if send_at < self._send_at[gateway]:
                 self._send_at[gateway] = send_at
-                self.at(send_at, lambda: self._take(gateway, send_at))
+                self.events.at(send_at, lambda: self._take(gateway, send_at))
 
     def _take(self, gateway: int, send_at: float) -> None:
         if self._send_at[gateway] == send_at:  # nothing more urgent has come since
@@ -331,7 +277,7 @@ class World:
                 if sender == source and not self.is_cut:
                     peer.on_frame(frame)
 
-        self.after(NETWORK_S, arrive)
+        self.events.after(NETWORK_S, arrive)
 
 
 def run(
@@ -354,8 +300,8 @@ def run(
     )
     span_s = num_requests / world.rate()
     if has_cut:
-        world.at(0.4 * span_s, world.cut)
-        world.at(0.6 * span_s, world.connect)
+        world.events.at(0.4 * span_s, world.cut)
+        world.events.at(0.6 * span_s, world.connect)
     world.run(num_requests)
     world.settle()
     for router in world.routers:
@@ -367,7 +313,7 @@ def run(
         statistics.fmean(waits_s),
         waits_s[len(waits_s) * 99 // 100],
         statistics.fmean(after_s),
-        world.num_hits * BLOCK_TOKENS / (num_requests * PROMPT_TOKENS),
+        sum(it.num_cached_tokens for it in world.replicas.values()) / (num_requests * PROMPT_TOKENS),
     )
 
 

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.virtual_cluster import EngineModel, Lengths, Tenant, VirtualCluster, VirtualRequest
+from benchmarks.virtual_cluster import Lengths, Tenant, VirtualCluster
 from cluster.admission.config import AdmissionConfig
 from cluster.bench.overload_curve import recovered_after_s
+from cluster.bench.virtual_replica import EngineModel, VirtualRequest
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
@@ -75,15 +76,15 @@ def measured_capacity(
     cluster.saturate(
         int(1.5 * num_replicas * scenario.model.max_sequences), scenario.tenants, scenario.lengths
     )
-    cluster.run(60.0)
+    cluster.events.run(60.0)
     before = sum(it.ended_at is not None for it in cluster.requests)
-    cluster.run(60.0 + duration_s)
+    cluster.events.run(60.0 + duration_s)
     return (sum(it.ended_at is not None for it in cluster.requests) - before) / duration_s
 
 
 def is_good(request: VirtualRequest, config: AdmissionConfig) -> bool:
     """Whether the request kept the objectives of its class; a batch request only has to end."""
-    objective_s = config.of(request.tenant.service_class).ttft_s
+    objective_s = config.of(request.flow.service_class).ttft_s
     if objective_s is None:
         return request.first_token_at is not None
     return request.ttft_s <= objective_s and request.tpot_s <= TPOT_S
@@ -115,7 +116,7 @@ class Load(NamedTuple):
             "num_late_first_token": sum(it.tpot_s <= TPOT_S for it in late),
             "num_slow_tokens": sum(it.tpot_s > TPOT_S for it in late),
             "num_unended": sum(it.ended_at is None for it in taken),
-            "by_class": dict(Counter(it.tenant.service_class for it in good)),
+            "by_class": dict(Counter(it.flow.service_class for it in good)),
             "ttft_s": _quantiles([it.ttft_s for it in taken if it.first_token_at is not None]),
             "held_s": _quantiles(
                 [it.released_at - it.arrived_at for it in taken if it.released_at is not None]
@@ -139,10 +140,10 @@ def run_load(
     """Offer one load, then another for `after_s`, and wait for the accepted requests to end."""
     cluster = make_cluster(scenario, num_replicas, seed)
     cluster.offer(rate_s, duration_s, scenario.tenants, scenario.lengths)
-    cluster.run(duration_s)
+    cluster.events.run(duration_s)
     if after_s:
         cluster.offer(after_rate_s, duration_s + after_s, scenario.tenants, scenario.lengths)
-    cluster.run(duration_s + after_s + 120.0)
+    cluster.events.run(duration_s + after_s + 120.0)
     cluster.router.check()
     cluster.admission.check()
     return Load(cluster, rate_s, duration_s)
@@ -155,7 +156,7 @@ def recovered_s(load: Load, after_s: float) -> float | None:
     sent = [
         it
         for it in load.cluster.requests
-        if end_s <= it.arrived_at < end_s + after_s and it.tenant.service_class != "batch"
+        if end_s <= it.arrived_at < end_s + after_s and it.flow.service_class != "batch"
     ]
     return recovered_after_s([it.arrived_at - end_s for it in sent], [is_good(it, config) for it in sent])
 
@@ -209,10 +210,10 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
     num_served: Counter[str] = Counter()
     for request in sent:
         if request.first_token_at is not None and request.first_token_at < duration_s:
-            num_served[request.tenant.name] += 1
-            work_s[request.tenant.name] += scenario.model.work_s(request.num_prompt, request.num_output)
-    good = Counter(it.tenant.name for it in sent if is_good(it, config))
-    num_sent = Counter(it.tenant.name for it in sent)
+            num_served[request.flow.tenant] += 1
+            work_s[request.flow.tenant] += scenario.model.work_s(request.num_prompt, request.num_output)
+    good = Counter(it.flow.tenant for it in sent if is_good(it, config))
+    num_sent = Counter(it.flow.tenant for it in sent)
     return {
         "what": "greedy",
         "replicas": num_replicas,

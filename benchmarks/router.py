@@ -13,21 +13,22 @@ policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-c
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
+from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
+from cluster.bench.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
-from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest
@@ -38,7 +39,6 @@ from router.service import RouterService
 PolicyName = Literal["cost", "round_robin", "random", "least_loaded", "longest_prefix"]
 BLOCK_TOKENS = 64
 NUM_REPLICAS = 64
-TRACE_BLOCK_TOKENS = 512
 NUM_NODES = 16
 NODE_BLOCKS = 3000
 # The use of all nodes together, if nothing were cached: it sets the nodes' rate.
@@ -177,108 +177,56 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------- quality
 
 
-class TraceRequest(NamedTuple):
-    at_s: float
-    num_tokens: int
-    keys: tuple[bytes, ...]
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        TraceRequest(
-            row["timestamp"] / 1000.0, row["input_length"], tuple(key_of(block) for block in row["hash_ids"])
-        )
-        for row in rows
-    ]
-
-
-class Node:
-    """A prefill replica without an engine: an LRU of blocks and a queue at a constant rate."""
-
-    def __init__(self, index: int, tok_s: float) -> None:
-        self.identity = ReplicaIdentity(f"n{index:02}", 1)
-        self.tok_s = tok_s
-        self.free_at_s = 0.0
-        self.num_computed_tokens = 0
-        self.sequence = 0
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
-
-    def backlog_tokens(self, now_s: float) -> int:
-        return int(max(0.0, self.free_at_s - now_s) * self.tok_s)
-
-    def num_cached(self, keys: tuple[bytes, ...]) -> int:
-        for index, key in enumerate(keys):
-            if key not in self._blocks:
-                return index
-        return len(keys)
-
-    def serve(self, request: TraceRequest, num_cached: int) -> tuple[float, KvEvents]:
-        """Queue and compute the request; return the time of its first token, and the changes in the cache."""
-        uncached_tokens = max(1, request.num_tokens - num_cached * TRACE_BLOCK_TOKENS)
-        self.num_computed_tokens += uncached_tokens
-        self.free_at_s = max(self.free_at_s, request.at_s) + uncached_tokens / self.tok_s
-        stored = tuple(key for key in request.keys if key not in self._blocks)
-        for key in reversed(request.keys):
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-        removed = []
-        while len(self._blocks) > NODE_BLOCKS:
-            removed.append(self._blocks.popitem(last=False)[0])
-        self.sequence += 1
-        kept = tuple(key for key in stored if key in self._blocks)
-        events = KvEvents(
-            self.identity, self.sequence, (BlocksStored(b"", kept),), (BlocksRemoved(tuple(removed)),)
-        )
-        return self.free_at_s, events
-
-
 def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
-    """Send all requests through one policy. The cache view is exact; the load is exact whenever time moves,
-    and the router's own deltas carry it through requests of the same instant."""
-    clock = ManualClock()
-    config = RouterConfig(policy=policy, skip_prefill_tokens=0)
-    router = RouterService(config, TRACE_BLOCK_TOKENS, clock, 1)
-    span_s = trace[-1].at_s - trace[0].at_s
-    tok_s = sum(request.num_tokens for request in trace) / (span_s * NUM_NODES * UTILISATION)
-    nodes = {f"n{index:02}": Node(index, tok_s) for index in range(NUM_NODES)}
-    for node in nodes.values():
-        router.add_replica(node.identity, "prefill")
-        router.tree.apply_snapshot(KvSnapshot(node.identity, 0, ()))
-    router.add_replica(ReplicaIdentity("decode", 1), "decode")
+    """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
+    the router's own deltas carry it through requests of the same instant."""
+    events = EventQueue()
+    clock = events.clock
+    router = RouterService(RouterConfig(policy=policy, skip_prefill_tokens=0), TRACE_BLOCK_TOKENS, clock, 1)
+    span_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1e3
+    tok_s = sum(request.input_length for request in trace) / (span_s * NUM_NODES * UTILISATION)
     ttfts_s: list[float] = []
-    due: list[tuple[float, str]] = []
-    num_hits = num_blocks = 0
+    ended: list[str] = []
+
+    def on_step(node: VirtualReplica, state: QueueState, news: StepNews) -> None:
+        ended.extend(it.request_id for it in news.ended)
+        ttfts_s.extend(clock.now() - it.arrived_at for it in news.ended)
+
+    nodes: dict[str, VirtualReplica] = {}
+    for name in (f"n{index:02}" for index in range(NUM_NODES)):
+        model = serial_model(tok_s, TRACE_BLOCK_TOKENS, NODE_BLOCKS)
+        nodes[name] = VirtualReplica(name, model, events, on_step, nodes)
+        router.add_replica(nodes[name].identity, "prefill")
+        router.tree.apply_snapshot(KvSnapshot(nodes[name].identity, 0, ()))
+    router.add_replica(ReplicaIdentity("decode", 1), "decode")
     for number, request in enumerate(trace):
-        if number == 0 or request.at_s > clock.now():
-            clock.advance(request.at_s - clock.now())
-            while due and due[0][0] <= clock.now():
-                request_id = heapq.heappop(due)[1]
+        at_s, keys = request.timestamp_ms / 1e3, tuple(map(key_of, request.hash_ids))
+        if number == 0 or at_s > clock.now():
+            events.run(at_s)
+            for request_id in ended:
                 router.on_prefilled(request_id)
                 router.on_finished(request_id)
+            ended.clear()
             for node in nodes.values():
-                backlog = node.backlog_tokens(clock.now())
+                backlog = node.queue_state().num_backlog_tokens
                 router.loads.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
             router.loads.on_load(load_of("decode", clock.now(), num_running=10**9))
-        decision = router.route(
-            RouteRequest(str(number), RequestFacts("t"), request.keys, request.num_tokens, 1)
+        decision = router.route(RouteRequest(str(number), RequestFacts("t"), keys, request.input_length, 1))
+        changes = nodes[decision.prefill].submit(
+            VirtualRequest(str(number), Flow("t", "standard"), request.input_length, 1, at_s, keys)
         )
-        node = nodes[decision.prefill]
-        num_cached = node.num_cached(request.keys)
-        first_token_at_s, events = node.serve(request, num_cached)
-        assert router.tree.apply_events(events)
-        heapq.heappush(due, (first_token_at_s, str(number)))
-        ttfts_s.append(first_token_at_s - request.at_s)
-        num_hits += num_cached
-        num_blocks += len(request.keys)
+        assert changes is None or router.tree.apply_events(changes)
+    while len(ttfts_s) < len(trace):
+        events.step()
     router.check()
     ttfts_s.sort()
-    work = [node.num_computed_tokens for node in nodes.values()]
+    work = [node.num_uncached_tokens for node in nodes.values()]
+    num_hits = sum(node.num_cached_tokens for node in nodes.values()) / TRACE_BLOCK_TOKENS
     return {
         "what": "replay",
         "policy": policy,
         "requests": len(trace),
-        "block_hit_rate": round(num_hits / num_blocks, 4),
+        "block_hit_rate": round(num_hits / sum(len(request.hash_ids) for request in trace), 4),
         "mean_ttft_s": round(sum(ttfts_s) / len(ttfts_s), 3),
         "p99_ttft_s": round(ttfts_s[len(ttfts_s) * 99 // 100], 2),
         "imbalance": round(max(work) * len(work) / sum(work), 3),
@@ -299,7 +247,7 @@ def main() -> None:
     for num_tenants in (1, 4, 16):
         print(json.dumps(measure_waits(num_tenants)), flush=True)
     if arguments.trace is not None:
-        trace = read_trace(arguments.trace)
+        trace = list(read_trace(arguments.trace))
         for name in get_args(PolicyName):
             if name in arguments.policies.split(","):
                 print(json.dumps(replay(name, trace)), flush=True)

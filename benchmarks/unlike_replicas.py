@@ -11,68 +11,32 @@ seeds of the mean time from arrival to first token.
 from __future__ import annotations
 
 import argparse
-import heapq
-import itertools
 import json
 import random
 import statistics
-from collections.abc import Callable
 from typing import Literal
 
-from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from cluster.admission.flow import Flow
+from cluster.bench.virtual_replica import (
+    NETWORK_S,
+    REPORT_S,
+    StepNews,
+    VirtualReplica,
+    VirtualRequest,
+    serial_model,
+)
+from cluster.bench.virtual_time import EventQueue
+from kvtransfer.messages import KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
-from router.messages import QueueState, ReplicaLoad, RouteRequest
+from router.messages import QueueState, RouteRequest
 from router.service import RouterService
 
 SPEEDS_TOK_S = (40_000.0,) * 4 + (8_000.0,) * 4
 PROMPT_TOKENS = 2048
-REPORT_S = 0.2
-NETWORK_S = 0.001
+BLOCK_TOKENS = 64
 LOADS = (0.3, 0.5, 0.7)
 Method = Literal["router", "shortest_expected_time"]
-
-
-class Replica:
-    """A replica without an engine: a queue at a constant rate."""
-
-    def __init__(self, index: int, tok_s: float) -> None:
-        self.identity = ReplicaIdentity(f"r{index}", 1)
-        self.tok_s = tok_s
-        self.free_at_s = 0.0
-        self.ends_s: list[float] = []
-
-    def backlog_tokens(self, now: float) -> int:
-        while self.ends_s and self.ends_s[0] <= now:
-            self.ends_s.pop(0)
-        return int(max(0.0, self.free_at_s - now) * self.tok_s)
-
-    def load(self, now: float) -> ReplicaLoad:
-        backlog_tokens = self.backlog_tokens(now)
-        return ReplicaLoad(
-            identity=self.identity,
-            received_at=now,
-            num_running=0,
-            num_waiting=len(self.ends_s),
-            num_landings=0,
-            num_backlog_tokens=backlog_tokens,
-            num_free_blocks=1_000_000,
-            num_total_blocks=1_000_000,
-            prefill_tok_s=self.tok_s,
-            decode_step_s=0.03,
-            transfer_tok_s=200_000.0,
-        )
-
-    def queue_state(self, now: float) -> QueueState:
-        backlog_tokens = self.backlog_tokens(now)
-        return QueueState(0, len(self.ends_s), 0, backlog_tokens, 1_000_000)
-
-    def serve(self, now: float) -> float:
-        """Queue a prompt; returns when its first token comes."""
-        self.free_at_s = max(self.free_at_s, now) + PROMPT_TOKENS / self.tok_s
-        self.ends_s.append(self.free_at_s)
-        return self.free_at_s
 
 
 class World:
@@ -81,16 +45,17 @@ class World:
     def __init__(self, method: Method, seed: int) -> None:
         self._method = method
         self._random = random.Random(seed)
-        self._clock = ManualClock()
-        self._router = RouterService(RouterConfig(), 64, self._clock, seed, salt="g0")
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._replicas = {f"r{index}": Replica(index, tok_s) for index, tok_s in enumerate(SPEEDS_TOK_S)}
+        self._events = EventQueue()
+        self._router = RouterService(RouterConfig(), BLOCK_TOKENS, self._events.clock, seed, salt="g0")
+        self._replicas: dict[str, VirtualReplica] = {}
         self._ttfts_s: list[float] = []
-        for replica in self._replicas.values():
+        for index, tok_s in enumerate(SPEEDS_TOK_S):
+            model = serial_model(tok_s, BLOCK_TOKENS)
+            replica = VirtualReplica(f"r{index}", model, self._events, self._on_step, self._replicas)
+            self._replicas[f"r{index}"] = replica
             self._router.add_replica(replica.identity, "both")
             self._router.tree.apply_snapshot(KvSnapshot(replica.identity, 0, ()))
-            self._at(self._random.random() * REPORT_S, lambda it=replica: self._report(it))  # type: ignore[misc]
+            self._events.at(self._random.random() * REPORT_S, lambda it=replica: self._report(it))  # type: ignore[misc]
 
     def run(self, load: float, num_requests: int) -> float:
         """Return the mean time to the first token."""
@@ -102,49 +67,46 @@ class World:
             self._request(num_arrived)
             num_arrived += 1
             if num_arrived < num_requests:
-                self._at(self._clock.now() + self._random.expovariate(rate_s), arrive)
+                self._events.after(self._random.expovariate(rate_s), arrive)
 
-        self._at(REPORT_S, arrive)
+        self._events.at(REPORT_S, arrive)
         while len(self._ttfts_s) < num_requests:
-            time_s, _, call = heapq.heappop(self._due)
-            self._clock.advance(max(0.0, time_s - self._clock.now()))
-            call()
+            self._events.step()
         return statistics.fmean(self._ttfts_s)
 
-    def _at(self, time_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time_s, next(self._numbers), call))
-
     def _request(self, number: int) -> None:
-        request_id, arrived_at = str(number), self._clock.now()
+        now = self._events.clock.now()
+        request = VirtualRequest(str(number), Flow("t", "standard"), PROMPT_TOKENS, 1, now)
         if self._method == "shortest_expected_time":
-            replica = min(
-                self._replicas.values(),
-                key=lambda it: max(it.free_at_s, arrived_at) + PROMPT_TOKENS / it.tok_s,
-            )
-            self._ttfts_s.append(replica.serve(arrived_at) - arrived_at)
+            min(self._replicas.values(), key=_expected_s).submit(request)
             return
-        decision = self._router.route(RouteRequest(request_id, RequestFacts("t"), (), PROMPT_TOKENS, 1))
-        replica = self._replicas[decision.compute_id]
+        route_request = RouteRequest(request.request_id, RequestFacts("t"), (), PROMPT_TOKENS, 1)
+        replica = self._replicas[self._router.route(route_request).compute_id]
+        self._events.after(NETWORK_S, lambda: replica.submit(request))
 
-        def submitted() -> None:
-            self._at(replica.serve(self._clock.now()), lambda: ended(self._clock.now()))
+    def _on_step(self, replica: VirtualReplica, state: QueueState, news: StepNews) -> None:
+        (request,), ended_at = news.ended, self._events.clock.now()
+        if self._method == "shortest_expected_time":
+            self._ttfts_s.append(ended_at - request.arrived_at)
+            return
 
-        def ended(now: float) -> None:
-            state = replica.queue_state(now)
-            self._at(now + NETWORK_S, lambda: heard(state))
-
-        def heard(state: QueueState) -> None:
+        def heard() -> None:
             # The two ways over the network are the same for every choice, and left out.
-            self._ttfts_s.append(self._clock.now() - arrived_at - 2 * NETWORK_S)
-            self._router.loads.on_queue(replica.identity, state, self._clock.now())
-            self._router.on_prefilled(request_id)
-            self._router.on_finished(request_id)
+            self._ttfts_s.append(ended_at - request.arrived_at - NETWORK_S)
+            self._router.loads.on_queue(replica.identity, state, self._events.clock.now())
+            self._router.on_prefilled(request.request_id)
+            self._router.on_finished(request.request_id)
 
-        self._at(arrived_at + NETWORK_S, submitted)
+        self._events.after(NETWORK_S, heard)
 
-    def _report(self, replica: Replica) -> None:
-        self._router.loads.on_load(replica.load(self._clock.now()))
-        self._at(self._clock.now() + REPORT_S, lambda: self._report(replica))
+    def _report(self, replica: VirtualReplica) -> None:
+        self._router.loads.on_load(replica.load())
+        self._events.after(REPORT_S, lambda: self._report(replica))
+
+
+def _expected_s(replica: VirtualReplica) -> float:
+    """Return when a prompt that is submitted now would be computed."""
+    return (replica.queue_state().num_backlog_tokens + PROMPT_TOKENS) * replica.model.token_s
 
 
 def main() -> None:

@@ -12,24 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
 from cluster.api.generate_options import Turn
+from cluster.bench.json_items import json_items, numbered_lines
 from cluster.bench.serving_load import PlannedTurn, Session, poisson_arrivals_s
-from cluster.cli.json_items import json_items
+from cluster.bench.trace_file import MAX_LENGTH_TOKENS, TRACE_BLOCK_TOKENS, read_trace
 from cluster.errors import BenchError
-from kvtransfer.errors import StoreError
-from kvtransfer.store.policy.trace_simulation import TRACE_BLOCK_TOKENS, numbered_lines, read_lines
 
 Kind = Literal["sharegpt", "mooncake", "sessions", "lengths"]
 _FILE_KINDS: dict[str, Kind] = {"sharegpt": "sharegpt", "mooncake": "mooncake", "lengths": "lengths"}
 LengthKind = Literal["fixed", "uniform", "lognormal"]
 # Of a text whose tokens are not counted: about what English has.
 BYTES_PER_TOKEN = 4
-_MAX_TOKENS = 1 << 24
 
 # What numbers are drawn for; each has a seed of its own.
 _PREFIX, _PROMPT, _ANSWER, _LENGTHS, _THINK, _BLOCK = range(6)
@@ -164,17 +162,14 @@ def read_conversations(path: Path) -> Iterator[list[QuestionAnswer]]:
     """Yield the exchanges of each conversation of a file of JSON lines, or of one JSON array; those in which
     nobody answers a user are passed over."""
     decoder = msgspec.json.Decoder(_Conversation)
-    try:
-        for number, item in json_items(path):
-            try:
-                found = decoder.decode(item)
-                exchanges = _exchanges(found.conversations or found.messages)
-            except (msgspec.MsgspecError, ValueError) as error:
-                raise BenchError(f"{path}, line {number}: {error}") from error
-            if exchanges:
-                yield exchanges
-    except StoreError as error:
-        raise BenchError(str(error)) from error
+    for number, item in json_items(path):
+        try:
+            found = decoder.decode(item)
+            exchanges = _exchanges(found.conversations or found.messages)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BenchError(f"{path}, line {number}: {error}") from error
+        if exchanges:
+            yield exchanges
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[QuestionAnswer]:
@@ -245,40 +240,22 @@ def _num_tokens(text: str) -> int:
 # Traces.
 
 
-class _TraceLine(msgspec.Struct):
-    """A request in Mooncake's format; a block's id names all of the prompt up to its end."""
-
-    # Milliseconds.
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOKENS)]
-    output_length: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
-
-
 def _traced(path: Path, settings: DatasetSettings, run: RunSettings) -> Load:
     """Return the trace's first requests, at their times."""
     sessions: list[Session] = []
     first_ms: float | None = None
     num_left_out = 0
-    try:
-        for number, line in enumerate(read_lines(path, _TraceLine), 1):
-            if len(line.hash_ids) * TRACE_BLOCK_TOKENS < line.input_length:
-                raise BenchError(
-                    f"{path}, line {number}: input_length {line.input_length} needs "
-                    f"{math.ceil(line.input_length / TRACE_BLOCK_TOKENS)} hash_ids, not {len(line.hash_ids)}"
-                )
-            num_output = max(1, min(line.output_length, settings.output_tokens or line.output_length))
-            if run.context_tokens and line.input_length + num_output > run.context_tokens:
-                num_left_out += 1
-                continue
-            first_ms = line.timestamp if first_ms is None else first_ms
-            at_s = max(0.0, line.timestamp - first_ms) / 1e3 * settings.time_scale
-            make = partial(block_tokens, line.hash_ids, line.input_length, run.vocab_size, run.seed)
-            sessions.append(Session((PlannedTurn(make, num_output),), at_s))
-            if len(sessions) == settings.num_requests:
-                break
-    except StoreError as error:
-        raise BenchError(str(error)) from error
+    for request in read_trace(path):
+        num_output = max(1, min(request.output_length, settings.output_tokens or request.output_length))
+        if run.context_tokens and request.input_length + num_output > run.context_tokens:
+            num_left_out += 1
+            continue
+        first_ms = request.timestamp_ms if first_ms is None else first_ms
+        at_s = max(0.0, request.timestamp_ms - first_ms) / 1e3 * settings.time_scale
+        make = partial(block_tokens, request.hash_ids, request.input_length, run.vocab_size, run.seed)
+        sessions.append(Session((PlannedTurn(make, num_output),), at_s))
+        if len(sessions) == settings.num_requests:
+            break
     if not sessions:
         raise BenchError(f"{path} has no request that fits into the model's context")
     return Load(sessions, num_left_out)
@@ -383,7 +360,7 @@ def drawn_lengths(kind: str, settings: DatasetSettings, seed: int) -> list[Lengt
         return generator.lognormal(math.log(mean) - spread**2 / 2, spread, num)
 
     inputs, outputs = draw(settings.input_tokens), draw(settings.output_tokens or 32)
-    both = np.clip(np.rint(np.stack([inputs, outputs], axis=1)), 1, _MAX_TOKENS).astype(int)
+    both = np.clip(np.rint(np.stack([inputs, outputs], axis=1)), 1, MAX_LENGTH_TOKENS).astype(int)
     return [Lengths(*row) for row in both.tolist()]
 
 
@@ -401,21 +378,18 @@ def _repeated(path: Path) -> Iterator[Lengths]:
 def read_lengths(path: Path) -> Iterator[Lengths]:
     """Yield the lengths of a CSV file whose first two columns are input and output tokens; its first line may
     be a heading."""
-    try:
-        for number, line in numbered_lines(path):
-            cells = line.decode(errors="replace").strip().split(",")
-            if cells == [""]:
+    for number, line in numbered_lines(path):
+        cells = line.decode(errors="replace").strip().split(",")
+        if cells == [""]:
+            continue
+        try:
+            lengths = Lengths(*(int(cell) for cell in cells[:2]))
+        except (TypeError, ValueError):
+            if number == 1:
                 continue
-            try:
-                lengths = Lengths(*(int(cell) for cell in cells[:2]))
-            except (TypeError, ValueError):
-                if number == 1:
-                    continue
-                raise BenchError(
-                    f"{path}, line {number}: expected INPUT,OUTPUT, not {','.join(cells)[:80]!r}"
-                ) from None
-            if not all(1 <= length <= _MAX_TOKENS for length in lengths):
-                raise BenchError(f"{path}, line {number}: lengths are from 1 to {_MAX_TOKENS} tokens")
-            yield lengths
-    except StoreError as error:
-        raise BenchError(str(error)) from error
+            raise BenchError(
+                f"{path}, line {number}: expected INPUT,OUTPUT, not {','.join(cells)[:80]!r}"
+            ) from None
+        if not all(1 <= length <= MAX_LENGTH_TOKENS for length in lengths):
+            raise BenchError(f"{path}, line {number}: lengths are from 1 to {MAX_LENGTH_TOKENS} tokens")
+        yield lengths

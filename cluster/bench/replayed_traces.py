@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, read_trace
 from cluster.cli.terminal import AsJson, err, made_table, out
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits, ScalingConfig
@@ -27,16 +27,7 @@ from cluster.scaling.simulation import (
     keep_counts,
     replay,
 )
-from kvtransfer.errors import StoreError
-from kvtransfer.store.policy.trace_simulation import (
-    POLICIES,
-    TRACE_BLOCK_TOKENS,
-    Outcome,
-    TierSizes,
-    read_lines,
-    read_trace,
-    simulate,
-)
+from kvtransfer.store.policy.trace_simulation import POLICIES, Outcome, TierSizes, simulate
 
 # Requests a prefill replica that the queue target aims at: Ray Serve's default.
 _PREFILL_TARGET = 2.0
@@ -199,10 +190,7 @@ def replay_store(
 ) -> None:
     """Replay the trace with every size of DRAM and NVMe and every policy; print a table, or JSON lines one by
     one. `BenchError` when the trace cannot be read or is empty."""
-    try:
-        requests = read_trace(trace)
-    except StoreError as error:
-        raise BenchError(str(error)) from error
+    requests = [request.full_blocks for request in read_trace(trace)]
     if not any(requests):
         raise BenchError(f"{trace} has no full block of {TRACE_BLOCK_TOKENS} tokens")
     outcomes = []
@@ -274,21 +262,12 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-class _Line(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-
-
 def read_arrivals(path: Path, *, speed: float = 1.0, last_s: float = math.inf) -> list[Arrival]:
-    """A trace in Mooncake's format (JSON lines, times in ms), `speed` times as fast, its first `last_s`
-    seconds. `BenchError` names the line that is none."""
+    """Return the arrivals in the first `last_s` seconds of a trace, `speed` times as fast. `BenchError` names
+    the line that is none."""
     arrivals = []
-    try:
-        for request in read_lines(path, _Line):
-            at = request.timestamp / 1e3 / speed
-            if at <= last_s:
-                arrivals.append(Arrival(at, max(1, request.input_length), max(1, request.output_length)))
-    except StoreError as error:
-        raise BenchError(str(error)) from error
+    for request in read_trace(path, needs_blocks=False):
+        at = request.timestamp_ms / 1e3 / speed
+        if at <= last_s:
+            arrivals.append(Arrival(at, request.input_length, max(1, request.output_length)))
     return sorted(arrivals)

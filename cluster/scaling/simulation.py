@@ -3,6 +3,9 @@
 The simulated replicas are service models that advance in time steps. A prompt takes its tokens over
 `prefill_tok_s`, one at a time a replica, and begins when a decode replica has space for it; a decode step
 takes `step.step_s(batch)`. A replica with a prompt and a batch halves its time.
+
+This is a fluid model: it has no router and no single steps, so a day of a pool takes seconds. Where these
+matter, use `cluster.bench.virtual_replica`.
 """
 
 from __future__ import annotations

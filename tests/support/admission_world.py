@@ -3,25 +3,27 @@ under a virtual clock."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
+from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
+from cluster.bench.virtual_time import EventQueue
 from cluster.errors import OverloadedError, RequestError
-from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
-from router.messages import QueueState, ReplicaLoad, RouteRequest
+from router.messages import QueueState, RouteRequest
 from router.service import RouterService
 
 TOK_S = 1000.0
 BATCH_TOKENS = 100
+BLOCK_TOKENS = 16
 STEPS_AHEAD = 2.5
 CONFIG = AdmissionConfig.model_validate(
     {
@@ -33,62 +35,18 @@ CONFIG = AdmissionConfig.model_validate(
 )
 
 
-class Server:
-    """A replica that computes one prompt after the other, `TOK_S` tokens a second over `slowness`."""
+MODEL = serial_model(TOK_S, BLOCK_TOKENS)._replace(
+    sequence_s=0.001, max_batch_tokens=BATCH_TOKENS, max_sequences=1000, transfer_s=1e-6
+)
 
-    def __init__(self, world: AdmissionWorld, name: str) -> None:
-        self.identity = ReplicaIdentity(name, 1)
-        self.slowness = 1.0
-        # Sequences of others that decode there.
-        self.num_running = 0
-        self.num_taken = 0
-        self._world = world
-        self._queue: list[tuple[str, int]] = []
-        self._busy_until = 0.0
 
-    @property
-    def num_backlog_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._queue)
+class Server(VirtualReplica):
+    """A replica that computes one prompt after the other, beside sequences of others that decode there."""
 
-    def load(self) -> ReplicaLoad:
-        return ReplicaLoad(
-            identity=self.identity,
-            received_at=self._world.clock.now(),
-            num_running=self.num_running,
-            num_waiting=len(self._queue),
-            num_landings=0,
-            num_backlog_tokens=self.num_backlog_tokens,
-            num_free_blocks=1_000_000,
-            num_total_blocks=1_000_000,
-            prefill_tok_s=TOK_S,
-            decode_step_s=0.001,
-            transfer_tok_s=1e6,
-            prefill_token_s=1 / TOK_S,
-            max_batch_tokens=BATCH_TOKENS,
-            max_sequences=1000,
-        )
+    num_running = 0
 
-    def take(self, request_id: str, num_tokens: int) -> None:
-        self.num_taken += 1
-        self._queue.append((request_id, num_tokens))
-        if len(self._queue) == 1:
-            self._begin()
-
-    def _begin(self) -> None:
-        took_s = self._queue[0][1] / TOK_S * self.slowness
-        self._world.at(self._world.clock.now() + took_s, self._done)
-
-    def _done(self) -> None:
-        request_id, _ = self._queue.pop(0)
-        if self._queue:
-            self._begin()
-        world = self._world
-        world.first_token_at[request_id] = world.clock.now()
-        state = QueueState(self.num_running, len(self._queue), 0, self.num_backlog_tokens, 1_000_000)
-        world.router.loads.on_queue(self.identity, state, world.clock.now())
-        world.router.on_prefilled(request_id)
-        world.router.on_finished(request_id)
-        world.admission.pump()
+    def queue_state(self) -> QueueState:
+        return replace(super().queue_state(), num_running=self.num_running)
 
 
 class NotedOutcomes:
@@ -105,7 +63,8 @@ class NotedOutcomes:
         if isinstance(outcome, Released):
             world.released[name] = world.clock.now()
             num_tokens = self._queued.route_request.num_tokens
-            world.servers[outcome.decision.compute_id].take(name, num_tokens)
+            request = VirtualRequest(name, self._queued.flow, num_tokens, 1, self._queued.arrived_at)
+            world.servers[outcome.decision.compute_id].submit(request)
         elif isinstance(outcome, Refused):
             world.refused[name] = world.clock.now()
             world.errors.append(outcome.error)
@@ -126,22 +85,25 @@ class AdmissionWorld:
     def __init__(
         self, num_replicas: int = 1, config: AdmissionConfig = CONFIG, names: tuple[str, ...] = ()
     ) -> None:
-        self.clock = ManualClock()
+        self.events = EventQueue()
+        self.clock = self.events.clock
         draws = itertools.count(step=997)
-        self.router = RouterService(RouterConfig(steps_ahead=STEPS_AHEAD), 16, self.clock, 1, salt="g")
+        self.router = RouterService(
+            RouterConfig(steps_ahead=STEPS_AHEAD), BLOCK_TOKENS, self.clock, 1, salt="g"
+        )
         self.rungs: list[Rung] = []
         self.admission = RequestAdmission(
             config,
             self.router,
             self.clock,
             lambda: next(draws),
-            self.at,
+            self.events.at,
             self.rungs.append,
         )
         names = names or tuple(f"r{index}" for index in range(num_replicas))
-        self.servers = {name: Server(self, name) for name in names}
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self.servers: dict[str, Server] = {}
+        for name in names:
+            self.servers[name] = Server(name, MODEL, self.events, self._on_step, self.servers)
         self.requests: dict[str, QueuedRequest] = {}
         self.released: dict[str, float] = {}
         self.refused: dict[str, float] = {}
@@ -163,26 +125,29 @@ class AdmissionWorld:
         """The requests of which an outcome was reported."""
         return {*self.released, *self.refused, *self.unplaced}
 
-    def at(self, time_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time_s, next(self._numbers), call))
-
     def run(self, until_s: float = float("inf")) -> None:
-        while self._due and self._due[0][0] <= until_s:
+        while self.has_due(until_s):
             self.step()
         if until_s < float("inf"):
             self.clock.advance(until_s - self.clock.now())
 
     def has_due(self, until_s: float) -> bool:
         """Whether something happens until then."""
-        return bool(self._due) and self._due[0][0] <= until_s
+        return self.events.next_at <= until_s and self.events.next_at < float("inf")
 
     def step(self) -> None:
-        """Run the next event, as one turn of an event loop."""
-        time_s, _, call = heapq.heappop(self._due)
-        self.clock.advance(max(0.0, time_s - self.clock.now()))
-        call()
+        """Let happen what is next, as one turn of an event loop."""
+        self.events.step()
         self.admission.check()
         self.router.check()
+
+    def _on_step(self, replica: VirtualReplica, state: QueueState, news: StepNews) -> None:
+        for request in news.ended:
+            self.first_token_at[request.request_id] = self.clock.now()
+            self.router.loads.on_queue(replica.identity, state, self.clock.now())
+            self.router.on_prefilled(request.request_id)
+            self.router.on_finished(request.request_id)
+            self.admission.pump()
 
     def arrive(
         self,

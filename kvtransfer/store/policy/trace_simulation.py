@@ -8,23 +8,15 @@ One node with one replica. Blocks are those of the trace (512 tokens in the Moon
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-import msgspec
-
-from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
-TRACE_BLOCK_TOKENS = 512
-# The longest line: a request of a trace, or a conversation.
-MAX_LINE_BYTES = 16 << 20
 # Files of the simulated NVMe tier.
 NUM_SEGMENTS = 64
 
@@ -36,7 +28,6 @@ POLICIES: tuple[Policy, ...] = ("lru", "all", "seen_twice", "adaptive")
 _SPACE = b""
 _SHARD = Shard(0, 1, 0, 1)
 _TENANT = "trace"
-L = TypeVar("L")
 
 
 class TierSizes(NamedTuple):
@@ -77,46 +68,6 @@ class Outcome(NamedTuple):
 
 # The blocks of each request, in order. A block's number names all of the prompt up to its end.
 Trace = Sequence[Sequence[int]]
-
-
-class _Line(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-
-
-def read_trace(path: Path) -> list[list[int]]:
-    """Read a trace in Mooncake's format: the full blocks of each line, as only these are ever stored.
-    `StoreError` names the line that is not of the format."""
-    lines = read_lines(path, _Line)
-    return [request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS] for request in lines]
-
-
-def read_lines(path: Path, kind: type[L]) -> Iterator[L]:
-    """Yield each line of a file of JSON lines; `StoreError` names the line that is not of this kind."""
-    decoder = msgspec.json.Decoder(kind)
-    for number, line in numbered_lines(path):
-        try:
-            yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"{path}, line {number}: {error}") from error
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each line of a file with its number, reading no more than that; `StoreError` names a line that is
-    longer than `MAX_LINE_BYTES`."""
-    try:
-        with path.open("rb") as file:
-            for number in itertools.count(1):
-                line = file.readline(MAX_LINE_BYTES + 1)
-                if not line:
-                    return
-                if len(line) > MAX_LINE_BYTES:
-                    raise StoreError(f"{path}, line {number}: is longer than {MAX_LINE_BYTES} bytes")
-                yield number, line
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
 def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:

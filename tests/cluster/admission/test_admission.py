@@ -391,7 +391,7 @@ def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:
 
     def arrive() -> None:
         world.arrive(str(next(numbers)), num_tokens=500)
-        world.at(world.clock.now() + 0.25, arrive)
+        world.events.after(0.25, arrive)
 
     arrive()
     world.run(120.0)
@@ -438,7 +438,7 @@ def test_batch_waits_while_it_is_paused_and_goes_at_last() -> None:
     def arrive() -> None:
         world.arrive(f"i{next(numbers)}", num_tokens=500)
         if world.clock.now() < 90.0:
-            world.at(world.clock.now() + 0.3, arrive)
+            world.events.after(0.3, arrive)
 
     arrive()
     world.run(59.0)
@@ -460,7 +460,7 @@ def test_a_greedy_tenant_has_its_share_and_the_others_keep_their_objectives() ->
 
     def arrive(tenant: str) -> None:
         world.arrive(f"{tenant}-{next(numbers)}", tenant=tenant)
-        world.at(world.clock.now() + period_s[tenant], lambda: arrive(tenant))
+        world.events.after(period_s[tenant], lambda: arrive(tenant))
 
     for tenant in period_s:
         arrive(tenant)
@@ -486,7 +486,7 @@ def test_shares_are_those_of_the_weights_where_all_want_more() -> None:
 
     def arrive(tenant: str) -> None:
         world.arrive(f"{tenant}-{next(numbers)}", num_tokens=500, tenant=tenant, weight=weights[tenant])
-        world.at(world.clock.now() + 0.2, lambda: arrive(tenant))
+        world.events.after(0.2, lambda: arrive(tenant))
 
     for tenant in weights:
         arrive(tenant)
@@ -508,7 +508,7 @@ def test_goodput_holds_at_five_times_the_capacity() -> None:
 
         def arrive() -> None:
             world.arrive(str(next(numbers)), num_tokens=500, tenant=str(next(numbers) % 5))
-            world.at(world.clock.now() + 0.25 / load, arrive)
+            world.events.after(0.25 / load, arrive)
 
         arrive()
         world.run(60.0)

@@ -53,7 +53,7 @@ def test_what_waits_for_a_replica_that_leaves_waits_for_others() -> None:
     assert len(world.admission) == 4
     world.run()
     assert len(world.released) == 6
-    assert world.servers["r0"].num_taken == 1
+    assert world.servers["r0"].num_submitted == 1
 
 
 def test_without_another_replica_its_task_is_told_so() -> None:
@@ -162,7 +162,7 @@ def test_one_turn_of_the_loop_places_few_of_those_that_wait_for_a_replica_that_i
     waiting = [it for it in crowd(world, 200) if it.decision.decode == "r0"]
     assert len(waiting) > 4 * MOST_PER_PUMP
     moves = counted_moves(monkeypatch)
-    num_taken = world.servers["r0"].num_taken
+    num_taken = world.servers["r0"].num_submitted
     world.router.remove_replica("r0")
     turns = [moves(lambda: world.admission.leave("r0"))]
     now = world.clock.now()
@@ -172,7 +172,7 @@ def test_one_turn_of_the_loop_places_few_of_those_that_wait_for_a_replica_that_i
     assert max(turns) <= MOST_PER_PUMP + 2
     assert len(turns) >= len(waiting) / MOST_PER_PUMP
     assert {it.decision.decode for it in waiting} == {"r1"}
-    assert world.servers["r0"].num_taken == num_taken
+    assert world.servers["r0"].num_submitted == num_taken
 
 
 def test_the_first_that_are_placed_are_those_whose_turns_come_first() -> None:
@@ -237,7 +237,7 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
     for number, (event, index) in enumerate(events):
         name = f"r{index}"
         if event == "leave" and name not in gone:
-            gone[name] = world.servers[name].num_taken
+            gone[name] = world.servers[name].num_submitted
             world.router.members.set_leaving(name)
             world.admission.leave(name)
         elif event == "avoid":
@@ -250,7 +250,7 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
         elif world.has_due(world.clock.now() + 1.0):
             world.step()
         world.admission.check()
-        assert all(world.servers[name].num_taken == num_taken for name, num_taken in gone.items())
+        assert all(world.servers[name].num_submitted == num_taken for name, num_taken in gone.items())
     world.run(world.clock.now())
     assert not world.unplaced
     waiting = [it for it in held if it.request_id not in world.ended]

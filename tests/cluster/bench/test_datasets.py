@@ -24,10 +24,8 @@ from cluster.bench.datasets import (
     read_conversations,
     read_lengths,
 )
-from cluster.cli.json_items import json_items
+from cluster.bench.json_items import MAX_LINE_BYTES, json_items
 from cluster.errors import BenchError
-from kvtransfer.errors import StoreError
-from kvtransfer.store.policy.trace_simulation import MAX_LINE_BYTES
 
 RUN = RunSettings(rate_per_s=0.0, seed=1, vocab_size=500, context_tokens=0)
 
@@ -152,7 +150,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_read_whole(tmp_path: Path
     file = tmp_path / "endless"
     for start in (b"{", b'[{"a":"'):
         file.write_bytes(start + b"x" * (MAX_LINE_BYTES + 2))
-        with pytest.raises(StoreError, match=r"line 1: .* longer than"):
+        with pytest.raises(BenchError, match=r"line 1: .* longer than"):
             list(json_items(file))
 
 

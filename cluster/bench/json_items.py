@@ -1,17 +1,19 @@
-"""The objects of a file of JSON lines, or of one JSON array, one after the other: of a large file no more is
-in memory than the object that is read."""
+"""The lines of a file, and the objects of a file of JSON lines or of one JSON array, one after the other: of
+a large file no more is in memory than what is read."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from kvtransfer.errors import StoreError
-from kvtransfer.store.policy.trace_simulation import MAX_LINE_BYTES, numbered_lines
+from cluster.errors import BenchError
 
+# Of a line: a request of a trace, or a conversation.
+MAX_LINE_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 # Whether a file is an array is seen in its beginning.
 _START_BYTES = 1 << 12
@@ -21,9 +23,25 @@ _WITHIN = re.compile(rb'["\[\]{}]')
 _STRING = re.compile(rb'["\\]')
 
 
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line of a file with its number, reading no more than that; `BenchError` names a line that is
+    longer than `MAX_LINE_BYTES`."""
+    try:
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MAX_LINE_BYTES:
+                    raise BenchError(f"{path}, line {number}: is longer than {MAX_LINE_BYTES} bytes")
+                yield number, line
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+
+
 def json_items(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield each object, as it stands in the file, with the number of its first line. Whether it is JSON is
-    for the reader to check. `StoreError` names what cannot be read."""
+    for the reader to check. `BenchError` names what cannot be read."""
     try:
         with path.open("rb") as file:
             start = file.read(_START_BYTES)
@@ -32,7 +50,7 @@ def json_items(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[in
                 yield from _ArrayItems(path, chunk_bytes).read(file)
                 return
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
     yield from ((number, line) for number, line in numbered_lines(path) if line.strip())
 
 
@@ -57,7 +75,7 @@ class _ArrayItems:
         for chunk in iter(partial(file.read, self._chunk_bytes), b""):
             yield from self._cut(chunk)
         if self._depth != 0:
-            raise StoreError(f"{self._path}, line {self._line}: the array does not end")
+            raise BenchError(f"{self._path}, line {self._line}: the array does not end")
 
     def _cut(self, chunk: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the items that end in this chunk."""
@@ -77,7 +95,7 @@ class _ArrayItems:
         if self._depth > 1:
             self._item += chunk[begin:]
             if len(self._item) > MAX_LINE_BYTES:
-                raise StoreError(
+                raise BenchError(
                     f"{self._path}, line {self._first_line}: an object is longer than {MAX_LINE_BYTES} bytes"
                 )
 
@@ -98,9 +116,9 @@ class _ArrayItems:
             self._is_string = True
         elif self._depth == 0:
             if byte != b"[" or self._has_begun:
-                raise StoreError(f"{self._path}, line {self._line}: nothing may follow the array")
+                raise BenchError(f"{self._path}, line {self._line}: nothing may follow the array")
             self._depth, self._has_begun = 1, True
         elif self._depth == 1 and byte not in b"{[]":
-            raise StoreError(f"{self._path}, line {self._line}: expected an object")
+            raise BenchError(f"{self._path}, line {self._line}: expected an object")
         else:
             self._depth += 1 if byte in b"{[" else -1
