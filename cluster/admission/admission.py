@@ -131,8 +131,8 @@ class RequestAdmission:
         # Requests by the time at which they are refused, and by the time at which they are routed again.
         self._bounds: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[QueuedRequest] = IndexedHeap()
-        # The time of the next call of `_wake`, for the least bound.
-        self._wakes_at = math.inf
+        # The times of the coming calls of `_wake`, each before those that were scheduled earlier.
+        self._wakes: list[float] = []
         self._displaced = DisplacedRequests(lambda queued: self._weight(queued.flow, queued.weight))
         self.bytes = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and the predictions since the last one.
@@ -509,15 +509,17 @@ class RequestAdmission:
             queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
 
     def _wake_in_time(self) -> None:
-        """Schedule a wake-up for the end of the time that the next request may wait."""
+        """Schedule a wake-up for the end of the time that the next request may wait, which may be over: time
+        has passed in the pump, or the request was moved to where it must go sooner."""
         first = self._bounds.first()
-        if first is not None and self._clock.now() < first[0] < self._wakes_at:
-            self._wakes_at = first[0]
+        if first is None or first[1].report is None:
+            return  # `wait` pumps when its task begins
+        if not self._wakes or first[0] < self._wakes[-1]:
+            self._wakes.append(first[0])
             self._call_at(first[0], partial(self._wake, first[0]))
 
     def _wake(self, at: float) -> None:
-        if self._wakes_at == at:
-            self._wakes_at = math.inf
+        self._wakes.remove(at)
         self.pump()
 
     def _pump_again(self) -> None:

@@ -298,3 +298,30 @@ async def test_one_of_those_that_wait_is_sent_to_a_replica_that_may_be_well_agai
     for task in tasks:
         task.abandon()
     gateway.admission.check()
+
+
+class SlowEnds(list[RequestError | None]):
+    """Notes the ends of requests, each of which takes some time."""
+
+    def __init__(self, clock: ManualClock, took_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._took_s = took_s
+
+    def append(self, error: RequestError | None) -> None:
+        super().append(error)
+        self._clock.advance(self._took_s)
+
+
+async def test_a_bound_that_passes_while_another_request_is_refused_is_not_missed() -> None:
+    gateway = Gateway(num_backlog_tokens=5000)
+    gateway.errors = SlowEnds(gateway.clock, 0.005)
+    tasks = []
+    for index in range(3):
+        tasks.append(gateway.begin((), request_id=f"r{index}"))
+        gateway.clock.advance(0.003)
+    await settle()
+    gateway.clock.advance(MAX_WAIT_S - NUM_TOKENS * 0.001 - 0.009)
+    await settle()
+    assert [type(error) for error in gateway.errors] == [OverloadedError] * 3
+    assert len(gateway.admission) == 0
