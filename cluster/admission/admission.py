@@ -27,7 +27,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -44,7 +44,7 @@ from cluster.admission.queued_load import QueuedLoad
 from cluster.admission.queued_request import QueuedRequest, Refused, Released, Unplaced
 from cluster.admission.replica_queue import ReplicaQueue, ReplicaQueues, Waits
 from cluster.admission.retries import RetryQueue
-from cluster.errors import OverloadedError
+from cluster.errors import InternalError, OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
 from cluster.metrics.gateway_counters import Predicted
 from cluster.metrics.served_time import ServedTime
@@ -303,7 +303,8 @@ class RequestAdmission:
 
         def send_anyway() -> None:
             if queued.refused_at == until and self.retries.drop(queued):
-                self._send_anyway(queued)
+                with self._reporting_failure(queued):
+                    self.send(queued, queued.route_request)
 
         self._call_at(until, send_anyway)
         self.retries.put(queued)
@@ -453,16 +454,20 @@ class RequestAdmission:
     def _reroute_retry(self, queued: QueuedRequest) -> None:
         """Place a retry once more, one of whose replicas is gone or avoided."""
         self._router.on_finished(queued.request_id)
-        try:
+        with self._reporting_failure(queued):
             self.wait_for_capacity(queued, queued.route_request)
-        except NoReplicaError as error:
-            self._report_unplaced(queued, error)
 
-    def _send_anyway(self, queued: QueuedRequest) -> None:
+    @contextlib.contextmanager
+    def _reporting_failure(self, queued: QueuedRequest) -> Iterator[None]:
+        """Report a request for which no place is found within; whatever else is raised ends it alone."""
         try:
-            self.send(queued, queued.route_request)
+            yield
         except NoReplicaError as error:
             self._report_unplaced(queued, error)
+        except Exception as error:
+            _log.error("request %s could not be placed again", queued.request_id, exc_info=error)
+            if queued.report is not None:
+                queued.report(Refused(InternalError()))
 
     def _report_released(self, queued: QueuedRequest, decision: Decision) -> None:
         assert queued.report is not None

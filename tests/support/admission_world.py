@@ -107,6 +107,7 @@ class NotedOutcomes:
             num_tokens = self._queued.route_request.num_tokens
             world.servers[outcome.decision.compute_id].take(name, num_tokens)
         elif isinstance(outcome, Refused):
+            assert isinstance(outcome.error, OverloadedError)
             world.refused[name] = world.clock.now()
             world.errors.append(outcome.error)
         else:
