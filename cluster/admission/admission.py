@@ -27,7 +27,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -44,7 +44,7 @@ from cluster.admission.queued_load import QueuedLoad
 from cluster.admission.queued_request import QueuedRequest, Refused, Released, Unplaced
 from cluster.admission.replica_queue import ReplicaQueue, ReplicaQueues, Waits
 from cluster.admission.retries import RetryQueue
-from cluster.errors import OverloadedError
+from cluster.errors import InternalError, OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
 from cluster.metrics.gateway_counters import Predicted
 from cluster.metrics.served_time import ServedTime
@@ -131,8 +131,8 @@ class RequestAdmission:
         # Requests by the time at which they are refused, and by the time at which they are routed again.
         self._bounds: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[QueuedRequest] = IndexedHeap()
-        # The time of the next call of `_wake`, for the least bound.
-        self._wakes_at = math.inf
+        # The times of the coming calls of `_wake`, each before those that were scheduled earlier.
+        self._wakes: list[float] = []
         self._displaced = DisplacedRequests(lambda queued: self._weight(queued.flow, queued.weight))
         self.bytes = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and the predictions since the last one.
@@ -303,7 +303,8 @@ class RequestAdmission:
 
         def send_anyway() -> None:
             if queued.refused_at == until and self.retries.drop(queued):
-                self._send_anyway(queued)
+                with self._reporting_failure(queued):
+                    self.send(queued, queued.route_request)
 
         self._call_at(until, send_anyway)
         self.retries.put(queued)
@@ -453,16 +454,20 @@ class RequestAdmission:
     def _reroute_retry(self, queued: QueuedRequest) -> None:
         """Place a retry once more, one of whose replicas is gone or avoided."""
         self._router.on_finished(queued.request_id)
-        try:
+        with self._reporting_failure(queued):
             self.wait_for_capacity(queued, queued.route_request)
-        except NoReplicaError as error:
-            self._report_unplaced(queued, error)
 
-    def _send_anyway(self, queued: QueuedRequest) -> None:
+    @contextlib.contextmanager
+    def _reporting_failure(self, queued: QueuedRequest) -> Iterator[None]:
+        """Report a request for which no place is found within; whatever else is raised ends it alone."""
         try:
-            self.send(queued, queued.route_request)
+            yield
         except NoReplicaError as error:
             self._report_unplaced(queued, error)
+        except Exception as error:
+            _log.error("request %s could not be placed again", queued.request_id, exc_info=error)
+            if queued.report is not None:
+                queued.report(Refused(InternalError()))
 
     def _report_released(self, queued: QueuedRequest, decision: Decision) -> None:
         assert queued.report is not None
@@ -509,15 +514,17 @@ class RequestAdmission:
             queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
 
     def _wake_in_time(self) -> None:
-        """Schedule a wake-up for the end of the time that the next request may wait."""
+        """Schedule a wake-up for the end of the time that the next request may wait, which may be over: time
+        has passed in the pump, or the request was moved to where it must go sooner."""
         first = self._bounds.first()
-        if first is not None and self._clock.now() < first[0] < self._wakes_at:
-            self._wakes_at = first[0]
+        if first is None or first[1].report is None:
+            return  # `wait` pumps when its task begins
+        if not self._wakes or first[0] < self._wakes[-1]:
+            self._wakes.append(first[0])
             self._call_at(first[0], partial(self._wake, first[0]))
 
     def _wake(self, at: float) -> None:
-        if self._wakes_at == at:
-            self._wakes_at = math.inf
+        self._wakes.remove(at)
         self.pump()
 
     def _pump_again(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from cluster.admission.flow import Flow
-from cluster.errors import OverloadedError
+from cluster.errors import InternalError, OverloadedError
 from cluster.metrics.gateway_counters import NOT_PREDICTED, Predicted
 from router.messages import Decision, RouteRequest
 
@@ -25,9 +25,9 @@ class Released(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The request has waited for too long: end it."""
+    """The request has waited for too long, or a fault keeps it from being placed: end it."""
 
-    error: OverloadedError
+    error: OverloadedError | InternalError
 
 
 class Unplaced(NamedTuple):

@@ -122,6 +122,7 @@ class Acceptance:
                 try:
                     return await self._prepare_and_place(call, queued, charge, limits)
                 except (OverloadedError, QuotaError, UnavailableError) as error:
+                    queued.close()  # nothing waits behind it while other gateways are asked
                     await self._give_back(call, charge, error)
                     raise
         except QuotaError as error:

@@ -66,6 +66,7 @@ class NotedOutcomes:
             request = VirtualRequest(name, self._queued.flow, num_tokens, 1, self._queued.arrived_at)
             world.servers[outcome.decision.compute_id].submit(request)
         elif isinstance(outcome, Refused):
+            assert isinstance(outcome.error, OverloadedError)
             world.refused[name] = world.clock.now()
             world.errors.append(outcome.error)
         else:

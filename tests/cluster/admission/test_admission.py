@@ -532,6 +532,22 @@ arrivals = st.lists(
 )
 
 
+def test_few_wake_ups_are_due_however_many_requests_come_and_go() -> None:
+    world = AdmissionWorld()
+    world.servers["r0"].slowness = 1000.0
+    for number in range(3):  # the first fills the replica, and the others wait for long
+        world.arrive(f"b{number}", 2000, service_class="batch")
+    for number in range(8):
+        queued = world.new(f"i{number}")
+        queued.is_judged, queued.report = True, lambda outcome: None
+        world.admission.place(queued, RouteRequest(queued.request_id, RequestFacts("a"), (), 50, 16))
+        world.admission.wait(queued)
+        queued.close()
+        world.run(world.clock.now() + 10.0)
+    assert len(world.admission) == 2
+    assert len(world._due) <= 3, "a wake-up for each class, and the end of what is computed"
+
+
 @settings(deadline=None, max_examples=60)
 @given(arrivals)
 def test_no_request_of_any_class_waits_longer_than_its_bound(

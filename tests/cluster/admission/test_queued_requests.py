@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.admission.admission import REROUTE_PART, RequestAdmission
+from cluster.admission.admission import CAPACITY_WAIT_S, REROUTE_PART, RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
-from cluster.errors import OverloadedError, RequestError
+from cluster.errors import InternalError, OverloadedError, RequestError
 from cluster.gateway.announcement import ANNOUNCE_AGAIN_S
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers
 from cluster.gateway.output_buffer import UnreadOutput
@@ -30,7 +30,7 @@ from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.messages import QueueState, ReplicaLoad
 from router.service import RouterService
-from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submission
+from workers.messages.link import Announce, Cancel, HandOverTarget, Move, RequestFailed, Submission
 from workers.messages.sampling import SamplingParams
 
 D0 = ReplicaIdentity("d0", 1)
@@ -298,3 +298,49 @@ async def test_one_of_those_that_wait_is_sent_to_a_replica_that_may_be_well_agai
     for task in tasks:
         task.abandon()
     gateway.admission.check()
+
+
+class SlowEnds(list[RequestError | None]):
+    """Notes the ends of requests, each of which takes some time."""
+
+    def __init__(self, clock: ManualClock, took_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._took_s = took_s
+
+    def append(self, error: RequestError | None) -> None:
+        super().append(error)
+        self._clock.advance(self._took_s)
+
+
+async def test_a_bound_that_passes_while_another_request_is_refused_is_not_missed() -> None:
+    gateway = Gateway(num_backlog_tokens=5000)
+    gateway.errors = SlowEnds(gateway.clock, 0.005)
+    tasks = []
+    for index in range(3):
+        tasks.append(gateway.begin((), request_id=f"r{index}"))
+        gateway.clock.advance(0.003)
+    await settle()
+    gateway.clock.advance(MAX_WAIT_S - NUM_TOKENS * 0.001 - 0.009)
+    await settle()
+    assert [type(error) for error in gateway.errors] == [OverloadedError] * 3
+    assert len(gateway.admission) == 0
+
+
+async def test_a_retry_that_cannot_be_placed_by_a_fault_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = Gateway(num_backlog_tokens=0)
+    task = gateway.begin()
+    gateway.router.on_refused("d0")
+    task.apply(task.state.on_failed, D0, RequestFailed("r", 1, "refused", "full"))
+    await settle()
+    assert len(gateway.admission.retries) == 1
+
+    def break_down(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(gateway.router, "decide", break_down)
+    gateway.clock.advance(CAPACITY_WAIT_S)
+    await settle()
+    assert [type(error) for error in gateway.errors] == [InternalError]
+    assert gateway.admission.num_bytes == 0
+    assert gateway.router.num_placements == 0

@@ -389,6 +389,31 @@ async def test_a_request_that_runs_at_another_gateway_is_charged_here(scripted: 
     assert meter.num_charged == 2
 
 
+async def test_a_refused_call_has_no_place_while_other_gateways_hear_of_it(
+    scripted: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever waits behind it would wait for their answers."""
+    first, address = await opened(scripted, **RARE)
+    second, other = await opened(scripted, **RARE, concurrent_tokens=NUM_PROMPT + 6)
+    scripted.replicas["d0"].script.stop_after = 3
+    broken = await begun(address, asked(request_id="broken"))
+    holding = await begun(other, asked(request_id="holds"), 3)
+    await first.requests.close()
+    admission, resumed = second.requests.admission, second.requests.resumed
+    left: list[tuple[int, float]] = []
+    ask_others = resumed._ask_others
+
+    async def ask(claim: ResumeClaim) -> OtherGateways:
+        if claim.is_returned:
+            left.append((len(admission), admission.num_bytes))
+        return await ask_others(claim)
+
+    monkeypatch.setattr(resumed, "_ask_others", ask)
+    assert "concurrent_tokens" in await refusal(other, broken.resumed())
+    assert left == [(0, 0)]
+    await holding.close()
+
+
 async def test_concurrent_tokens_are_refused_to_resumed_calls_too(scripted: GatewayHarness) -> None:
     """Twelve are begun and cancelled one after the other, then resumed together."""
     num_tokens = NUM_PROMPT + 60
