@@ -44,7 +44,7 @@ from cluster.admission.queued_load import QueuedLoad
 from cluster.admission.queued_request import QueuedRequest, Refused, Released, Unplaced
 from cluster.admission.replica_queue import ReplicaQueue, ReplicaQueues, Waits
 from cluster.admission.retries import RetryQueue
-from cluster.errors import InternalError, OverloadedError
+from cluster.errors import InternalError, OverloadedError, failures_logged
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
 from cluster.metrics.gateway_counters import Predicted
 from cluster.metrics.served_time import ServedTime
@@ -460,14 +460,15 @@ class RequestAdmission:
     @contextlib.contextmanager
     def _reporting_failure(self, queued: QueuedRequest) -> Iterator[None]:
         """Report a request for which no place is found within; whatever else is raised ends it alone."""
-        try:
-            yield
-        except NoReplicaError as error:
-            self._report_unplaced(queued, error)
-        except Exception as error:
-            _log.error("request %s could not be placed again", queued.request_id, exc_info=error)
-            if queued.report is not None:
-                queued.report(Refused(InternalError()))
+        is_placed = False
+        with failures_logged(_log, f"request {queued.request_id} could not be placed again"):
+            try:
+                yield
+            except NoReplicaError as error:
+                self._report_unplaced(queued, error)
+            is_placed = True
+        if not is_placed and queued.report is not None:
+            queued.report(Refused(InternalError()))
 
     def _report_released(self, queued: QueuedRequest, decision: Decision) -> None:
         assert queued.report is not None

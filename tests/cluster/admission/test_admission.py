@@ -545,7 +545,7 @@ def test_few_wake_ups_are_due_however_many_requests_come_and_go() -> None:
         queued.close()
         world.run(world.clock.now() + 10.0)
     assert len(world.admission) == 2
-    assert len(world._due) <= 3, "a wake-up for each class, and the end of what is computed"
+    assert len(world.events._due) <= 3, "a wake-up for each class, and the end of what is computed"
 
 
 @settings(deadline=None, max_examples=60)
