@@ -128,7 +128,7 @@ class _Message(msgspec.Struct):
     content: str | None
     refusal: None = None
     tool_calls: list[_ToolCall] | UnsetType = UNSET
-    # vLLM's: the model's reasoning, where its output shows that.
+    # A field of vLLM: the model's reasoning, where its output shows that.
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -143,7 +143,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None
     # One of stop, length, tool_calls and content_filter.
     finish_reason: str
-    # vLLM's: the entry of `stop` or `stop_token_ids` that ended the output.
+    # A field of vLLM: the entry of `stop` or `stop_token_ids` that ended the output.
     stop_reason: str | int | UnsetType = UNSET
 
 
@@ -156,7 +156,7 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage
     object: str = "chat.completion"
-    # vLLM's: log-probabilities of each token of the prompt, by the ids of tokens.
+    # A field of vLLM: log-probabilities of each token of the prompt, by the ids of tokens.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
@@ -183,7 +183,7 @@ class _Chunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     # With include_usage, in the last chunk; with continuous_usage_stats, so far, in each.
     usage: Usage | UnsetType | None = UNSET
-    # vLLM's: in the first chunk.
+    # A field of vLLM, in the first chunk.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 

@@ -103,9 +103,9 @@ class _Choice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    # vLLM's: the entry of `stop` or `stop_token_ids` that ended the output.
+    # A field of vLLM: the entry of `stop` or `stop_token_ids` that ended the output.
     stop_reason: str | int | UnsetType = UNSET
-    # vLLM's: log-probabilities of each token of the prompt, by the ids of tokens.
+    # A field of vLLM: log-probabilities of each token of the prompt, by the ids of tokens.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 

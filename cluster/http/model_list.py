@@ -12,7 +12,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 class ModelEntry(msgspec.Struct):
     id: str
     created: int
-    # vLLM's: the limit of prompt and output together.
+    # A field of vLLM: the limit of prompt and output together.
     max_model_len: int
     object: str = "model"
     owned_by: str = "tandem"

@@ -93,9 +93,9 @@ def test_what_is_left_out_of_the_configuration_is_logged_by_name(
 ) -> None:
     whole = shape(tmp_path, Parallel())
     file = tmp_path / "config.json"
-    keys = {"dual_chunk_attention_config": {"chunk_size": 262144}}
+    keys = {"logits_scaling": 8.0}
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
     with caplog.at_level(logging.WARNING, "tandem.engine_core"):
         whole.plan_stages(joined(StageCost()))
     (record,) = caplog.records
-    assert "r: dual_chunk_attention_config of config.json is ignored" in record.getMessage()
+    assert "r: logits_scaling of config.json is ignored" in record.getMessage()
