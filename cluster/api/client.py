@@ -7,6 +7,7 @@ it. `cluster.api.admin_client` is for operators.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -48,6 +49,8 @@ _FIRST_PATIENCE_S = 10.0
 _PATIENCE_S = 60.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+# How long a client waits for the status behind the last message.
+_STATUS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,15 @@ class PromptParts:
         )
 
 
+async def _read_status(attempt: AsyncIterator[Event]) -> None:
+    """Read the status behind the last message, which comes at once. A call that its client cancels before
+    leaves memory behind at the gateway (https://github.com/grpc/grpc/issues/43360)."""
+    with contextlib.suppress(CallError, TimeoutError):
+        async with asyncio.timeout(_STATUS_S):
+            async for _ in attempt:
+                pass
+
+
 class GenerateStream:
     """One request: iterate over its events, once. Ends after `Finished`, or raises `CallError`.
 
@@ -151,6 +163,7 @@ class GenerateStream:
                     async for event in attempt:
                         yield event
                         if isinstance(event, pb.Finished):
+                            await _read_status(attempt)
                             return
                 raise CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended without its last message")
             except CallError as error:
