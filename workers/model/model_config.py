@@ -101,7 +101,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 # Of weights in formats that are never loaded.
 _PICKLED_SUFFIXES = (".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5")
-_GGUF_MAGIC = b"GGUF"
 
 
 def refuse_no_folder(model_dir: Path) -> None:
@@ -109,12 +108,9 @@ def refuse_no_folder(model_dir: Path) -> None:
     if model_dir.is_dir():
         return
     if model_dir.is_file():
-        with model_dir.open("rb") as file:
-            is_gguf = file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
-        what = "is a GGUF file, which is not supported" if is_gguf else "is a file"
         raise CheckpointError(
-            f"{model_dir}: {what}; name a folder in Hugging Face layout, with config.json, tokenizer.json "
-            "and unquantized weights in safetensors"
+            f"{model_dir}: is a file, and no GGUF file; name a folder in Hugging Face layout, with "
+            "config.json, tokenizer.json and unquantized weights in safetensors"
         )
     raise CheckpointError(
         f"{model_dir}: no such folder; name a folder in Hugging Face layout, or a model of the Hugging Face "
