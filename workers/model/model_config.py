@@ -363,14 +363,14 @@ class _ConfigReader:
 
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
-        which is then stretched; with llama3 it is the stretched length already, and with yarn it may be
-        either."""
+        which is then stretched, unless the family counts stretched positions; with llama3 it is the stretched
+        length already, and with yarn it may be either."""
         num_positions = self._count("max_position_embeddings", most=_MAX_CONTEXT_TOKENS)
         if rope.rope_type == "yarn":
             return min(
                 max(num_positions, int(rope.factor * rope.original_max_positions)), _MAX_CONTEXT_TOKENS
             )
-        if rope.rope_type != "linear":
+        if rope.rope_type != "linear" or self.family.rotary.is_context_stretched:
             return num_positions
         num_stretched = int(num_positions * rope.factor)
         if not 0 < num_stretched <= _MAX_CONTEXT_TOKENS:
@@ -486,6 +486,9 @@ class _ConfigReader:
             scaling,
             self._number("partial_rotary_factor", self.raw, family.partial_factor),
         )
+        if part != 1 and not family.may_be_partial:
+            why = f"is not supported in a {self.family.name} model, which rotates whole heads"
+            raise CheckpointError(f"{self.file}: partial_rotary_factor {part:g} {why}")
         num_rotated = int(head_dim * part)
         if part > 1 or num_rotated < 2 or num_rotated % 2:
             self._refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")

@@ -42,13 +42,17 @@ class LayerNorms:
 class Rotary:
     """The rotary embedding of a family, beside what config.json says of it."""
 
-    # Only this part of a head is rotated, unless config.json says otherwise.
+    # Whether `partial_rotary_factor` may say that only a part of a head is rotated, and which part where it
+    # says nothing.
+    may_be_partial: bool = False
     partial_factor: float = 1.0
     # Pairs are neighbors, (2i, 2i + 1), and not halves.
     is_interleaved: bool = False
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
+    # With linear scaling, `max_position_embeddings` is the stretched context already.
+    is_context_stretched: bool = False
     without: NoRope = "none"
 
 
