@@ -423,7 +423,7 @@ class _ConfigReader:
         value = where.get(key)
         if value is None:
             value = default
-        if not _is_positive(value):
+        if value is None or not _is_positive(value):
             raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
         return float(value)
 
