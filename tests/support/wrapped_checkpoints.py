@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ SPELLINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def wrap_checkpoint(
     folder: Path, model_dir: Path, architecture: str, spelling: str = "published", **outer: Any
 ) -> Path:
-    """Write the checkpoint of a text model as that of a model of this `architecture`; return its folder.
-    `outer` are keys of its config.json beside those of `text_config`."""
-    folder.mkdir()
+    """Write the checkpoint of a text model, with its tokenizer, as that of a model of this `architecture`;
+    return its folder. `outer` are keys of its config.json beside those of `text_config`."""
+    shutil.copytree(model_dir, folder)
     text = json.loads((model_dir / "config.json").read_text())
     text.pop("architectures", None)
     config = {
