@@ -65,7 +65,7 @@ def test_the_text_model_of_a_wrapped_checkpoint_is_served(
 ) -> None:
     """The tensors of images are passed over, whatever the names of the others begin with."""
     plain = tmp_path / "plain"
-    activation = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
+    activation: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
     write_random_checkpoint(plain, family, seed=3, tie_word_embeddings=is_tied, **activation)
     wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, architecture, spelling)
     assert read_model_config(wrapped).is_wrapped
@@ -172,14 +172,14 @@ def test_models_whose_kv_differs_have_other_fingerprints(
     tmp_path: Path, family: str, keys: dict[str, Any], changed: dict[str, Any], field: str
 ) -> None:
     """The weights are the same, and config.json makes another model of them."""
-    found = []
+    fields, fingerprints = [], []
     for name, given in (("one", keys), ("other", keys | changed)):
         write_random_checkpoint(tmp_path / name, family, seed=0, **given)
-        found.append(_fields_of_kv(read_model_config(tmp_path / name)))
-        found.append(model_fingerprint(tmp_path / name, DigestCache(None, SystemClock())))
-    one, other = found[0], found[2]
+        fields.append(_fields_of_kv(read_model_config(tmp_path / name)))
+        fingerprints.append(model_fingerprint(tmp_path / name, DigestCache(None, SystemClock())))
+    one, other = fields
     assert {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)} == {field}
-    assert found[1] != found[3]
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_the_page_of_models_has_every_family() -> None:
