@@ -137,7 +137,7 @@ class Placement:
 
 
 class PlacementObserver(Protocol):
-    """Hears of this gateway's own placements: `cluster.gateway.placement_exchange.PlacementFeed`."""
+    """Hears of this gateway's own placements: `cluster.gateway.fleet.placement_feed.PlacementFeed`."""
 
     def on_routed(self, placement: Placement) -> None:
         """Handle that the request is counted, in place of an earlier placement of it."""

@@ -14,7 +14,8 @@ from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError, FieldViolation, InvalidRequestError
-from cluster.gateway.fleet import Fleet, ListedRequest
+from cluster.gateway.fleet.fleet import Fleet
+from cluster.gateway.fleet.messages import ListedRequest
 from cluster.metrics.curves import CURVE_S
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry

@@ -31,7 +31,7 @@ from cluster.errors import (
     is_failure,
     to_grpc_status,
 )
-from cluster.gateway.fleet import Fleet
+from cluster.gateway.fleet.fleet import Fleet
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.http.guards import refused_host
 from cluster.http.port import VERSIONLESS, HttpBounds, HttpPort, is_versionless

@@ -21,6 +21,10 @@ REMEDY = (
 Image = dict[str, Any]
 # Where a codec is now that an image has elsewhere: its connection is the same.
 MOVED = {
+    "cluster.gateway.fleet.ANSWER_CODEC": "cluster.gateway.fleet.messages.ANSWER_CODEC",
+    "cluster.gateway.fleet.QUERY_CODEC": "cluster.gateway.fleet.messages.QUERY_CODEC",
+    "cluster.gateway.placement_exchange.FOLLOW_CODEC": "cluster.gateway.fleet.messages.QUERY_CODEC",
+    "cluster.gateway.placement_exchange.PLACEMENT_CODEC": "cluster.gateway.fleet.messages.PLACEMENT_CODEC",
     "cluster.scaling.counts.COUNTS_CODEC": "cluster.scaling.redis_counts.COUNTS_CODEC",
     "cluster.serve.rollout._CODEC": "cluster.serve.deployed._CODEC",
     "kvtransfer.transports.base.ACK_CODEC": "kvtransfer.transports.stream_sockets.ACK_CODEC",
