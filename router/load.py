@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import asdict, replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import kept_share, moving_average
+from kvtransfer.common.moving_average import kept_share, moving_average
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
 from router.rates import Rates, rates_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cluster.admission.queued_request import QueuedRequest
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 
 # Bounds of the time between the ends of two requests, and the weight of the newest in the average.
 _LEAST_GAP_S = 1e-3

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     BlockMove,

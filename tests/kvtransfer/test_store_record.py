@@ -28,7 +28,7 @@ from kvtransfer.store.record import (
     image_bytes,
     space_id,
 )
-from kvtransfer.store.server.arena_manager import is_running, writer_of
+from kvtransfer.store.server.writer_process import is_running, writer_of
 
 SHARD = Shard(0, 28, 0, 8)
 INFO = RecordInfo(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvtransfer.common.health import RateMeter
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents

@@ -65,7 +65,7 @@ from kvtransfer.store.messages import (
     TierEvents,
     TierStat,
 )
-from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
+from kvtransfer.store.server.store_process import SPEC_CODEC, StoreServerSpec
 from kvtransfer.store.store_client import StoreClient
 from kvtransfer.store.worker import StoreWorker
 
@@ -112,7 +112,7 @@ class StoreHarness:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvtransfer.store.server.store_server",
+            "kvtransfer.store.server.store_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,

@@ -31,7 +31,8 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import QueueFullError
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission

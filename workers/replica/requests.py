@@ -16,7 +16,8 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import (
     GatewayKey,

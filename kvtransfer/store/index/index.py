@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.common.tasks import SupervisedTasks, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity

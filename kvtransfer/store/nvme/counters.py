@@ -7,7 +7,8 @@ import threading
 from collections import defaultdict
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import CoolDown, RateMeter
+from kvtransfer.common.health import CoolDown
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.errors import StoreIoError
 from kvtransfer.store.messages import TierStat
 

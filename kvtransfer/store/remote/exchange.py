@@ -24,7 +24,7 @@ from kvtransfer.blocks.host_memory import KvMemory, map_shared, mapping_bytes
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.health import RateMeter
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import TransferError

@@ -24,9 +24,10 @@ from kvtransfer.store.messages import (
     PutGrant,
     PutRequest,
 )
-from kvtransfer.store.server.arena_manager import ArenaManager, writer_of
+from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.fetch import Fetch
 from kvtransfer.store.server.node import StoreNode
+from kvtransfer.store.server.writer_process import writer_of
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096
