@@ -39,10 +39,10 @@ from kvtransfer.messages import Shard, TransferSettings
 from kvtransfer.rpc.handshake import draw_id, prove_as_server, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    HEADER_BYTES,
-    ArenaGrant,
+from kvtransfer.store.messages.arena_mapping import ArenaGrant
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
     StoreAttached,
     StoreCopy,

@@ -14,14 +14,8 @@ from kvtransfer.blocks.pool import KvPool
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard, TrafficClass
-from kvtransfer.store.messages import (
-    HEADER_BYTES,
-    StoreGet,
-    StoreGetDone,
-    StorePut,
-    StorePutDone,
-    StoreRead,
-)
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StorePut, StorePutDone, StoreRead
 from kvtransfer.store.owner_connection import MappedArena
 
 

@@ -26,7 +26,7 @@ from kvtransfer.messages import TrafficClass
 from kvtransfer.rpc.handshake import receive_exactly
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
     StoreAttached,
     StoreGet,

@@ -27,6 +27,8 @@ MOVED = {
     "cluster.gateway.placement_exchange.PLACEMENT_CODEC": "cluster.gateway.fleet.messages.PLACEMENT_CODEC",
     "cluster.scaling.counts.COUNTS_CODEC": "cluster.scaling.redis_counts.COUNTS_CODEC",
     "cluster.serve.rollout._CODEC": "cluster.serve.deployed._CODEC",
+    "kvtransfer.store.messages.FROM_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.FROM_OWNER_CODEC",
+    "kvtransfer.store.messages.TO_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.TO_OWNER_CODEC",
     "kvtransfer.transports.base.ACK_CODEC": "kvtransfer.transports.stream_sockets.ACK_CODEC",
     "kvtransfer.transports.base.HELLO_CODEC": "kvtransfer.transports.stream_sockets.HELLO_CODEC",
 }
@@ -40,7 +42,7 @@ def test_every_message_with_a_codec_is_in_the_image() -> None:
     """A message that no codec names has no neighbor, such as the samples of the autoscaler."""
     expected = {"LoadReport", "AdmissionStats", "GatewayRecord", "HandOver", "QuotaRecord", "Deployed"}
     assert expected <= set(NOW["messages"])
-    assert "kvtransfer.store.messages.TO_OWNER_CODEC" in NOW["codecs"]
+    assert "kvtransfer.store.messages.owner_codec.TO_OWNER_CODEC" in NOW["codecs"]
 
 
 @pytest.mark.parametrize("recorded", RECORDED)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.errors import OtherVersionError, StoreError
 from kvtransfer.messages import CompatibilityRecord, Shard
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
     MAX_GROUP_BYTES,

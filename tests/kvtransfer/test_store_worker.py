@@ -32,8 +32,8 @@ from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.store.messages import (
-    HEADER_BYTES,
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     StoreAttached,
     StoreCopy,
     StoreGet,

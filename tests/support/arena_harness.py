@@ -29,13 +29,11 @@ from kvtransfer.errors import TransferError
 from kvtransfer.messages import Shard, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    HEADER_BYTES,
-    TO_OWNER_CODEC,
-    ArenaGrant,
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, StoreRefusal
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
-    RankHello,
     StoreAttached,
     StoreCopy,
     StoreGet,
@@ -44,7 +42,6 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
     StoreRead,
-    StoreRefusal,
     StoreReport,
 )
 from kvtransfer.store.worker import StoreWorker

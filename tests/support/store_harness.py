@@ -31,14 +31,15 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
 from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.rpc.trust import Trust, TrustFiles
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    REFUSED,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminHello,
     AdminRequest,
-    AttachStore,
+    StatRequest,
+    StoreStat,
+    TierStat,
+)
+from kvtransfer.store.messages.engine_session import (
+    REFUSED,
     EngineHello,
     FetchedBlocks,
     FetchRelease,
@@ -50,7 +51,13 @@ from kvtransfer.store.messages import (
     PutGrant,
     PutRequest,
     Source,
-    StatRequest,
+    StoreWelcome,
+    TierEvents,
+)
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC
+from kvtransfer.store.messages.records import Tier
+from kvtransfer.store.messages.store_orders import (
+    AttachStore,
     StoreAttached,
     StoreCopy,
     StoreGet,
@@ -59,11 +66,6 @@ from kvtransfer.store.messages import (
     StorePutDone,
     StoreRead,
     StoreReport,
-    StoreStat,
-    StoreWelcome,
-    Tier,
-    TierEvents,
-    TierStat,
 )
 from kvtransfer.store.server.store_process import SPEC_CODEC, StoreServerSpec
 from kvtransfer.store.store_client import StoreClient

@@ -13,7 +13,7 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.rpc.trust import TrustFiles
-from kvtransfer.store.messages import StoreOrder, StoreReport
+from kvtransfer.store.messages.store_orders import StoreOrder, StoreReport
 from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
 

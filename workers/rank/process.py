@@ -35,7 +35,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints, TransferOrder
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import StoreOrder
+from kvtransfer.store.messages.store_orders import StoreOrder
 from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages.rank_channel import (

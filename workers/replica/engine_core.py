@@ -38,7 +38,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
+from kvtransfer.store.messages.store_orders import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtransfer.messages import BlocksRemoved, BlocksStored
-from kvtransfer.store.messages import TierEvents
+from kvtransfer.store.messages.engine_session import TierEvents
 
 
 class TierView:

@@ -19,7 +19,7 @@ from kvtransfer.common.indexed_heap import IndexedHeap
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import State, Writer
 
 # The most bytes evicted for one record, in multiples of its size: more may not join a large enough range.

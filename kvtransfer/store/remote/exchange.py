@@ -37,7 +37,8 @@ from kvtransfer.messages import (
     WriterGone,
 )
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import RecordId, TierStat
+from kvtransfer.store.messages.admin_requests import TierStat
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.remote.owner_link import OwnerLink, RecordLanding, Wanted, open_link
 from kvtransfer.store.remote.serve import LocalRecords, RecordSender, granule_layout

@@ -23,19 +23,16 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.owner_codec import (
     FROM_OWNER_CODEC,
     MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    OwnerHello,
-    RecordId,
-    RecordsSent,
-    SendRecords,
-    StopSending,
     ToOwner,
     expect,
 )
+from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
 
 # A node that is gone must not hold up a fetch for long.

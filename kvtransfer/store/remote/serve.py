@@ -38,18 +38,15 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.owner_codec import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
     FromOwner,
-    OwnerHello,
-    RecordId,
-    RecordsSent,
-    SendRecords,
-    StopSending,
     StoreRefusal,
 )
+from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
 
 # A granule in terms of a model: one layer, one head.

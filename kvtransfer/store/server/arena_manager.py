@@ -22,7 +22,8 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, arena_bytes
 from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
 from kvtransfer.store.server.listeners import (
     LocalPeer,
     await_end,

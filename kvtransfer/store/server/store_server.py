@@ -21,16 +21,11 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    MAX_OWNER_BYTES,
-    STORE_PROTOCOL,
-    AdminHello,
-    EngineHello,
-    OwnerHello,
-    RankHello,
-    StoreStat,
-    StoreWelcome,
-)
+from kvtransfer.store.messages.admin_requests import AdminHello, StoreStat
+from kvtransfer.store.messages.arena_mapping import RankHello
+from kvtransfer.store.messages.engine_session import EngineHello, StoreWelcome
+from kvtransfer.store.messages.owner_codec import MAX_OWNER_BYTES, STORE_PROTOCOL
+from kvtransfer.store.messages.record_exchange import OwnerHello
 from kvtransfer.store.server.admin_service import AdminService
 from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank
 from kvtransfer.store.server.listeners import (

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.messages import BlocksStored, Shard
 from kvtransfer.store.dram.record_table import Held
-from kvtransfer.store.messages import TierEvents
+from kvtransfer.store.messages.engine_session import TierEvents
 from kvtransfer.store.server.shard_cover import cover
 
 LocalTier = Literal["dram", "nvme"]
