@@ -36,7 +36,7 @@ from cluster.bench.virtual_time import EventQueue
 from cluster.gateway.fleet.peer_placements import PeerPlacements
 from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed
-from kvtransfer.messages import KvEvents, KvSnapshot
+from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, RouteRequest

@@ -22,27 +22,23 @@ from typing import Protocol
 
 from kvtransfer.common.group_shares import Claimant, ShareClaim
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    CloseLanding,
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
-    LandingClosed,
     LandingGrant,
     LandingProgress,
     LandingRefusal,
     LandingRequest,
     LandingResult,
     Manifest,
-    OpenLanding,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    WriterGone,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.gate import RecentIds
 from kvtransfer.protocol.landing_overtaking import may_pass
 from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
+from kvtransfer.transfer_orders import CloseLanding, OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
 
 _LANDING_PER_PRIORITY_S = 10.0  # in which a waiting landing gains one level of priority
 _MAX_TRIES = 16  # that find too few free blocks at a time: each has its prefix looked up

@@ -26,7 +26,7 @@ from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.messages import Shard, TransferSettings
+from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
@@ -45,6 +45,7 @@ from kvtransfer.store.messages.store_orders import (
     StoreReport,
 )
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferSettings
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

@@ -28,24 +28,17 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import LandingGrant, LandingRequest, PieceSum
+from kvtransfer.transfer_orders import (
     CloseLanding,
-    LandingClosed,
-    LandingGrant,
-    LandingRequest,
     OpenLanding,
-    PieceSum,
-    PushDone,
-    PushFailed,
     PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    Shard,
     StopPush,
     TransferOrder,
-    Verified,
     VerifyOrder,
 )
+from kvtransfer.transfer_reports import LandingClosed, PushDone, PushFailed, PushStopped, Verified
 from workers.config import EngineConfig
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender

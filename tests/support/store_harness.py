@@ -28,7 +28,7 @@ from kvtransfer.codec import framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
-from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.messages.admin_requests import (
@@ -70,6 +70,7 @@ from kvtransfer.store.messages.store_orders import (
 from kvtransfer.store.server.store_process import SPEC_CODEC, StoreServerSpec
 from kvtransfer.store.store_client import StoreClient
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferSettings
 
 R = TypeVar("R")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_fakes import HALVES, KEYS, Wires
 
-from kvtransfer.messages import BlocksRemoved, BlocksStored
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages.engine_session import (
     HELD,
     REFUSED,

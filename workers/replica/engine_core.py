@@ -23,9 +23,12 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, shown
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    KvSnapshotRequest,
+from kvtransfer.kv_events import KvSnapshotRequest
+from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.messages.store_orders import StoreAttached, StoreGetDone, StorePutDone
+from kvtransfer.transfer_reports import (
     LandingClosed,
     PeerConnected,
     PeerConnectFailed,
@@ -36,9 +39,6 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
-from kvtransfer.rpc.stream import FrameStream, LinkServer
-from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages.store_orders import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, ShareClaim
-from kvtransfer.messages import BlocksRemoved, BlocksStored
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from workers.errors import OutOfBlocksError
 from workers.scheduler.group_blocks import EvictableBlock, GroupBlocks
 

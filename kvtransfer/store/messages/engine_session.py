@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtransfer.codec import Message, Part
-from kvtransfer.messages import BlocksStored, CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.kv_events import BlocksStored
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.store.messages.records import Tier
 
 # Stands in a `PutGrant` for a record that is already in the host tier, or is being written.

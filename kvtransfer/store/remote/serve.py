@@ -18,24 +18,7 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.messages import (
-    BlockMove,
-    ClosePeer,
-    ConnectPeer,
-    Lane,
-    PeerConnected,
-    PeerConnectFailed,
-    PeerLost,
-    PushDone,
-    PushFailed,
-    PushOrder,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    StopPush,
-    TransferOrder,
-    TransferReport,
-)
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages.owner_codec import (
@@ -48,6 +31,23 @@ from kvtransfer.store.messages.owner_codec import (
 from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
 from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
+from kvtransfer.transfer_orders import (
+    BlockMove,
+    ClosePeer,
+    ConnectPeer,
+    Lane,
+    PushOrder,
+    StopPush,
+    TransferOrder,
+)
+from kvtransfer.transfer_reports import (
+    PeerConnected,
+    PeerConnectFailed,
+    PeerLost,
+    PushDone,
+    PushFailed,
+    TransferReport,
+)
 
 # A granule in terms of a model: one layer, one head.
 GRANULE = Shard(0, 1, 0, 1)
