@@ -34,8 +34,8 @@ from cluster.doctor.checks import (
     worst_first,
 )
 from cluster.errors import CallError, ConfigError, StartError
+from cluster.serve.auto_kv import planned_needs
 from cluster.serve.machine import Machine
-from cluster.serve.memory import needs_of
 from cluster.serve.serve_runs import living_runs, only_run
 from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
@@ -184,7 +184,7 @@ def machine_context(
     """Return this machine, and what is to run on it, for the checks."""
     machine = Machine()
     try:
-        needs = needs_of(config, machine, is_running=is_running)
+        needs = planned_needs(config, machine, is_running=is_running)
     except CheckpointError:
         needs = None  # the checks of the model report it
     return CheckContext(

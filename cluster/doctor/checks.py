@@ -16,7 +16,7 @@ from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.config import ScalingConfig
 from cluster.serve.machine import Machine
-from cluster.serve.memory import ClusterNeed
+from cluster.serve.resource_needs import ClusterNeed
 from kvtransfer.common.clock import Clock
 from kvtransfer.config import TransferConfig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import nearest_folder
-from cluster.serve.memory import gb
+from cluster.serve.resource_needs import gb
 
 GROUP = "disk"
 _PAGE_BYTES = 4096

@@ -12,7 +12,7 @@ from cluster.doctor.checks import CheckContext, CheckResult, Expected, GatewayRe
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.machine import KernelClock, Machine
-from cluster.serve.memory import ClusterNeed, needs_of
+from cluster.serve.resource_needs import ClusterNeed, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"

@@ -11,7 +11,7 @@ from doctor_harness import FakeMachine, config_of, context_of, only, said
 from cluster.doctor import hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
-from cluster.serve.memory import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
+from cluster.serve.resource_needs import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
 from workers.model.rank_memory import PROCESS_BYTES
 
 OK, NOTE, WARNING, ERROR = Severity
