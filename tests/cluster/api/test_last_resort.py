@@ -19,6 +19,7 @@ import cluster.http.completions
 import cluster.http.endpoints
 import cluster.http.server
 from cluster.admission.admission import RequestAdmission
+from cluster.admission.admission_checks import AdmissionChecks
 from cluster.admission.quotas import Quotas
 from cluster.api.output_messages import OutputMessages
 from cluster.api.replies import StatusService
@@ -55,7 +56,7 @@ COLLABORATORS: dict[str, Fault] = {
     "authenticator": Fault(Authenticator, "identify"),
     "manager": Fault(RequestManager, "accept"),
     "limits": Fault(RequestManager, "limits"),
-    "early admission": Fault(RequestAdmission, "check_early"),
+    "early admission": Fault(AdmissionChecks, "check_early"),
     "quota of requests": Fault(Quotas, "admit"),
     "tokenizer": Fault(Preprocessor, "encode_now"),
     "decoder": Fault(Preprocessor, "decode"),

@@ -12,7 +12,7 @@ import pytest
 from gateway_harness import MAX_CONTEXT, PROMPT, GatewayHarness, decode, encode, raw, truth
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
-from cluster.admission.admission import RequestAdmission
+from cluster.admission.degradation import Degradation
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.http import chat, fields, messages, responses, schemas
@@ -512,7 +512,7 @@ async def test_usage_says_what_the_maximum_was_cut_to_under_load(
     front: HttpFrontHarness, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "capped_max_tokens" not in (await front.post(path, body)).json["usage"]
-    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: min(asked, 3))
+    monkeypatch.setattr(Degradation, "max_tokens", lambda self, service_class, asked: min(asked, 3))
     usage = (await front.post(path, body)).json["usage"]
     assert usage["capped_max_tokens"] == 3
     assert 3 in (usage.get("completion_tokens"), usage.get("output_tokens"))
