@@ -134,7 +134,7 @@ class EngineCoreHost:
             )
             self.scheduler.submit(submission, 0.0)
             table.add(submission, GATEWAY)
-        while self.scheduler.num_waiting or len(self._decoding()) < batch:
+        while self.scheduler.counts.num_waiting or len(self._decoding()) < batch:
             self.steps.feed()
             self.steps.settle(0, self._report())
 

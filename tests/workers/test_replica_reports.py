@@ -100,8 +100,8 @@ async def test_what_the_router_reads_of_size_and_context_is_reported() -> None:
     reporting.requests.submit(GATEWAY, reporting.submission("a", list(range(20))))
     before = reporting.reports.load()
     assert before.num_context_tokens == 0
-    assert before.max_batch_tokens == reporting.scheduler.max_batch_tokens > 0
-    assert before.max_sequences == reporting.scheduler.max_sequences > 0
+    assert before.max_batch_tokens == reporting.scheduler.config.max_batch_tokens > 0
+    assert before.max_sequences == reporting.scheduler.config.max_sequences > 0
     reporting.pump()
     assert reporting.reports.load().num_context_tokens >= 20
     reporting.steps.costs.add(StepPlan(1, decodes=bytes(4)), [7], [0.01])

@@ -129,7 +129,7 @@ class KvReceiver:
         self.grant()
 
     def _idle(self) -> bool:
-        return self._scheduler.num_running == 0
+        return self._scheduler.counts.num_running == 0
 
     def _do(self, actions: list[LandingAction]) -> None:
         for action in actions:
@@ -166,14 +166,14 @@ class KvReceiver:
         samples, num_prompt_tokens = submission.samples, len(submission.prompt) // TOKEN_BYTES
         if num_prompt_tokens == 0 or submission.sampling.max_tokens < 1:
             return f"{num_prompt_tokens} tokens of prompt, max_tokens {submission.sampling.max_tokens}"
-        if len(samples) > self._scheduler.max_sequences:
-            return f"{len(samples)} samples, {self._scheduler.max_sequences} fit this replica"
+        if len(samples) > self._scheduler.config.max_sequences:
+            return f"{len(samples)} samples, {self._scheduler.config.max_sequences} fit this replica"
         if len(samples) > 1 and any(len(sample.output) != TOKEN_BYTES for sample in samples):
             return "samples: several have more than their first token"
         if len(submission.block_keys) > num_prompt_tokens // self._block_tokens:
             return f"{len(submission.block_keys)} block keys for {num_prompt_tokens} tokens"
         try:
-            self._scheduler.check_grammar(submission)
+            self._scheduler.life.grammars.check_limit(submission)
         except QueueFullError as error:
             return str(error)
         return find_problem(submission, self._vocab_size)

@@ -309,7 +309,7 @@ class EngineCore:
             self.pool_name,
             self.role,
             self.compatibility,
-            self.scheduler.max_local_tokens,
+            self.scheduler.limits.max_local_tokens,
             self.reports.load(),
             self.role_epoch,
         )
@@ -359,7 +359,7 @@ class EngineCore:
         way keep their blocks until they end, and leave nothing behind."""
         if self.connector is not None:
             self.connector.purge(order.sharing_group)
-        num_requests = self.scheduler.keep_private(order.sharing_group)
+        num_requests = self.scheduler.life.keep_private(order.sharing_group)
         num_blocks, num_held = self.pool.purge(order.sharing_group)
         num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
@@ -423,9 +423,9 @@ class EngineCore:
         if self._death:
             self._gateways.flush(self.reports.load, self.reports.queue)
             return
-        for order in self.scheduler.take_grammar_orders():
+        for order in self.scheduler.life.grammars.take_orders():
             self._group.send_to(self._sampling_rank, order)
-        self.scheduler.pause_batch(self._gateways.is_batch_paused)
+        self.scheduler.pause.ask(self._gateways.is_batch_paused)
         self.kv_receiver.grant()
         if self.connector is not None:
             self.connector.pump()

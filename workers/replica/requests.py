@@ -202,7 +202,7 @@ class Requests:
         except QueueFullError as error:
             return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
         most = submission.most_backlog_tokens
-        if most is not None and (num_tokens := self._scheduler.num_backlog_tokens) > most:
+        if most is not None and (num_tokens := self._scheduler.counts.num_backlog_tokens) > most:
             return RequestFailed(*key, "crowded", f"{num_tokens} tokens wait here, and at most {most} may")
         return None
 

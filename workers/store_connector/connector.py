@@ -185,13 +185,13 @@ class StoreConnector:
             num_blocks = prompt.num_loaded_blocks(len(self._pool.match(prompt.keys)))
             num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
             self._scheduler.note_loaded((request_id, attempt), num_tokens)
-        if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
+        if self.is_open and submission.block_keys and self._scheduler.counts.num_waiting > self._max_loading:
             self.loader.prefetch(submission.facts.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
         """Write finished blocks, and load the wanted ones."""
         is_open = self.is_open
-        finished = self._scheduler.take_finished()
+        finished = self._scheduler.life.tables.take_finished()
         if is_open:
             self.saver.finished(finished)
             self.saver.pump()
