@@ -43,6 +43,7 @@ from cluster.http.port import (
     VERSIONLESS,
     HttpBounds,
     HttpPort,
+    ListenAddress,
     ends_connection,
     is_versionless,
     own_connection,
@@ -155,12 +156,9 @@ class HttpFront:
         self.app = app
         self._port = HttpPort(
             app,
-            gateway.host,
-            port,
-            field="gateway.http.port",
+            ListenAddress(gateway.host, port, "gateway.http.port", gateway.takes_over),
             bounds=HttpBounds(gateway.http.max_header_bytes, gateway.http.idle_timeout_s),
             certificate=certificate,
-            takes_over=gateway.takes_over,
             cancels_handlers=True,
             refuse=_refused_unread,
         )

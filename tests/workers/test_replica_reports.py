@@ -8,6 +8,7 @@ import pytest
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
 from kvtransfer.messages import LandingRequest, PushDone
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.rank_channel import StepPlan
 from workers.replica.replica_reports import ReplicaReports
@@ -25,9 +26,7 @@ class Reporting(ReplicaHarness):
             pool=self.pool,
             scheduler=self.scheduler,
             steps=self.steps,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             peers=cast(Peers, self.peers),
         )
 

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     LandingAbort,
     LandingClosed,
@@ -36,7 +35,6 @@ from workers.errors import QueueFullError
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
-from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("tandem.handover")
@@ -48,10 +46,9 @@ class KvReceiver:
     def __init__(
         self,
         *,
-        config: TransferConfig,
-        num_ranks: int,
+        landings: LandingTable,
+        block_tokens: int,
         vocab_size: int,
-        pool: BlockPool,
         scheduler: Scheduler,
         requests: RequestTable,
         peers: Peers,
@@ -60,7 +57,7 @@ class KvReceiver:
         faults: Faults,
     ) -> None:
         self._vocab_size = vocab_size
-        self._block_tokens = pool.block_tokens
+        self._block_tokens = block_tokens
         self._scheduler = scheduler
         self._requests = requests
         self._peers = peers
@@ -68,7 +65,7 @@ class KvReceiver:
         self._clock = clock
         self._faults = faults
         self._hand_overs: dict[bytes, HandOver] = {}
-        self.landings = LandingTable(config, pool, pool.block_tokens, num_ranks)
+        self.landings = landings
         self.num_checksum_failures = 0
         self.num_lost: Counter[LostCause] = Counter()
 

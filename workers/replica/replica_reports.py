@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
-from workers.disagg.kv_receiver import KvReceiver
-from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
@@ -28,9 +26,7 @@ class ReplicaReports:
         pool: BlockPool,
         scheduler: Scheduler,
         steps: StepLoop,
-        kv_sender: KvSender,
-        kv_receiver: KvReceiver,
-        migration: MigrationManager,
+        hand_overs: KvHandOvers,
         peers: Peers,
         connector: StoreConnector | None = None,
         ready: Sequence[RankReady] = (),
@@ -40,9 +36,7 @@ class ReplicaReports:
         self._pool = pool
         self._scheduler = scheduler
         self._steps = steps
-        self._kv_sender = kv_sender
-        self._kv_receiver = kv_receiver
-        self._migration = migration
+        self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._peers = peers
         self._connector = connector
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
