@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
 from cluster.serve.container_memory import huge_pages_suffice
 from cluster.serve.machine import read
 from cluster.serve.resource_needs import RAY_BYTES, ClusterNeed, PoolNeed, gb

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from cluster.serve.resource_needs import gb

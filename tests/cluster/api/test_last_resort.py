@@ -14,7 +14,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 from http_harness import CHAT, HttpFrontHarness, Reply
 
-import cluster.http.chat
+import cluster.http.chat_answer
 import cluster.http.completions
 import cluster.http.endpoints
 import cluster.http.server
@@ -91,9 +91,9 @@ COLLABORATORS: dict[str, Fault] = {
 HTTP_COLLABORATORS: dict[str, Fault] = {
     "decoding of bodies": Fault(cluster.http.endpoints, "decode"),
     "translation": Fault(cluster.http.chat, "translate"),
-    "chat answer": Fault(cluster.http.chat.ChatAnswer, "take"),
-    "end of the chat answer": Fault(cluster.http.chat.ChatAnswer, "last"),
-    "whole chat answer": Fault(cluster.http.chat.ChatAnswer, "whole"),
+    "chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "take"),
+    "end of the chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "last"),
+    "whole chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "whole"),
     "completion answer": Fault(cluster.http.completions.CompletionAnswer, "take"),
     "quota headers": Fault(cluster.http.server, "rate_limit_headers"),
     "servicer": Fault(InferenceServicer, "Generate"),
