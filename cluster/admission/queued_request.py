@@ -67,7 +67,7 @@ class QueuedRequest:
     # The request goes on with output it has, and waits for no turn.
     goes_at_once: bool = False
 
-    # How it is routed, and where it would go: set by `RequestAdmission.place`.
+    # How it is routed, and where it would go: set by `QueuePlacement.place`.
     route_request: RouteRequest = field(init=False)
     decision: Decision = field(init=False)
     routed_at: float = -math.inf
