@@ -1,4 +1,8 @@
-"""Carry out the calls of `tandem store`."""
+"""Carry out the calls of `tandem store`, which a gateway passes on to every node.
+
+A node that did not answer is named on standard error with the work that was not done there, and fails the
+command after the answers of the others were shown.
+"""
 
 from __future__ import annotations
 
