@@ -46,7 +46,10 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
+from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.protocol.sender import SendTable
 from workers.config import EngineConfig
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
@@ -145,9 +148,7 @@ class ReplicaHarness:
         control = FakeControl()
         self.table = RequestTable(self.gateways, control)
         self.kv_sender = KvSender(
-            config=TransferConfig(),
-            block_tokens=BLOCK_TOKENS,
-            num_ranks=num_ranks,
+            sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks),
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -157,10 +158,9 @@ class ReplicaHarness:
             faults=Faults(),
         )
         self.kv_receiver = KvReceiver(
-            config=TransferConfig(),
-            num_ranks=num_ranks,
+            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks),
+            block_tokens=BLOCK_TOKENS,
             vocab_size=VOCABULARY,
-            pool=self.pool,
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -185,9 +185,7 @@ class ReplicaHarness:
             table=self.table,
             gateways=self.gateways,
             scheduler=self.scheduler,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             clock=self.clock,
             vocab_size=VOCABULARY,
         )
