@@ -128,7 +128,9 @@ class StatusService:
             pools=pools_of(self._config, self._connections, stats.minute.pool_to_prompts),
             scaling_changes=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
-            demand=demand_message(replace(counters.demand, num_refused=self._requests.admission.num_refused)),
+            demand=demand_message(
+                replace(counters.demand, num_refused=self._requests.admission.refusals.num_by_load)
+            ),
             authentication=self._config.auth.mode,
             app=self._config.app,
             quotas=[

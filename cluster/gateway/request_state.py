@@ -39,7 +39,7 @@ from workers.messages.link import (
     TokenDelta,
 )
 
-_MAX_HELD_DELTAS = 4096
+_MAX_EARLY_DELTAS = 4096
 _MAX_TIMELINE = 200
 _FLOAT_BYTES = 4
 _UNREADABLE = "sent a stream that cannot be read"
@@ -67,7 +67,7 @@ class RequestState:
                                                                                      --> ENDED (fail)
 
     An attempt is one placement by the router. Its first tokens come from the prefill replica, the others
-    from the decode replica, on two connections, so that deltas may arrive early; `SampleOutput` holds them.
+    from the decode replica, on two connections, so that deltas may arrive early; `SampleOutput` keeps them.
     Deltas of another attempt, and indices that are there already, are dropped. A failed attempt is cancelled
     where it ran, and its unfinished samples are submitted again with the output they have: samples without
     any output together, each other one by itself. Replicas know a submission by its number alone (the field
@@ -296,7 +296,7 @@ class RequestState:
             return
         # The content of the first token comes after all requested values of the prompt.
         is_early = delta.first_index == 0 and not self._prompt.is_whole
-        if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
+        if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.early) >= _MAX_EARLY_DELTAS:
             self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
             return
         if source == self._migration.decode:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.ladder import Rung
@@ -24,7 +25,8 @@ from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.http_server import ConsoleServices, open_console
+from cluster.console.console_services import ConsoleServices
+from cluster.console.http_server import open_console
 from cluster.gateway.acceptance import Acceptance
 from cluster.gateway.call_charges import CallCharges
 from cluster.gateway.fleet.fleet import Fleet
@@ -74,6 +76,26 @@ _TAKE_OVER_S = 10.0
 _AGE_JITTER = 1.1
 
 
+class GatewayHosts(NamedTuple):
+    """The hosts of a gateway. `advertised` is where clients reach it, "" where it listens (`gateway.host`);
+    `inner` is where it listens for the other gateways, "" where ranks listen for KV."""
+
+    advertised: str = ""
+    inner: str = ""
+
+
+class Randomness(NamedTuple):
+    """The sources of a gateway's random numbers. `draw_bytes` draws the key root of a gateway that has no
+    file of roots."""
+
+    seeds: Callable[[], int] = draw_seed
+    draw_bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+_WHERE_IT_LISTENS = GatewayHosts()
+_OF_THE_SYSTEM = Randomness()
+
+
 class Gateway:
     """One gateway, from `start` to `stop`. Each call of a client or an operator is authenticated first
     (`cluster.api.authentication`).
@@ -84,10 +106,7 @@ class Gateway:
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
     `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
-    application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
-    other gateways; "": where ranks listen for KV. `draw_bytes` draws the key root of a gateway that has no
-    file of roots.
+    application, to which requests may be forwarded; None: all are answered here.
     """
 
     def __init__(
@@ -99,16 +118,15 @@ class Gateway:
         roster: ScalingRoster,
         trust: Trust,
         clock: Clock,
-        seeds: Callable[[], int] = draw_seed,
-        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        hosts: GatewayHosts = _WHERE_IT_LISTENS,
+        randomness: Randomness = _OF_THE_SYSTEM,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
-        advertised_host: str = "",
-        inner_host: str = "",
     ) -> None:
         self._gateway_id = gateway_id
-        self._advertised_host = advertised_host or config.gateway.host
-        self._inner_host = inner_host or config.transfer.data_host
+        self._advertised_host = hosts.advertised or config.gateway.host
+        self._inner_host = hosts.inner or config.transfer.data_host
+        seeds, draw_bytes = randomness
         self._roster = roster
         self._config = config
         self._clock = clock

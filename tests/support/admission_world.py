@@ -168,7 +168,7 @@ class AdmissionWorld:
             request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
         )
         try:
-            self.admission.check_early(queued, num_bytes)
+            self.admission.checks.check_early(queued, num_bytes)
             self.admission.place(queued, RouteRequest(request_id, RequestFacts(tenant), keys, num_tokens, 16))
         except OverloadedError as error:
             self.ended_early[request_id] = error

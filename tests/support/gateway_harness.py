@@ -27,7 +27,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import Gateway, Randomness
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.kv_events import BlocksStored, KvSnapshot, KvSnapshotRequest
@@ -415,7 +415,7 @@ class GatewayHarness:
             roster=self.roster,
             trust=self.trust,
             clock=self.clock,
-            draw_bytes=bytes,
+            randomness=Randomness(draw_bytes=bytes),
             operations=operations,
         )
 

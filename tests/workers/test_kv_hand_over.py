@@ -247,7 +247,7 @@ async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landin
     for rank in (0, 1):
         replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
     assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
-    (sequence,) = replica.scheduler._life._sequences()
+    (sequence,) = replica.scheduler.life._sequences()
     tokens = [sequence.token_at(index) for index in range(sequence.num_tokens)]
     assert tokens == [*PROMPT, 1]
 

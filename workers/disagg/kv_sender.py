@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import (
@@ -45,9 +44,7 @@ class KvSender:
     def __init__(
         self,
         *,
-        config: TransferConfig,
-        block_tokens: int,
-        num_ranks: int,
+        sends: SendTable,
         scheduler: Scheduler,
         requests: RequestTable,
         peers: Peers,
@@ -63,7 +60,7 @@ class KvSender:
         self._control = control
         self._clock = clock
         self._faults = faults
-        self.sends = SendTable(config, block_tokens, num_ranks)
+        self.sends = sends
 
     # ------------------------------------------------------------------------------------ prompts
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from cluster.api.admin_client import AdminClient
 from cluster.cli.calls import status
-from cluster.cli.store import Selection, cli, purge_records, show_records, show_stat, verify_records
+from cluster.cli.store import cli
+from cluster.cli.store_calls import Selection, purge_records, show_records, show_stat, verify_records
 from cluster.errors import CallError, StoreAwayError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord

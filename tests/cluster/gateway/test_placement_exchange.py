@@ -125,7 +125,7 @@ class Group:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) -> None:
-    """Any interleaving of placements, held and sent, first tokens, ends, frames, cuts and reconnections."""
+    """Any interleaving of placements, queued and sent, first tokens, ends, frames, cuts and reconnections."""
     group = Group(data.draw(st.integers(2, 4)))
     names = sorted(group.members)
     # By (gateway, request): the replica, and whether it waits in the gateway, is sent or has a token.
@@ -150,13 +150,13 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             )
             decision = member.router.decide(request)
             member.router.place(request, decision, is_queued=is_queued)
-            model[name, request_id] = (decision.compute_id, "held" if is_queued else "sent")
+            model[name, request_id] = (decision.compute_id, "queued" if is_queued else "sent")
         elif action == "submit" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_submitted(key[1])
-            if model[key][1] == "held":
+            if model[key][1] == "queued":
                 model[key] = (model[key][0], "sent")
-        elif action == "prefill" and (sent := [it for it in own if model[it][1] != "held"]):
+        elif action == "prefill" and (sent := [it for it in own if model[it][1] != "queued"]):
             key = data.draw(st.sampled_from(sent))
             member.router.on_prefilled(key[1])
             model[key] = (model[key][0], "prefilled")
@@ -174,15 +174,15 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             group.connect(pair)
         group.check()
     group.settle()
-    expected, expected_held = dict.fromkeys(REPLICAS, 0), dict.fromkeys(REPLICAS, 0)
+    expected, expected_queued = dict.fromkeys(REPLICAS, 0), dict.fromkeys(REPLICAS, 0)
     for replica_id, state in model.values():
         expected[replica_id] += 0 if state == "prefilled" else PROMPT_TOKENS
-        expected_held[replica_id] += PROMPT_TOKENS if state == "held" else 0
+        expected_queued[replica_id] += PROMPT_TOKENS if state == "queued" else 0
     for member in group.members.values():
         assert member.router.num_placements == len(model)
         assert member.backlogs() == expected
-        held = {it: member.router.loads.state(it).num_queued_tokens for it in REPLICAS}
-        assert held == expected_held
+        queued = {it: member.router.loads.state(it).num_queued_tokens for it in REPLICAS}
+        assert queued == expected_queued
     for name, request_id in model:
         group.members[name].router.on_finished(request_id)
     group.settle()
