@@ -29,7 +29,7 @@ from cluster.bench.virtual_replica import (
 )
 from cluster.bench.virtual_time import EventQueue
 from cluster.errors import OverloadedError
-from kvtransfer.messages import KvSnapshot
+from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, RouteRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 
 # Bounds of the time between the ends of two requests, and the weight of the newest in the average.
 _LEAST_GAP_S = 1e-3

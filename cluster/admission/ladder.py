@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from cluster.admission.flow import Flow
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 
 
 class Rung(IntEnum):

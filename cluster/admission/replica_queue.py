@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cluster.admission.fair_queue import FairQueue
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.service import RouterService
 

@@ -14,7 +14,8 @@ from cluster.api.status_thread import StatusThread
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import FieldViolation, InvalidRequestError
-from cluster.gateway.fleet import Fleet, FleetStats, FoundRequest, ListedRequest
+from cluster.gateway.fleet.fleet import Fleet, FleetStats, FoundRequest
+from cluster.gateway.fleet.messages import ListedRequest
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager

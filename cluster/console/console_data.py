@@ -14,7 +14,7 @@ from cluster.api.store_admin import STAT_S
 from cluster.config import ClusterConfig
 from cluster.console.console_services import ConsoleServices
 from cluster.errors import DashboardAwayError, FieldViolation, InvalidRequestError
-from cluster.gateway.fleet import ListedRequest
+from cluster.gateway.fleet.messages import ListedRequest
 from cluster.metrics.curves import CURVE_S
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry

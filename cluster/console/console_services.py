@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
-from cluster.gateway.fleet import Fleet
+from cluster.gateway.fleet.fleet import Fleet
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.identity.access_control import AccessControl
 from cluster.metrics.exporters import GatewayMetrics

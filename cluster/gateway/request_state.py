@@ -127,11 +127,6 @@ class RequestState:
         """The output tokens of all samples, including those that a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """The tokens of the prompt that were not computed in the last attempt."""
-        return self._prefill_report.num_cached_tokens if self._prefill_report else 0
-
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
         return self.phase is RequestPhase.RUNNING and number in self._numbers
@@ -149,7 +144,7 @@ class RequestState:
             num_prompt_tokens=self.prepared.num_prompt_tokens,
             num_attempts=self.attempt,
             started_at=self.started_at,
-            first_token_at=self.first_token_at or now,
+            first_token_at=self.first_token_at,
             finished_at=now,
             prefill_replica=self._computed_at.replica_id if self._computed_at else "",
             decode_replica=self._migration.decode.replica_id if self._migration.decode else "",

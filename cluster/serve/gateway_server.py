@@ -29,9 +29,12 @@ from cluster.console.console_services import ConsoleServices
 from cluster.console.http_server import open_console
 from cluster.gateway.acceptance import Acceptance
 from cluster.gateway.call_charges import CallCharges
-from cluster.gateway.fleet import Fleet
+from cluster.gateway.fleet.fleet import Fleet
+from cluster.gateway.fleet.fleet_answers import FleetAnswers
+from cluster.gateway.fleet.gateway_port import GatewayPort
+from cluster.gateway.fleet.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange
+from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.gateway.history import RequestHistory
-from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange, PlacementFeed
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.resume_charges import ResumeCharges
@@ -150,16 +153,9 @@ class Gateway:
         self.reading = CallReading(config, self._preprocessor.limits(0).max_context_tokens)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
         self._quotas = self._open_shared_quotas(quotas, trust)
-        self.fleet = Fleet(
-            gateway_id,
-            self.requests,
-            self.connections,
-            access.sessions,
-            self.exchange,
-            self._quotas,
-            trust,
-            clock,
-        )
+        answers = FleetAnswers(self.requests, access.sessions, self.exchange, self._quotas, clock)
+        fleet_port = GatewayPort(gateway_id, answers.serve, self.exchange.serve, trust, clock)
+        self.fleet = Fleet(gateway_id, answers, self.connections, fleet_port, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(

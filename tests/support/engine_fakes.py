@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import StoreGet, StorePut
+from kvtransfer.store.messages.store_orders import StoreGet, StorePut
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed
 

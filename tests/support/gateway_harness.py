@@ -30,14 +30,8 @@ from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway, Randomness
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    BlocksStored,
-    CompatibilityRecord,
-    KvSnapshot,
-    KvSnapshotRequest,
-    ReplicaIdentity,
-)
+from kvtransfer.kv_events import BlocksStored, KvSnapshot, KvSnapshotRequest
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (

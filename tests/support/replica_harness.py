@@ -28,26 +28,19 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    CloseLanding,
-    LandingClosed,
-    LandingGrant,
-    LandingRequest,
-    OpenLanding,
-    PieceSum,
-    PushDone,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    Shard,
-    StopPush,
-    TransferOrder,
-    Verified,
-    VerifyOrder,
-)
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import LandingGrant, LandingRequest, PieceSum
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
+from kvtransfer.transfer_orders import (
+    CloseLanding,
+    OpenLanding,
+    PushOrder,
+    StopPush,
+    TransferOrder,
+    VerifyOrder,
+)
+from kvtransfer.transfer_reports import LandingClosed, PushDone, PushFailed, PushStopped, Verified
 from workers.config import EngineConfig
 from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.kv_receiver import KvReceiver

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.engine_session import (
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
     FindAnswer,
     FindRequest,
     Source,
-    StoreGet,
-    StoreGetDone,
 )
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 from staged_engine import BLOCK_TOKENS, pack
 
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
     LandingRefusal,
@@ -16,13 +17,9 @@ from kvtransfer.messages import (
     LandingResult,
     Manifest,
     PieceSum,
-    PushDone,
-    PushOrder,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    VerifyOrder,
 )
+from kvtransfer.transfer_orders import PushOrder, VerifyOrder
+from kvtransfer.transfer_reports import PushDone, Verified
 from workers.messages.link import Submission
 from workers.messages.peer_link import HandOver
 

@@ -11,7 +11,8 @@ from replica_harness import MigrationPair, Side, Stream
 from staged_engine import BLOCK_TOKENS
 
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
+from kvtransfer.peer_messages import LandingRefusal, LandingRequest
+from kvtransfer.transfer_orders import StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
 from workers.messages.peer_link import HandOver
 

@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
-from kvtransfer.messages import LandingRequest, PushDone
+from kvtransfer.peer_messages import LandingRequest
+from kvtransfer.transfer_reports import PushDone
 from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.rank_channel import StepPlan

@@ -15,22 +15,14 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingClosed,
-    LandingProgress,
-    LandingRequest,
-    Manifest,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    WriterGone,
-    WriterStopped,
-)
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import LandingAbort, LandingProgress, LandingRequest, Manifest, WriterStopped
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
 from workers.disagg.peers import Peers
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import QueueFullError
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission

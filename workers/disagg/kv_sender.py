@@ -13,17 +13,8 @@ from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingGrant,
-    LandingRefusal,
-    LandingRequest,
-    LandingResult,
-    PushDone,
-    PushFailed,
-    PushStopped,
-    ReplicaIdentity,
-)
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import (
     Granted,
     HandOverReady,
@@ -35,6 +26,7 @@ from kvtransfer.protocol.actions import (
     ToRanks,
 )
 from kvtransfer.protocol.sender import SendTable
+from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import ActiveRequest, Push, RequestTable
 from workers.interfaces import EngineControl, RankChannel

@@ -23,9 +23,14 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, shown
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    KvSnapshotRequest,
+from kvtransfer.kv_events import KvSnapshotRequest
+from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.protocol.sender import SendTable
+from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.messages.store_orders import StoreAttached, StoreGetDone, StorePutDone
+from kvtransfer.transfer_reports import (
     LandingClosed,
     PeerConnected,
     PeerConnectFailed,
@@ -36,11 +41,6 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
-from kvtransfer.protocol.receiver import LandingTable
-from kvtransfer.protocol.sender import SendTable
-from kvtransfer.rpc.stream import FrameStream, LinkServer
-from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig
 from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.kv_receiver import KvReceiver

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport

@@ -14,7 +14,8 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_hand_overs import KvHandOvers
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import (
     GatewayKey,

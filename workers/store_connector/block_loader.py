@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.engine_session import (
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
     FindAnswer,
     FindRequest,
-    StoreGet,
-    StoreGetDone,
-    StoreRead,
 )
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
 from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import ROOT, BlockPool

@@ -21,20 +21,22 @@ from kvtransfer.common.host import host_id
 from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    STORE_PROTOCOL,
-    AttachStore,
+from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchedBlocks,
     FindAnswer,
     FindRequest,
     PutGrant,
+    StoreWelcome,
+    TierEvents,
+)
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
+from kvtransfer.store.messages.store_orders import (
+    AttachStore,
     StoreAttached,
     StoreGetDone,
     StorePutDone,
     StoreReport,
-    StoreWelcome,
-    TierEvents,
 )
 from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import EngineControl, RankChannel

@@ -26,7 +26,8 @@ from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.errors import NoReplicaError

@@ -28,15 +28,14 @@ from cluster.errors import CallError, StoreAwayError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.admin_requests import (
     AdminFailed,
-    FromOwner,
     ListRequest,
     PurgeRequest,
-    StoreRefusal,
     VerifyRequest,
     VerifyResult,
 )
+from kvtransfer.store.messages.owner_codec import FromOwner, StoreRefusal
 
 EVERYTHING = Selection(None, None)
 

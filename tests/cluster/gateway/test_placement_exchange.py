@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.gateway import placement_exchange
-from cluster.gateway.placement_exchange import (
+from cluster.gateway.fleet import peer_placements, placement_feed
+from cluster.gateway.fleet.messages import (
     MAX_COUNT,
     MAX_KEYS,
     MAX_PLACEMENT_FRAME_BYTES,
     PLACEMENT_CODEC,
     Change,
     Finished,
-    PeerPlacements,
     Placed,
     PlacementDelta,
-    PlacementFeed,
     PlacementSnapshot,
     PlacementsRefused,
     Prefilled,
 )
+from cluster.gateway.fleet.peer_placements import PeerPlacements
+from cluster.gateway.fleet.placement_feed import PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
@@ -224,7 +224,7 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
 def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.gateway.placement_exchange.MAX_PLACEMENTS", 3)
+    monkeypatch.setattr(placement_feed, "MAX_PLACEMENTS", 3)
     group = Group(2)
     group.settle()
     holder, other = group.members["g0"].router, group.members["g1"].router
@@ -373,7 +373,8 @@ def test_the_order_of_frames_their_size_and_a_refusal() -> None:
 
 def test_the_placements_of_one_gateway_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender does not announce more, and the receiver does not take more."""
-    monkeypatch.setattr(placement_exchange, "MAX_PLACEMENTS", 3)
+    for module in (placement_feed, peer_placements):
+        monkeypatch.setattr(module, "MAX_PLACEMENTS", 3)
     group = Group(2)
     group.settle()
     sender, follower = group.members["g1"], group.members["g0"]
@@ -390,7 +391,7 @@ def test_the_placements_of_one_gateway_are_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_long_snapshot_comes_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_exchange, "_FULL_FRAME_BYTES", 500)
+    monkeypatch.setattr(placement_feed, "_FULL_FRAME_BYTES", 500)
     group = Group(2)
     group.cut(("g0", "g1"))
     sender, follower = group.members["g1"], group.members["g0"]
