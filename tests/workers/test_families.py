@@ -20,7 +20,8 @@ from workers.model.decoder import load_decoder
 from workers.model.families.known_families import FAMILIES
 from workers.model.fingerprint import DigestCache, _fields_of_kv, model_fingerprint
 from workers.model.ignored_keys import ignored_keys
-from workers.model.model_config import RopeConfig, read_model_config
+from workers.model.model_config import read_model_config
+from workers.model.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 FIRST_FIELDS = {

@@ -73,7 +73,7 @@ class ModelWork:
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
         projections = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-        num_inner = 2 if config.declared.is_gated else 1  # products of the hidden states in a feed-forward
+        num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
         layer = config.hidden_size * (projections + (num_inner + 1) * config.intermediate_size)
         self._layer_weights = config.num_layers * layer
         self._head_weights = config.vocab_size * config.hidden_size

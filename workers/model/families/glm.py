@@ -16,6 +16,6 @@ FAMILY = Family(
         "attention_bias": True,
     },
     qkv_bias="attention_bias",
-    rotary=Rotary(may_be_partial=True, partial_factor=0.5, is_interleaved=True),
+    rotary=Rotary(partial_factor=0.5, is_interleaved=True),
     is_gate_up_fused=True,
 )

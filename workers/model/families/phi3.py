@@ -10,7 +10,7 @@ FAMILY = Family(
     ("Phi3ForCausalLM",),
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     windows="all",
-    rotary=Rotary(may_be_partial=True),
+    rotary=Rotary(partial_factor=1.0),
     is_qkv_fused=True,
     is_gate_up_fused=True,
 )
