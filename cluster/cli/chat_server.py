@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import NoReturn
 
@@ -25,7 +24,9 @@ _LOCAL = "local"
 
 
 @contextlib.contextmanager
-def chat_server(options: ServeOptions, address: str, credentials: ClientCredentials) -> Iterator[str]:
+def chat_server(
+    options: ServeOptions, address: str, credentials: ClientCredentials, environment: Mapping[str, str]
+) -> Iterator[str]:
     """Yield the address of a gateway that serves the model of `options`: the one at `address`, if it serves a
     model of this name to this caller, or one of our own.
 
@@ -42,11 +43,10 @@ def chat_server(options: ServeOptions, address: str, credentials: ClientCredenti
         return
     config = config.with_model(fetched(config.model_source, interrupted))
     _check_template(config, options)
-    os.environ.pop("RAY_ADDRESS", None)
-    refuse_what_cannot_run(config, options, os.environ, ray_address=_LOCAL)
+    refuse_what_cannot_run(config, options, environment, ray_address=_LOCAL)
     from cluster.serve.launcher import Service  # here: nothing above needs Ray
 
-    service = Service(config, SystemClock(), ray_address=_LOCAL, environment=os.environ)
+    service = Service(config, SystemClock(), ray_address=_LOCAL, environment=environment)
     has_served = False
     try:
         with named_by_options(options), stages(err, f"loading {config.model_name}") as report:

