@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chat_person import CTRL_C, CTRL_D, Person
+from child_processes import killed_on_error
 from gateway_harness import GatewayHarness, write_model
 from patience import START_S, WAIT_S
 from serving import ROOT, TINY, environment, tandem
@@ -58,7 +59,8 @@ def begun(mark: str, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.cluster
 def test_a_pipe_is_answered_by_a_server_of_its_own(mark: str) -> None:
     process = begun(mark, str(TINY), "--max-tokens", "3")
-    answers, notes = process.communicate("the quick\nfox\n", timeout=START_S)
+    with killed_on_error(process):
+        answers, notes = process.communicate("the quick\nfox\n", timeout=START_S)
     assert process.returncode == 0, notes
     assert answers.count("\n") == 2
     shown = notes.splitlines()
@@ -74,12 +76,11 @@ def test_a_pipe_is_answered_by_a_server_of_its_own(mark: str) -> None:
 )
 def test_an_interruption_while_it_loads_ends_all(mark: str, number: signal.Signals, stage: str) -> None:
     process = begun(mark, str(TINY))
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith(stage):
-            break
-    process.send_signal(number)
-    answers, notes = process.communicate(timeout=START_S)
+    with killed_on_error(process):
+        assert process.stderr is not None
+        assert any(line.startswith(stage) for line in process.stderr)
+        process.send_signal(number)
+        answers, notes = process.communicate(timeout=START_S)
     assert (process.returncode, answers) == (128 + number, "")
     assert "interrupted" in notes
 
@@ -104,17 +105,23 @@ def test_ctrl_c_ends_an_answer_and_not_the_server(mark: str, tmp_path: Path) -> 
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_two_chats_run_side_by_side_and_one_may_be_ended(mark: str) -> None:
-    first, second = begun(mark, str(TINY)), begun(mark, str(TINY), "--max-tokens", "3")
-    assert first.stdin is not None
-    assert first.stdout is not None
-    first.stdin.write("the quick\n")
-    first.stdin.flush()
-    assert first.stdout.readline()
-    answers, notes = second.communicate("fox\n", timeout=START_S)
-    assert (second.returncode, answers.count("\n")) == (0, 1), notes
-    first.send_signal(signal.SIGTERM)
-    _, notes = first.communicate(timeout=WAIT_S)
-    assert first.returncode == 128 + signal.SIGTERM, notes
+    first = begun(mark, str(TINY), "--max-tokens", "3")
+    with killed_on_error(first):
+        assert first.stdin is not None
+        assert first.stdout is not None
+        first.stdin.write("the quick\n")
+        first.stdin.flush()
+        assert first.stdout.readline()
+        second = begun(mark, str(TINY), "--max-tokens", "3")
+        with killed_on_error(second):
+            answers, notes = second.communicate("fox\n", timeout=START_S)
+            assert (second.returncode, answers.count("\n")) == (0, 1), notes
+        first.stdin.write("fox\n")
+        first.stdin.flush()
+        assert first.stdout.readline()
+        first.send_signal(signal.SIGTERM)
+        _, notes = first.communicate(timeout=WAIT_S)
+        assert first.returncode == 128 + signal.SIGTERM, notes
 
 
 async def test_a_model_that_is_served_already_is_not_served_again(tmp_path: Path) -> None:
