@@ -15,7 +15,7 @@ import pytest
 from chat_person import CTRL_C, CTRL_D, Person
 from child_processes import killed_on_error
 from gateway_harness import GatewayHarness, write_model
-from patience import START_S, WAIT_S
+from patience import SETTLE_S, START_S, WAIT_S
 from serving import ROOT, TINY, environment, tandem
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -72,7 +72,7 @@ def test_a_pipe_is_answered_by_a_server_of_its_own(mark: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "stage"), [(signal.SIGINT, "starting Ray"), (signal.SIGTERM, "deploying")]
+    ("number", "stage"), [(signal.SIGINT, "checking resources"), (signal.SIGTERM, "deploying")]
 )
 def test_an_interruption_while_it_loads_ends_all(mark: str, number: signal.Signals, stage: str) -> None:
     process = begun(mark, str(TINY))
@@ -104,6 +104,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_server(mark: str, tmp_path: Path) -> 
 
 @pytest.mark.cluster
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_chats_run_side_by_side_and_one_may_be_ended(mark: str) -> None:
     first = begun(mark, str(TINY), "--max-tokens", "3")
     with killed_on_error(first):
@@ -114,7 +115,7 @@ def test_two_chats_run_side_by_side_and_one_may_be_ended(mark: str) -> None:
         assert first.stdout.readline()
         second = begun(mark, str(TINY), "--max-tokens", "3")
         with killed_on_error(second):
-            answers, notes = second.communicate("fox\n", timeout=START_S)
+            answers, notes = second.communicate("fox\n", timeout=SETTLE_S)
             assert (second.returncode, answers.count("\n")) == (0, 1), notes
         first.stdin.write("fox\n")
         first.stdin.flush()
