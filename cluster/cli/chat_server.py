@@ -11,9 +11,10 @@ from typing import NoReturn
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.channel import ClientCredentials
 from cluster.cli.model_download import fetched
+from cluster.cli.progress_report import progress_to, stages
 from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import ServeOptions, announced_config, named_by_options
-from cluster.cli.terminal import catch_signals, die, err, progress_to, stages
+from cluster.cli.terminal import catch_signals, die, err
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError, StartError
 from cluster.text.chat_template import load_chat_template
