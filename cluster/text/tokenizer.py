@@ -85,6 +85,11 @@ class ModelText:
         elsewhere."""
         return special_tokens(self._tokenizer, template, named)
 
+    def token_ids(self, tokens: Collection[str]) -> dict[str, int]:
+        """Return the ids of those of the tokens that the vocabulary has, by their names."""
+        found = ((token, self._tokenizer.token_to_id(token)) for token in tokens)
+        return {token: token_id for token, token_id in found if token_id is not None}
+
     def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:
         """Return an encoder of prompts in which some of these special tokens are plain text."""
         return MarkedPromptEncoder(self._tokenizer, special)
