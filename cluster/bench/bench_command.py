@@ -24,7 +24,7 @@ from cluster.cli.terminal import (
 from cluster.dtypes import auto_dtype
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
-from workers.model.gguf.model_folder import described_folder, weights_folder
+from workers.model.model_folder import described_folder, weights_folder
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 

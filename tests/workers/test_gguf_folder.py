@@ -30,8 +30,8 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.gguf.gguf_file import GgufFile
 from workers.model.gguf.gguf_weights import bfloat16_bits, write_weights
-from workers.model.gguf.model_folder import described_folder, weights_folder
 from workers.model.model_config import read_model_config, weight_files
+from workers.model.model_folder import described_folder, weights_folder
 
 SHAPE = {
     "vocab_size": 256,
@@ -183,7 +183,7 @@ def test_a_changed_file_has_another_folder_and_one_that_is_made_is_kept(
 
 
 _CONVERT = (
-    "import sys; from pathlib import Path; from workers.model.gguf.model_folder import weights_folder\n"
+    "import sys; from pathlib import Path; from workers.model.model_folder import weights_folder\n"
     "phases = []\n"
     "print(weights_folder(Path(sys.argv[1]), 'bf16', Path(sys.argv[2]), phases.append))\n"
     "print(any(phase.startswith('converting') for phase in phases))"

@@ -1,8 +1,9 @@
-"""Give a GGUF file the form of a folder in Hugging Face layout, once per host.
+"""Give a GGUF file, or a folder whose tokenizer is a SentencePiece model, the form of a folder in Hugging
+Face layout with a tokenizer.json, once per host.
 
 The folders are in a cache that belongs to one user: one with the configuration and the tokenizer, which takes
-a moment, and one for each dtype with the weights as well. A folder is written under another name and renamed
-when it is whole, by one process at a time; others wait for it."""
+a moment, and of a GGUF file one for each dtype with the weights as well. A folder is written under another
+name and renamed when it is whole, by one process at a time; others wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtransfer.common.os_errors import os_reason
@@ -23,9 +24,17 @@ from workers.errors import CheckpointError
 from workers.model.gguf.gguf_config import config_of, generation_config_of
 from workers.model.gguf.gguf_file import GgufFile, is_gguf, model_name_of, part_paths
 from workers.model.gguf.gguf_tokenizer import tokenizer_of
+from workers.model.model_config import read_model_config
+from workers.model.sentencepiece_tokenizer import (
+    CONFIG,
+    SOURCES,
+    converted_tokenizer,
+    has_sentencepiece_alone,
+)
 
 # Part of every key: folders of other versions are not used.
 _FORMAT = "tandem-gguf-1"
+_FOLDER_FORMAT = "tandem-folder-1"
 _KEY_CHARS = 24
 _MAX_NAME_CHARS = 80
 # What of each part its key covers, and a header has: the tokens and merges of a vocabulary above all.
@@ -33,6 +42,14 @@ _KEY_BYTES = 16 << 20
 # Beside the weights.
 _SPARE_BYTES = 64 << 20
 _POLL_S = 0.1
+
+# What is copied beside a tokenizer that was converted.
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 
 Progress = Callable[[str], None]
 
@@ -46,11 +63,15 @@ def default_cache() -> Path:
 
 
 def described_folder(model: Path, cache: Path | None = None) -> Path:
-    """Return a folder with the configuration and the tokenizer of the model: `model` itself unless that is a
-    GGUF file. Raises `CheckpointError`. `cache` None: `default_cache`."""
-    if not is_gguf(model):
+    """Return a folder with the configuration and the tokenizer of the model: `model` itself if that is a
+    folder with a tokenizer.json. Raises `CheckpointError`. `cache` None: `default_cache`."""
+    if is_gguf(model):
+        return _gguf_folder(model, cache, "", lambda phase: None)
+    if not has_sentencepiece_alone(model):
         return model
-    return _cached(model, cache, "", lambda phase: None)
+    read_model_config(model)  # its errors name the folder, those of a reader of the copy would not
+    parts = (model.resolve().name[:_MAX_NAME_CHARS], _folder_key(model))
+    return _made(model, cache, parts, lambda folder: _write_folder(model, folder), lambda phase: None)
 
 
 def weights_folder(
@@ -58,21 +79,40 @@ def weights_folder(
 ) -> Path:
     """Return a folder with the weights of the model as well, those of a GGUF file in `dtype`: fp32, bf16 or
     fp16. Raises `CheckpointError`. `progress` is called with what is done where this takes a while."""
-    if not is_gguf(model):
-        return model
-    return _cached(model, cache, dtype, progress)
+    return _gguf_folder(model, cache, dtype, progress) if is_gguf(model) else model
 
 
-def _cached(model: Path, cache: Path | None, dtype: str, progress: Progress) -> Path:
-    cache = cache or default_cache()
+def _gguf_folder(model: Path, cache: Path | None, dtype: str, progress: Progress) -> Path:
+    def write(folder: Path) -> None:
+        file = GgufFile.read(model)
+        _write_description(file, folder)
+        if dtype:
+            _write_weights(file, folder, dtype, progress)
+
     try:
-        folder = cache / "-".join(filter(None, (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype)))
+        parts = (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype)
+    except OSError as error:
+        raise CheckpointError(f"{model}: cannot be read: {os_reason(error, has_path=False)}") from error
+    return _made(model, cache, parts, write, progress)
+
+
+def _made(
+    model: Path,
+    cache: Path | None,
+    parts: Sequence[str],
+    write: Callable[[Path], None],
+    progress: Progress,
+) -> Path:
+    """Return the folder whose name has these parts, written by this process if it is not there."""
+    cache = cache or default_cache()
+    folder = cache / "-".join(filter(None, parts))
+    try:
         if folder.is_dir():
             return folder
         _make_private(cache)
         with _locked(cache / f".{folder.name}.lock", f"waiting for {model.name} to be converted", progress):
             if not folder.is_dir():
-                _write(GgufFile.read(model), folder, dtype, progress)
+                _write(folder, write)
         return folder
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -98,23 +138,53 @@ def _key(model: Path) -> str:
     return digest.hexdigest()[:_KEY_CHARS]
 
 
-def _write(file: GgufFile, folder: Path, dtype: str, progress: Progress) -> None:
+def _folder_key(model: Path) -> str:
+    """Return what differs where one of the files does that a folder is made of: a digest of their bytes."""
+    digest = hashlib.sha256(_FOLDER_FORMAT.encode())
+    try:
+        for name in (*SOURCES, *_COPIED):
+            if (model / name).is_file():
+                content = hashlib.sha256((model / name).read_bytes()).hexdigest()
+                digest.update(f"|{name}|{content}|".encode())
+    except OSError as error:
+        raise CheckpointError(f"{model}: cannot be read: {os_reason(error, has_path=False)}") from error
+    return digest.hexdigest()[:_KEY_CHARS]
+
+
+def _write(folder: Path, write: Callable[[Path], None]) -> None:
     """Write the folder; until it is whole, under another name."""
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # of a process that ended meanwhile
         shutil.rmtree(partial)
     partial.mkdir(mode=0o700)
     try:
-        _write_description(file, partial)
-        if dtype:
-            from workers.model.gguf.gguf_weights import check_whole, weight_bytes, write_weights
-
-            check_whole(file)
-            _check_space(file, folder.parent, weight_bytes(file, dtype))
-            write_weights(file, partial, dtype, progress)
+        write(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_folder(model: Path, folder: Path) -> None:
+    """Copy the small files of a folder, with the tokenizer converted."""
+    tokenizer_json, tokenizer_config = converted_tokenizer(model)
+    for name in _COPIED:
+        if (model / name).is_file():
+            (folder / name).parent.mkdir(mode=0o700, exist_ok=True)
+            (folder / name).write_bytes((model / name).read_bytes())
+    (folder / CONFIG).write_text(json.dumps(tokenizer_config, indent=1), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+
+
+def _write_weights(file: GgufFile, folder: Path, dtype: str, progress: Progress) -> None:
+    from workers.model.gguf.gguf_weights import (  # here: what it imports
+        check_whole,
+        weight_bytes,
+        write_weights,
+    )
+
+    check_whole(file)
+    _check_space(file, folder.parent, weight_bytes(file, dtype))
+    write_weights(file, folder, dtype, progress)
 
 
 def _write_description(file: GgufFile, folder: Path) -> None:
