@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from decoder_logits import decoder_logits
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,9 +25,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvtransfer.common.clock import ManualClock
 from workers.errors import CheckpointError
-from workers.model.attention.choice import choose_attention
-from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.decoder import load_decoder
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.gguf.gguf_file import GgufFile
 from workers.model.gguf.gguf_weights import bfloat16_bits, write_weights
@@ -40,7 +38,6 @@ SHAPE = {
     "head_dim": 128,
     "eos_token_id": None,
 }
-BLOCK_TOKENS = 16
 TYPES = ["F32", "F16", "Q8_0", "Q4_1", "Q4_K"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MakeCheckpoint = Callable[..., Path]
@@ -66,16 +63,6 @@ def _theirs(file: Path) -> tuple[Any, dict[str, Tensor]]:
     return model, tensors
 
 
-@torch.inference_mode()
-def _logits(folder: Path, tokens: list[int]) -> Tensor:
-    decoder = load_decoder(folder, torch.float32, torch.device("cpu"))
-    config, num_blocks = decoder.config, -(-len(tokens) // BLOCK_TOKENS)
-    kv = torch.zeros(num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
-    step = StepInput.of([SequenceSpan(0, len(tokens), tuple(range(num_blocks)))], BLOCK_TOKENS)
-    attention = choose_attention(decoder.attention_shape, kv)
-    return decoder.logits(decoder.forward(torch.tensor(tokens), step, attention))
-
-
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tensors_and_logits_equal_those_of_transformers(
@@ -91,7 +78,7 @@ def test_tensors_and_logits_equal_those_of_transformers(
     with torch.inference_mode():
         reference = model(torch.tensor([tokens])).logits[0]
     assert reference.std() > 0
-    error = (_logits(folder, tokens) - reference).abs().max() / reference.abs().max()
+    error = (decoder_logits(folder, tokens) - reference).abs().max() / reference.abs().max()
     assert float(error) <= 1e-4
 
 
