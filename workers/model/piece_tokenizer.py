@@ -82,21 +82,13 @@ def add_tokens(
 ) -> None:
     """Have the tokens that are found in the text before anything else keep their ids: those of such kinds,
     and those that are `described` by id."""
-    described = described or {}
-    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
-        if not token:
-            continue
-        is_special = kind in (CONTROL, UNKNOWN)
-        if index in described:
-            is_special, added = described[index].special, described[index]
-        elif is_special or kind == USER_DEFINED:
-            added = AddedToken(token, normalized=False, special=is_special)
-        else:
-            continue
-        if is_special:
-            tokenizer.add_special_tokens([added])
-        else:
-            tokenizer.add_tokens([added])
+    found = {
+        index: AddedToken(token, normalized=False, special=kind in (CONTROL, UNKNOWN))
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if token and kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    }
+    found |= described or {}
+    tokenizer.add_tokens([found[index] for index in sorted(found)])  # at once: each call sorts all of them
 
 
 def surround(tokenizer: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:

@@ -70,8 +70,6 @@ def _tokenizer(
     tokenizer = piece_tokenizer(vocabulary, model.unknown_id, rules)
     add_tokens(tokenizer, vocabulary, added)
     for index, token in sorted(added.items()):
-        if index >= len(vocabulary.tokens):
-            tokenizer.add_tokens([token])
         if (found := tokenizer.token_to_id(token.content)) != index:
             raise ValueError(f"the added token {token.content[:100]!r} has id {index}, but {found} is next")
     return tokenizer
