@@ -24,6 +24,7 @@ from workers.model.attention.interface import (
     AttentionBackend,
     AttentionShape,
     LayerAttention,
+    Rotation,
     SequenceSpan,
     StepInput,
 )
@@ -44,9 +45,9 @@ class LayerTimer:
         num_blocks = max(max(span.block_ids) for span in spans) + 1
         kv = torch.empty(num_blocks, num_layers, 2, args.kv_heads, args.block_tokens, args.head_dim)
         kv = kv.to(dtype).normal_()
-        shape = AttentionShape(args.heads, (0,) * num_layers, torch.zeros(args.head_dim // 2))
+        shape = AttentionShape(args.heads, (0,) * num_layers, (Rotation(torch.zeros(args.head_dim // 2)),))
         self.name_to_backend = {it.name: it for it in candidate_backends(shape, kv)}
-        self._layers = [LayerAttention(layer, 0, None, None, 1e-6) for layer in range(num_layers)]
+        self._layers = [LayerAttention(layer, 0) for layer in range(num_layers)]
         self._step = StepInput.of(spans, args.block_tokens)
         num_rows = sum(span.num_tokens for span in spans)
         self._qkv = torch.randn(num_rows, (args.heads + 2 * args.kv_heads) * args.head_dim).to(dtype)

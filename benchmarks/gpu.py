@@ -195,8 +195,10 @@ class RandomReader(WeightReader):
         torch.manual_seed(0)
         return self
 
-    def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
-        drawn = torch.randn(shape, dtype=self._dtype, device=self.device)
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        drawn = torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
         if len(shape) == 1:
             return drawn.mul_(0.1).add_(1)[slices]
         return drawn.mul_(shape[-1] ** -0.5)[slices]

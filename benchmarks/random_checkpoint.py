@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -135,9 +136,10 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
     def vector(size: int, mean: float, spread: float) -> Tensor:
         return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
 
+    norm_mean = 1.0 - config.declared.norm_offset
     tensors = {
         "model.embed_tokens.weight": matrix(config.vocab_size, hidden, 2.0),
-        "model.norm.weight": vector(hidden, 1.0, 0.1),
+        "model.norm.weight": vector(hidden, norm_mean, 0.1),
     }
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
@@ -154,19 +156,31 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
         }
+        if not config.declared.is_gated:
+            del matrices["mlp.gate_proj"]
+            tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
         for name, (rows, columns, gain, has_bias) in matrices.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        names = dataclasses.astuple(config.declared.norms)
+        norms = dict.fromkeys(filter(None, names), hidden)
         if config.qk_norm:
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+        if config.qk_row_norm:
+            norms |= {"self_attn.q_norm": num_q, "self_attn.k_norm": num_kv}
         for name, size in norms.items():
-            tensors[f"{prefix}{name}.weight"] = vector(size, 1.0, 0.1)
-        if config.is_fused:
+            tensors[f"{prefix}{name}.weight"] = vector(size, norm_mean, 0.1)
+        if config.declared.is_qkv_fused:
             _fuse(tensors, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        if config.declared.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
-    return {f"{config.prefix}{name}": tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _xielu_parameters(prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    values = {"alpha_p": [0.3], "alpha_n": [-0.5], "beta": 0.5, "eps": -1e-6}
+    return {f"{prefix}{name}": torch.tensor(value, dtype=dtype) for name, value in values.items()}
 
 
 def _fuse(tensors: dict[str, Tensor], prefix: str, names: tuple[str, ...], fused: str) -> None:

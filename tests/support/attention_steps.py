@@ -17,6 +17,7 @@ from workers.model.attention.interface import (
     HostReader,
     LayerAttention,
     Marks,
+    Rotation,
     SequenceSpan,
     StepInput,
     kv_shape,
@@ -28,7 +29,7 @@ def unrotated(
     num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,), device: torch.device | str = "cpu"
 ) -> AttentionShape:
     """Return a shape whose rotary embedding changes nothing, for tensors on `device`."""
-    return AttentionShape(num_heads, windows, torch.zeros(head_dim // 2, device=device))
+    return AttentionShape(num_heads, windows, (Rotation(torch.zeros(head_dim // 2, device=device)),))
 
 
 def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> None:
@@ -61,7 +62,7 @@ def attend(
     products = [qkv_of(query, kv, layer, step) for layer, query in enumerate(queries)]
     plan = backend.plan(step)
     return [
-        plan.run(LayerAttention(layer, backend.shape.windows[layer], None, None, 1e-6), qkv)
+        plan.run(LayerAttention(layer, backend.shape.windows[layer]), qkv)
         for layer, qkv in enumerate(products)
     ]
 

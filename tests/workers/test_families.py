@@ -72,7 +72,7 @@ def test_the_text_model_of_a_wrapped_checkpoint_is_served(tmp_path: Path) -> Non
     plain = tmp_path / "plain"
     write_random_checkpoint(plain, "mistral", seed=3)
     wrapped = wrap(tmp_path / "wrapped", plain)
-    assert read_model_config(wrapped).prefix == "language_model."
+    assert read_model_config(wrapped).is_wrapped
     for name in ("plain", "wrapped"):
         decoder = load_decoder(tmp_path / name, torch.float32, CPU)
         assert decoder.embedding is not None

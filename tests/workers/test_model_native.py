@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compiled_kernels import kernels_of
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
+from workers.model.norm import Norm
 
 isas = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
 
@@ -34,13 +34,14 @@ def forget_kernels() -> Iterator[None]:
 @isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [24, 64, 1024, 1])
-def test_rms_norm_rounds_like_torch(isa: Isa, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("is_rounded_first", [True, False])
+def test_rms_norm_rounds_like_torch(isa: Isa, dtype: torch.dtype, size: int, is_rounded_first: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(37, size + 8, generator=generator).to(dtype) * 9
-    weight = torch.randn(size, generator=generator).to(dtype)
-    expected = F.rms_norm(x[:, :size], (size,), None, 1e-6).mul(weight)
+    norm = Norm(torch.randn(size, generator=generator), 1e-6, is_rounded_first)
+    expected = norm.normed(x[:, :size])
     actual = x.clone()
-    kernels_of(isa).rms_norm(actual[:, :size], weight, 1e-6, out=actual[:, :size])
+    kernels_of(isa).rms_norm(actual[:, :size], norm, out=actual[:, :size])
     assert torch.equal(actual[:, size:], x[:, size:]), "what lies between the rows is not touched"
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(actual[:, :size], expected, rtol=tolerance, atol=1e-6)
@@ -61,11 +62,11 @@ def test_keys_are_rotated_and_lie_in_their_blocks(
     cos, sin = torch.randn(2, 5, size // 2, generator=generator).to(dtype).float()
     kv = torch.full((3, 2, 2, 2, 4, size), 7.0, dtype=dtype)
     blocks, offsets = torch.tensor([2, 2, 0, 0, 0]), torch.tensor([2, 3, 0, 1, 2])
-    q_norm, k_norm = torch.randn(2, size, generator=generator).to(dtype)
+    q_norm, k_norm = (Norm(it, 1e-6) for it in torch.randn(2, size, generator=generator))
     normed = qkv[:, :6]
     if has_norms:
         parts = zip((qkv[:, :4], qkv[:, 4:6]), (q_norm, k_norm), strict=True)
-        normed = torch.cat([F.rms_norm(part, (size,), None, 1e-6) * norm for part, norm in parts], 1)
+        normed = torch.cat([norm.normed(part) for part, norm in parts], 1)
     low, high = normed.float().chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
 
@@ -75,9 +76,7 @@ def test_keys_are_rotated_and_lie_in_their_blocks(
     expected = torch.cat((rounded(low * c) - rounded(high * s), rounded(high * c) + rounded(low * s)), -1).to(
         dtype
     )
-    layer = native.RotatedLayer.of(
-        kv, 1, 4, q_norm if has_norms else None, k_norm if has_norms else None, 1e-6
-    )
+    layer = native.RotatedLayer.of(kv, 1, 4, *((q_norm, k_norm) if has_norms else (None, None)))
     ends = blocks.int(), offsets.int()
     actual = qkv.clone()
     kernels_of(isa).rotate_and_write(layer, native.RotatedTokens.of(cos, sin, *ends), actual.view(5, -1))
@@ -96,7 +95,7 @@ def test_keys_are_rotated_and_lie_in_their_blocks(
 @isas
 def test_a_nan_stays_a_nan(isa: Isa) -> None:
     x = torch.tensor([[float("nan"), 1.0]], dtype=torch.bfloat16)
-    assert bool(kernels_of(isa).rms_norm(x, torch.ones(2, dtype=torch.bfloat16), 1e-6).isnan().all())
+    assert bool(kernels_of(isa).rms_norm(x, Norm(torch.ones(2), 1e-6)).isnan().all())
 
 
 @uses_compiler

@@ -11,19 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from optional_programs import uses_compiler
+from paged_model import (
+    BLOCK_TOKENS,
+    PagedModel,
+    error_of,
+    greedy_tokens,
+    reference_logits,
+    reference_of,
+    tokens_of,
+)
 from torch import Tensor
 
-from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.decoder import Decoder, load_decoder
+from workers.model.decoder import load_decoder
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 
 CPU = torch.device("cpu")
-BLOCK_TOKENS = 16
-NUM_BLOCKS = 64
 PROMPT_TOKENS = 100
 MakeCheckpoint = Callable[..., Path]
 
@@ -138,82 +143,16 @@ CASES: dict[str, dict[str, Any]] = {
 SHAPE = {"vocab_size": 211, "eos_token_id": None}
 
 
-class PagedModel:
-    """A decoder with its KV and block tables; sequences are named by number."""
-
-    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        config = decoder.config
-        self.decoder = decoder
-        shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
-        self.kv = torch.full(shape, float("nan"), dtype=dtype)
-        self.attention = choose_attention(decoder.attention_shape, self.kv)
-        self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self.lengths: dict[int, int] = {}
-
-    def step(self, work: list[tuple[int, list[int]]]) -> list[Tensor]:
-        """Compute (sequence, next tokens) pairs in one call; logits [t, V] of each."""
-        spans = []
-        for sequence, tokens in work:
-            start = self.lengths.get(sequence, 0)
-            table = self.tables.setdefault(sequence, [])
-            while len(table) * BLOCK_TOKENS < start + len(tokens):
-                table.append(self.free.pop())
-            spans.append(SequenceSpan(start, len(tokens), tuple(table)))
-            self.lengths[sequence] = start + len(tokens)
-        step = StepInput.of(spans, BLOCK_TOKENS)
-        flat = torch.tensor([token for _, tokens in work for token in tokens])
-        logits = self.decoder.logits(self.decoder.forward(flat, step, self.attention))
-        return list(torch.split(logits, [len(tokens) for _, tokens in work]))
-
-    def chunked(self, sequence: int, tokens: list[int], chunk_tokens: int) -> Tensor:
-        chunks = [tokens[at : at + chunk_tokens] for at in range(0, len(tokens), chunk_tokens)]
-        return torch.cat([self.step([(sequence, chunk)])[0] for chunk in chunks])
-
-    def greedy(self, sequence: int, prompt: list[int], num_tokens: int) -> list[int]:
-        output = [int(self.step([(sequence, prompt)])[0][-1].argmax())]
-        while len(output) < num_tokens:
-            output.append(int(self.step([(sequence, output[-1:])])[0][-1].argmax()))
-        return output
-
-
-def _reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
-    transformers.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="eager"
-    ).eval()
-
-
-def _tokens(seed: int, count: int = PROMPT_TOKENS, vocab_size: int = 211) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (count,), generator=generator).tolist()
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference as a part of the largest logit."""
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
-@torch.inference_mode()
-def _logits(reference: Any, tokens: list[int]) -> Tensor:
-    logits: Tensor = reference(torch.tensor([tokens])).logits[0].float()
-    return logits
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case: str, make_checkpoint: MakeCheckpoint) -> None:
     model_dir = make_checkpoint(**(SHAPE | CASES[case]))
-    reference, prompt = _reference(model_dir), _tokens(1)
-    expected = _logits(reference, prompt)
+    reference, prompt = reference_of(model_dir), tokens_of(1)
+    expected = reference_logits(reference, prompt)
     assert expected.std() >= 1.0
     model = PagedModel(load_decoder(model_dir, torch.float32, CPU), torch.float32)
     for sequence, chunk_tokens in enumerate((1, 7, 64, PROMPT_TOKENS)):
-        assert _error(model.chunked(sequence, prompt, chunk_tokens), expected) <= 1e-4
-    ids = torch.tensor([prompt])
-    generated = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0
-    )
-    assert model.greedy(9, prompt, 64) == generated[0, PROMPT_TOKENS:].tolist()
+        assert error_of(model.chunked(sequence, prompt, chunk_tokens), expected) <= 1e-4
+    assert model.greedy(9, prompt, 64) == greedy_tokens(reference, prompt, 64)
 
 
 @pytest.mark.parametrize(
@@ -225,24 +164,24 @@ def test_half_precision_is_as_close_to_float32_as_transformers(
 ) -> None:
     """Weights stored in `dtype`; the error of rounding activations may be 1.5 times transformers' own."""
     name = str(dtype).removeprefix("torch.")
-    model_dir, prompt = make_checkpoint(**(SHAPE | CASES[case] | {"dtype": name})), _tokens(2)
-    exact = _logits(_reference(model_dir), prompt)
-    allowed = 1.5 * _error(_logits(_reference(model_dir, dtype), prompt), exact)
+    model_dir, prompt = make_checkpoint(**(SHAPE | CASES[case] | {"dtype": name})), tokens_of(2)
+    exact = reference_logits(reference_of(model_dir), prompt)
+    allowed = 1.5 * error_of(reference_logits(reference_of(model_dir, dtype), prompt), exact)
     assert 1e-4 < allowed < (0.1 if dtype == torch.bfloat16 else 0.02)
     model = PagedModel(load_decoder(model_dir, dtype, CPU), dtype)
     for sequence, chunk_tokens in enumerate((1, 40, PROMPT_TOKENS)):
         logits = model.chunked(sequence, prompt, chunk_tokens)
         assert logits.dtype == torch.float32
-        assert _error(logits, exact) <= allowed
+        assert error_of(logits, exact) <= allowed
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_half_precision_weights_are_computed_exactly_in_float32(
     stored: str, make_checkpoint: MakeCheckpoint
 ) -> None:
-    model_dir, prompt = make_checkpoint("qwen3", dtype=stored, **SHAPE), _tokens(3)
+    model_dir, prompt = make_checkpoint("qwen3", dtype=stored, **SHAPE), tokens_of(3)
     model = PagedModel(load_decoder(model_dir, torch.float32, CPU), torch.float32)
-    assert _error(model.chunked(0, prompt, 64), _logits(_reference(model_dir), prompt)) <= 1e-4
+    assert error_of(model.chunked(0, prompt, 64), reference_logits(reference_of(model_dir), prompt)) <= 1e-4
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window-24", "qwen2-window-later-layers"])
@@ -251,7 +190,7 @@ def test_a_mixed_batch_equals_each_sequence_alone(case: str, make_checkpoint: Ma
     decoder = load_decoder(make_checkpoint(**(SHAPE | CASES[case])), torch.float32, CPU)
     together, alone = PagedModel(decoder, torch.float32), PagedModel(decoder, torch.float32)
     lengths = [3, 97, 16, 150, 31, 64]
-    texts = [_tokens(10 + number, length + 40) for number, length in enumerate(lengths)]
+    texts = [tokens_of(10 + number, length + 40) for number, length in enumerate(lengths)]
     for number, length in enumerate(lengths):
         together.step([(number, texts[number][:length])])
     schedule = [[1, 1, 9, 1, 1, 1], [1, 1, 1, 20, 2, 1], [17, 1, 1, 1, 16, 7], [1, 1, 1, 1, 1, 1]]
@@ -265,14 +204,14 @@ def test_a_mixed_batch_equals_each_sequence_alone(case: str, make_checkpoint: Ma
         at = [position + count for position, count in zip(at, counts, strict=True)]
     for number, length in enumerate(lengths):
         whole = alone.chunked(number, texts[number][: at[number]], PROMPT_TOKENS)
-        assert _error(torch.cat(outputs[number]), whole[length:]) <= 1e-5
+        assert error_of(torch.cat(outputs[number]), whole[length:]) <= 1e-5
 
 
 def test_a_reused_block_hides_what_lay_in_it(make_checkpoint: MakeCheckpoint) -> None:
     """NaN left in a block by anyone must not reach the sequence that gets it next."""
     decoder = load_decoder(make_checkpoint("llama", **SHAPE), torch.float32, CPU)
     model = PagedModel(decoder, torch.float32)
-    prompt = _tokens(4, 33)
+    prompt = tokens_of(4, 33)
     first = model.chunked(0, prompt, 33)
     model.kv[model.tables[0]] = float("nan")
     model.free.extend(model.tables.pop(0))
@@ -284,7 +223,7 @@ def test_rows_are_asked_for_logits_one_by_one(make_checkpoint: MakeCheckpoint) -
     decoder = load_decoder(make_checkpoint("qwen3", **SHAPE), torch.float32, CPU)
     model = PagedModel(decoder, torch.float32)
     span = SequenceSpan(0, 40, (5, 9, 2, 11))
-    tokens = torch.tensor(_tokens(5, 40))
+    tokens = torch.tensor(tokens_of(5, 40))
     hidden = decoder.forward(tokens, StepInput.of([span], BLOCK_TOKENS), model.attention)
     kept = hidden.clone()
     every = decoder.logits(hidden)

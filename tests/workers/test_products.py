@@ -17,7 +17,15 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
-from workers.model.products import Linear, PackedLinear, TorchLinear, Workspace, make_linear
+from workers.model.products import (
+    GatedActivation,
+    Linear,
+    PackedLinear,
+    TorchLinear,
+    Workspace,
+    gate_mul,
+    make_linear,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 MOST_ROWS = 70
@@ -124,8 +132,8 @@ def test_parts_are_packed_one_after_another(build: Build, dtype: torch.dtype, si
     parts = [part.repeat(1, 2)[:, 70:] for part in torch.split(weight, list(sizes))]
     assert torch.equal(PackedLinear(build.kernels(), parts, bias)(x), whole(x))
     gate, up = weight[: sum(sizes) // 2], weight[-(sum(sizes) // 2) :]
-    gated = PackedLinear(build.kernels(), [gate, up], is_gated=True)
-    joined = PackedLinear(build.kernels(), torch.cat((gate, up)), is_gated=True)
+    gated = PackedLinear(build.kernels(), [gate, up], gate="silu")
+    joined = PackedLinear(build.kernels(), torch.cat((gate, up)), gate="silu")
     assert torch.equal(gated.gated(x), joined.gated(x))
 
 
@@ -171,11 +179,14 @@ def test_threads_share_rows_and_panels_whatever_their_numbers(
 @dtypes
 @pytest.mark.parametrize("size", [32, 48, 7, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gate_and_up_become_one(build: Build, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gate_and_up_become_one(
+    build: Build, dtype: torch.dtype, size: int, has_bias: bool, gate: GatedActivation
+) -> None:
     x, weight, bias, _, _ = problem(21, 2 * size, 64, dtype, has_bias=has_bias)
-    linear = PackedLinear(build.kernels(), weight, bias, is_gated=True)
-    gate, up = PackedLinear(build.kernels(), weight, bias)(x).chunk(2, dim=1)
-    actual, expected = linear.gated(x), F.silu(gate) * up
+    linear = PackedLinear(build.kernels(), weight, bias, gate=gate)
+    actual = linear.gated(x)
+    expected = gate_mul(PackedLinear(build.kernels(), weight, bias)(x), gate)
     assert actual.shape == expected.shape
     if dtype == torch.float32:
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-7)
@@ -186,7 +197,8 @@ def test_gate_and_up_become_one(build: Build, dtype: torch.dtype, size: int, has
 
 @builds
 @dtypes
-def test_silu_at_its_ends(build: Build, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_activations_at_their_ends(build: Build, dtype: torch.dtype, gate: GatedActivation) -> None:
     sizes = (80, 86, 87, 89, 100, 126, 128, 176.5, 1e3, 1e4, 1e30)
     gates = torch.tensor([0.0, -0.0, 1e-30, *sizes, *(-size for size in sizes), float("nan")]).to(dtype)[
         :, None
@@ -195,14 +207,14 @@ def test_silu_at_its_ends(build: Build, dtype: torch.dtype) -> None:
         build.kernels(),
         torch.tensor([[1.0, 0.0], [0.0, 0.0]]).to(dtype),
         torch.tensor([0.0, 1.0]).to(dtype),
-        is_gated=True,
+        gate=gate,
     )
-    actual, expected = alone.gated(F.pad(gates, (0, 1))), F.silu(gates)
+    actual, expected = alone.gated(F.pad(gates, (0, 1))), gate_mul(F.pad(gates, (0, 1), value=1.0), gate)
     # What is less than that is 0, which torch's own kernels round as they like.
     rtol = 2e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-35, equal_nan=True)
     zeros, infinite = torch.zeros(2, 1).to(dtype), torch.tensor([float("inf"), 1.0]).to(dtype)
-    of_infinity = PackedLinear(build.kernels(), zeros, infinite, is_gated=True)
+    of_infinity = PackedLinear(build.kernels(), zeros, infinite, gate=gate)
     assert of_infinity.gated(zeros[:1]).item() == float("inf")
 
 
@@ -237,7 +249,7 @@ def test_a_nan_spoils_its_row_only(build: Build, dtype: torch.dtype) -> None:
 def test_the_torch_product_is_the_same_up_to_rounding(dtype: torch.dtype) -> None:
     x, weight, bias, _, _ = problem(9, 48, 64, dtype, has_bias=True)
     plain: Linear = TorchLinear(weight, bias)
-    packed = make_linear(weight, bias, is_gated=True)
+    packed = make_linear(weight, bias, gate="silu")
     assert isinstance(packed, PackedLinear)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
     torch.testing.assert_close(plain.gated(x), packed.gated(x), rtol=tolerance, atol=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         for layer in range(shape.first_layer, shape.end_layer):
             tensors += tensors_of(reader.layer(layer))
         if shape.is_last_stage:
-            tensors.append(reader.final_norm())
+            tensors.append(reader.final_norm().weight)
             head = reader.head(table)
             if head is not table:
                 tensors.append(head)
@@ -47,7 +48,8 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
     products = (layer.qkv, layer.output, layer.gate_up, layer.down)
-    found = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+    norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
+    found = [None if norm is None else norm.weight for norm in (*norms, layer.q_norm, layer.k_norm)]
     found += [part for product in products for part in (product.weight, product.bias)]
     return [tensor for tensor in found if tensor is not None]
 

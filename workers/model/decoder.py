@@ -21,14 +21,16 @@ from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
+    LayerAttention,
     StepInput,
 )
-from workers.model.decoder_layer import DecoderLayer, Embedding, rms_norm
+from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.layer_products import Product
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace, make_linear
-from workers.model.rope import rope_frequencies
+from workers.model.rms_norm import rms_norm
+from workers.model.rope import rotation_of
 from workers.model.sizes import query_heads
 from workers.model.weights import ShardSpec, WeightReader
 
@@ -77,6 +79,11 @@ class Decoder:
         self.shard = shard
         self.embedding: Product | None = None
         self.head: Product | None = None
+        # Rounded as transformers rounds it.
+        multiplier = config.embedding_multiplier
+        if config.declared.is_embedding_scaled:
+            multiplier = float(torch.tensor(multiplier, dtype=reader.dtype))
+        self._multiplier = multiplier
         self._workspace = Workspace()
         is_first, is_last = shard.layer_start == 0, shard.layer_end == config.num_layers
         table: Tensor | None = None
@@ -92,16 +99,18 @@ class Decoder:
         if is_first and table is not None and self.embedding is None:
             self.embedding = Embedding(table.clone())
         del table
+        held = range(shard.layer_start, shard.layer_end)
+        rotations = list(dict.fromkeys(config.ropes[layer] for layer in held))
         self.layers: list[DecoderLayer] = []
         num_bytes_outside = reader.num_bytes
-        for layer in range(shard.layer_start, shard.layer_end):
-            loaded = DecoderLayer(
-                reader.layer(layer),
+        for layer in held:
+            attention = LayerAttention(
                 layer - shard.layer_start,
-                config.rms_norm_eps,
                 config.sliding_windows[layer],
-                self._workspace,
-                is_deterministic=is_deterministic,
+                rotation=rotations.index(config.ropes[layer]),
+            )
+            loaded = DecoderLayer(
+                reader.layer(layer), config, attention, self._workspace, is_deterministic=is_deterministic
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
@@ -111,8 +120,9 @@ class Decoder:
         self.attention_shape = AttentionShape(
             len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
             config.sliding_windows[shard.layer_start : shard.layer_end],
-            rope_frequencies(config.rope, config.head_dim, reader.device),
-            config.rope.scale,
+            tuple(rotation_of(rope, config.head_dim, reader.device) for rope in rotations),
+            config.attention_scale or None,
+            config.attention_softcap,
         )
 
     @torch.inference_mode()
@@ -126,8 +136,7 @@ class Decoder:
         """Map token ids [num_tokens] to [num_tokens, hidden_size], on the first stage."""
         assert self.embedding is not None, "this stage has no embedding"
         hidden = self.embedding(tokens)
-        multiplier = self.config.embedding_multiplier
-        return hidden if multiplier == 1 else hidden.mul_(multiplier)
+        return hidden if self._multiplier == 1 else hidden.mul_(self._multiplier)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
@@ -153,12 +162,14 @@ class Decoder:
         """Apply final norm and head to rows [num_rows, hidden_size], on the last stage. Returns float32
         [num_rows, vocab_size]."""
         assert self.head is not None, "this stage has no head"
-        return self.head(self.final_norm(hidden))
+        logits = self.head(self.final_norm(hidden))
+        softcap = self.config.logits_softcap
+        return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm after the last layer to rows [num_rows, hidden_size], on the last stage."""
-        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return rms_norm(hidden, self._norm)
 
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TypeGuard
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model import cuda, native
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.layer_products import AddedProduct, Product
+from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
-from workers.model.products import Linear, PackedLinear, Workspace, make_linear
+from workers.model.norm import Norm
+from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.rms_norm import add_normed, rms_norm
+from workers.model.row_norms import RowNorms
 from workers.model.weights import LayerWeights, LinearWeights
 
 
@@ -26,24 +29,6 @@ class Embedding:
         return F.embedding(tokens, self._table)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """Add `residual` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in
-    float32, round, then multiply by `weight`. The result is written to `out` where it is given."""
-    if cuda.serves(x.device):
-        from workers.model.cuda import layer_ops
-
-        return layer_ops.rms_norm(x, weight, eps, out, residual)
-    if residual is not None:
-        x.add_(residual)
-    if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
-        kernels = native.load()
-        assert kernels is not None
-        return kernels.rms_norm(x, weight, eps, out)
-    return torch.mul(F.rms_norm(x, (x.shape[-1],), None, eps), weight, out=out)
-
-
 class DecoderLayer:
     """One layer over a flattened batch. Its KV is layer `index` of the rank's KV. The layers of a decoder
     share a `workspace`."""
@@ -51,23 +36,33 @@ class DecoderLayer:
     def __init__(
         self,
         weights: LayerWeights,
-        index: int,
-        eps: float,
-        window: int,
+        config: ModelConfig,
+        attention: LayerAttention,
         workspace: Workspace,
         *,
         is_deterministic: bool = False,
     ) -> None:
-        self._eps = eps
+        """Make a layer of a model of this `config`. `attention` lacks the norms of heads, which are of the
+        weights."""
         self._workspace = workspace
-        self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
-        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
+        self._norms = weights.norms
+        self.row_norms: RowNorms | None = None
+        if config.qk_row_norm:
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
+            self.row_norms = RowNorms(weights.q_norm, weights.k_norm)
+        else:
+            attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=weights.k_norm)
+        self._attention = attention
 
-        def linear(part: LinearWeights, *, is_gated: bool = False) -> Linear:
-            return make_linear(part.parts, part.bias, is_gated=is_gated, is_deterministic=is_deterministic)
+        def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
+            return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
         self._qkv = linear(weights.qkv)
-        self._gate_up = linear(weights.gate_up, is_gated=True)
+        self._xielu = weights.xielu
+        gate = None if config.activation == "xielu" else config.activation
+        self._gate_up = linear(weights.gate_up, gate)
+        self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
         # With a part of the heads and of the intermediate columns, these compute a part of the sum.
         self.output: AddedProduct = linear(weights.output)
         self.down: AddedProduct = linear(weights.down)
@@ -75,10 +70,11 @@ class DecoderLayer:
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
         qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
+        if self._xielu is not None or not (self.row_norms is None or type(self.row_norms) is RowNorms):
+            return None
         if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
             return None
-        norms = self._input_norm, self._post_norm
-        return PackedLayer(qkv, output, gate_up, down, *norms, self._attention, self._eps)
+        return PackedLayer(qkv, output, gate_up, down, self._norms, self.row_norms, self._attention)
 
     def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.
@@ -86,21 +82,42 @@ class DecoderLayer:
         `residual` is the product that the layer before left to be added by this layer's first norm. Returns
         the one that this layer leaves, or None.
         """
-        take, eps = self._workspace.take, self._eps
-        normed = take("normed", hidden, hidden.shape[1])
-        normed = rms_norm(hidden, self._input_norm, eps, normed, residual)
+        take, norms = self._workspace.take, self._norms
+        normed = self._normed(hidden, norms.attention_input, residual)
         qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
+        if self.row_norms is not None:
+            self.row_norms.normalize(qkv)
         plan.marks.mark()
         mixed = plan.run(self._attention, qkv)
         plan.marks.mark()
-        residual = self.output.add_to(hidden, mixed)
+        residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
-        normed = rms_norm(hidden, self._post_norm, eps, normed, residual)
-        gated = self._gate_up.gated(normed, take("gated", hidden, self._gate_up.num_outputs // 2))
+        normed = self._normed(hidden, norms.feed_forward_input, residual)
+        activated = self._activated(normed, take("gated", hidden, self._num_activated))
         plan.marks.mark()
-        residual = self.down.add_to(hidden, gated)
+        residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
         return residual
+
+    def _normed(self, hidden: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        """Add `residual` to `hidden`, in place, and return its norm; without one, `hidden` itself."""
+        if norm is None:
+            return hidden if residual is None else hidden.add_(residual)
+        return rms_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
+
+    def _activated(self, x: Tensor, out: Tensor) -> Tensor:
+        if self._xielu is None:
+            return self._gate_up.gated(x, out)
+        return self._xielu(self._gate_up(x, out), out)
+
+
+def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) -> Tensor | None:
+    """Add the product of x, or its norm, to `hidden`, and return None; or return the product, for the norm
+    that follows to add."""
+    if norm is None:
+        return product.add_to(hidden, x)
+    add_normed(hidden, product(x), norm)
+    return None
 
 
 def _is_whole(product: Product) -> TypeGuard[PackedLinear]:

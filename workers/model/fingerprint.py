@@ -36,7 +36,7 @@ _log = logging.getLogger("tandem.rank")
 # How often progress is reported while a rank waits for the fingerprint.
 _REPORT_S = 1.0
 _FORMAT = "tandem-model-2"
-_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids", "prefix", "is_fused")
+_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids", "is_wrapped")
 # Fields that came later count only where they differ from their defaults: the fingerprints of the models that
 # an older version serves stay as they are.
 _FIRST_FIELDS = 19
@@ -74,6 +74,10 @@ def model_fingerprint(model_dir: Path, cache: DigestCache, stop: threading.Event
 
 def _fields_of_kv(config: ModelConfig) -> dict[str, Any]:
     fields = {name: value for name, value in _told(config, _FIRST_FIELDS).items() if name not in _NOT_OF_KV}
+    if config.layer_ropes:
+        fields["layer_ropes"] = [
+            None if rope is None else _told(rope, _FIRST_ROPE_FIELDS) for rope in config.layer_ropes
+        ]
     return fields | {"rope": _told(config.rope, _FIRST_ROPE_FIELDS)}
 
 

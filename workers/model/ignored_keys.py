@@ -57,7 +57,7 @@ _ROPE_KEYS = {
 
 def ignored_keys(model_dir: Path) -> dict[str, str]:
     """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
-    raw, family, _ = family_of(model_dir / "config.json")
+    raw, family = family_of(model_dir / "config.json")
     used = set(dataclasses.astuple(family.multipliers))
     found = {key: why for key, why in _WHY.items() if key not in used and not _is_off(raw.get(key))}
     if family.windows == "none" and not _is_off(raw.get("sliding_window")):

@@ -14,9 +14,10 @@ from typing import Any, Literal, NoReturn, get_args
 
 from workers.errors import CheckpointError
 from workers.model.families.family import Family
-from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY
+from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu_tanh", "xielu"]
 
 _MAX_HEADER_BYTES = 100_000_000
 # Beyond what any model has; lists of as many layers are made.
@@ -30,15 +31,25 @@ _MAX_NUMBER = 1e30
 # What an error shows of a value.
 _MAX_SHOWN_CHARS = 200
 _ROPE_TYPES: dict[str, RopeType] = {name: name for name in get_args(RopeType)}
-_ACTIVATIONS = ("silu", "swish")
-# Models of text and images: their text model is in `text_config`, under another prefix of tensor names.
-_WRAPPERS = {"Mistral3ForConditionalGeneration": "language_model."}
+# Spellings of rope types: `dynamic` changes nothing within the context that the model was made for, which is
+# all that is served.
+_ROPE_ALIASES = {"su": "longrope", "dynamic": "default"}
+# Activations by their names in config.json; in a gated feed-forward, and in one without a gate.
+_GATED_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+# What a model of text and images says of its text model outside of `text_config`.
+_OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
+_PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding. `factor` and `original_max_positions` belong to all types but the default
-    one, the frequency factors to llama3, and what follows to yarn."""
+    one, the frequency factors to llama3, and the betas to yarn."""
 
     rope_type: RopeType
     theta: float
@@ -53,6 +64,12 @@ class RopeConfig:
     is_truncated: bool = True
     # Queries and keys are multiplied by this as they are rotated.
     scale: float = 1.0
+    # Of each head so many dimensions are rotated, the first; 0: all.
+    num_rotated: int = 0
+    # Pairs are neighbors, and not halves of what is rotated.
+    is_interleaved: bool = False
+    # Of longrope: the frequency of each pair is divided by its factor.
+    pair_factors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,15 +96,31 @@ class ModelConfig:
     tie_word_embeddings: bool
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
-    # Of the names of its tensors.
-    prefix: str = ""
-    # Queries, keys and values are stored as one tensor, gate and up as another.
-    is_fused: bool = False
+    # Its config.json is that of a model of text and images, whose other tensors are passed over.
+    is_wrapped: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     # 0: the inverse square root of `head_dim`.
     attention_scale: float = 0.0
     logits_divisor: float = 1.0
+    activation: Activation = "silu"
+    # Queries, and keys, are normalized over all heads of a token together.
+    qk_row_norm: bool = False
+    # Scores, and logits, s become softcap * tanh(s / softcap); 0: they stay.
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    # The rotary embedding of each layer, None where it has none; (): `rope` is that of all.
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+
+    @property
+    def declared(self) -> Family:
+        """What is declared of the family."""
+        return NAME_TO_FAMILY[self.family]
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary embedding of each layer, None where it has none."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -218,11 +251,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def family_of(file: Path) -> tuple[dict[str, Any], Family, str]:
-    """Read the config.json. Returns its keys, of its text model where it has several, the family, and the
-    prefix of the names of its tensors."""
+def family_of(file: Path) -> tuple[dict[str, Any], Family]:
+    """Read the config.json. Returns its keys, of its text model where it has several, and the family."""
     reader = _ConfigReader(file)
-    return reader.raw, reader.family, reader.prefix
+    return reader.raw, reader.family
 
 
 class _ConfigReader:
@@ -231,7 +263,7 @@ class _ConfigReader:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.raw = read_json(file)
-        self.prefix = self._unwrap()
+        self.is_wrapped = self._unwrap()
         self.family = self._family()
         self.raw = {**self.family.defaults, **self.raw}
 
@@ -247,8 +279,10 @@ class _ConfigReader:
             given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
             reason = "is odd: rotary embedding needs pairs"
             raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
-        rope = self._rope()
         family, multipliers = self.family, self.family.multipliers
+        windows = self._sliding_windows(num_layers)
+        rope = self._rope(head_dim)
+        layer_ropes = self._layer_ropes(rope, windows)
         return ModelConfig(
             family=family.name,
             vocab_size=self._count("vocab_size"),
@@ -261,21 +295,47 @@ class _ConfigReader:
             rms_norm_eps=self._number("rms_norm_eps", self.raw, 1e-6),
             max_context_tokens=self._max_context_tokens(rope),
             rope=rope,
-            sliding_windows=self._sliding_windows(num_layers),
+            sliding_windows=windows,
             qkv_bias=self._is_set(family.qkv_bias),
             output_bias=self._is_set(family.output_bias),
             mlp_bias=self._is_set(family.mlp_bias),
-            qk_norm=family.has_qk_norm,
+            qk_norm=family.qk_norm == "head",
             tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             checkpoint_dtype=str(self.raw.get("dtype") or self.raw.get("torch_dtype") or ""),
             eos_token_ids=self._eos_token_ids(),
-            prefix=self.prefix,
-            is_fused=family.is_fused,
-            embedding_multiplier=self._multiplier(multipliers.embeddings),
+            is_wrapped=self.is_wrapped,
+            embedding_multiplier=(
+                math.sqrt(hidden_size)
+                if family.is_embedding_scaled
+                else self._multiplier(multipliers.embeddings)
+            ),
             residual_multiplier=self._multiplier(multipliers.residuals),
-            attention_scale=self._multiplier(multipliers.attention_scores, 0.0),
+            attention_scale=self._attention_scale(),
             logits_divisor=self._multiplier(multipliers.logits),
+            activation=self._activation(),
+            qk_row_norm=family.qk_norm == "row",
+            attention_softcap=self._softcap("attn_logit_softcapping"),
+            logits_softcap=self._softcap("final_logit_softcapping"),
+            layer_ropes=layer_ropes,
         )
+
+    def _attention_scale(self) -> float:
+        if self.family.query_scalar:
+            return float(self._number(self.family.query_scalar, self.raw) ** -0.5)
+        return self._multiplier(self.family.multipliers.attention_scores, 0.0)
+
+    def _softcap(self, key: str) -> float:
+        has_one = self.family.has_softcaps and self.raw.get(key) is not None
+        return self._number(key, self.raw) if has_one else 0.0
+
+    def _activation(self) -> Activation:
+        key, aliases = self.family.activation, self.family.activation_aliases
+        named = str(self.raw.get(key) or "silu")
+        known = _GATED_ACTIVATIONS if self.family.is_gated else _PLAIN_ACTIVATIONS
+        activation = known.get(aliases.get(named, named))
+        if activation is None:
+            self._refuse(key, f"is not supported (supported: {', '.join(known)})")
+        return activation
 
     def _is_set(self, rule: bool | str) -> bool:
         """Whether the family has something, by its rule: always, never, or where this key says so."""
@@ -285,19 +345,18 @@ class _ConfigReader:
         """Return the value of the key; `none` where the family has no such multiplier."""
         return self._number(key, self.raw, 1.0) if key else none
 
-    def _unwrap(self) -> str:
-        """Go on with the text model of a model of text and images. Returns the prefix of its tensors."""
+    def _unwrap(self) -> bool:
+        """Go on with the text model of a model of text and images. Returns whether it is one."""
         named = self.raw.get("architectures")
-        prefix = _WRAPPERS.get(str(named[0])) if isinstance(named, list) and named else None
-        if prefix is None:
-            return ""
+        if not (isinstance(named, list) and named and named[0] in WRAPPERS):
+            return False
         outer, inner = self.raw, self.raw.get("text_config")
         if not isinstance(inner, dict):
             self._refuse("text_config", "is missing: it describes the model of text")
-        self.raw = {"dtype": outer.get("dtype") or outer.get("torch_dtype"), **inner}
+        own = {key: outer[key] for key in _OF_WRAPPERS if outer.get(key) is not None}
+        self.raw = {"dtype": outer.get("dtype") or outer.get("torch_dtype"), **own, **inner}
         self.raw.pop("architectures", None)
-        self.raw.setdefault("quantization_config", outer.get("quantization_config"))
-        return prefix
+        return True
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
@@ -324,7 +383,7 @@ class _ConfigReader:
         if isinstance(architectures, list) and architectures:
             family = ARCHITECTURE_TO_FAMILY.get(str(architectures[0]))
             if family is None:
-                names = ", ".join([*ARCHITECTURE_TO_FAMILY, *_WRAPPERS])
+                names = ", ".join([*ARCHITECTURE_TO_FAMILY, *WRAPPERS])
                 self._refuse("architectures", f"is not supported (supported: {names})")
             return family
         family = NAME_TO_FAMILY.get(str(self.raw.get("model_type")))
@@ -333,12 +392,11 @@ class _ConfigReader:
         return family
 
     def _refuse_unsupported(self) -> None:
-        if self.raw.get("hidden_act", "silu") not in _ACTIVATIONS:
-            self._refuse("hidden_act", f"is not supported (supported: {', '.join(_ACTIVATIONS)})")
         if self.raw.get("quantization_config"):
             self._refuse_quantized(self.raw["quantization_config"])
-        if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-            self._refuse("partial_rotary_factor", "is not supported")
+        for key in ("use_bidirectional_attention", "no_rope_scaling"):
+            if self.raw.get(key):
+                self._refuse(key, "is not supported")
         if self.raw.get("dual_chunk_attention_config"):
             raise CheckpointError(
                 f"{self.file}: dual_chunk_attention_config is there, and attention in chunks is not "
@@ -365,40 +423,129 @@ class _ConfigReader:
         value = where.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MAX_NUMBER:
+        if not _is_positive(value):
             raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
         return float(value)
 
-    def _rope(self) -> RopeConfig:
-        """Read either spelling: `rope_theta` with `rope_scaling`, or `rope_parameters` of transformers 5."""
+    def _rope_keys(self, kind: str) -> tuple[str, dict[str, Any]]:
+        """Return the parameters of layers of this kind, in either spelling, and their key: `rope_theta` with
+        `rope_scaling`, or `rope_parameters` of transformers 5, which may have one set for each kind."""
         key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         scaling = self.raw.get(key) or {}
+        if isinstance(scaling, dict) and self.family.rotary.sliding_theta and kind in scaling:
+            scaling = scaling[kind] or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
             self._refuse(key, "is not one flat set of rope parameters")
-        if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
-            self._refuse(key, "has a partial_rotary_factor, which is not supported")
+        return key, scaling
+
+    def _layer_ropes(self, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig | None, ...]:
+        """Return the rotary embedding of each layer; () if it is `rope` for all."""
+        family = self.family.rotary
+        sliding: RopeConfig | None = rope
+        if family.sliding_theta:
+            sliding = RopeConfig("default", self._sliding_theta(), num_rotated=rope.num_rotated)
+        ropes: list[RopeConfig | None] = [sliding if window else rope for window in windows]
+        if family.without == "listed":
+            ropes = [
+                it if rotated else None
+                for it, rotated in zip(ropes, self._rotated_layers(len(ropes)), strict=True)
+            ]
+        elif family.without == "unless_sliding" and self.raw.get("sliding_window") is not None:
+            ropes = [it if window else None for it, window in zip(ropes, windows, strict=True)]
+        return () if all(it == rope for it in ropes) else tuple(ropes)
+
+    def _sliding_theta(self) -> float:
+        key, scaling = self._rope_keys("sliding_attention")
+        theta = self._number(self.family.rotary.sliding_theta, self.raw)
+        if "sliding_attention" not in (self.raw.get(key) or {}):
+            return theta
+        if str(scaling.get("rope_type", "default")) != "default":
+            self._refuse(key, "scales the rotary embedding of layers with a window, which is not supported")
+        return self._number("rope_theta", scaling, theta)
+
+    def _rotated_layers(self, num_layers: int) -> list[bool]:
+        """Return which layers are rotated where config.json lists them."""
+        listed = self.raw.get("no_rope_layers")
+        if listed is None:
+            every = self._count("no_rope_layer_interval")
+            return [bool((layer + 1) % every) for layer in range(num_layers)]
+        if (
+            not isinstance(listed, list)
+            or len(listed) != num_layers
+            or any(value not in (0, 1) for value in listed)
+        ):
+            self._refuse("no_rope_layers", f"is not a 0 or 1 for each of the {num_layers} layers")
+        return [bool(value) for value in listed]
+
+    def _rope(self, head_dim: int) -> RopeConfig:
+        """Read the rotary embedding of layers that attend to all."""
+        key, scaling = self._rope_keys("full_attention")
+        family = self.family.rotary
+        part = self._number(
+            "partial_rotary_factor",
+            scaling,
+            self._number("partial_rotary_factor", self.raw, family.partial_factor),
+        )
+        num_rotated = int(head_dim * part)
+        if part > 1 or num_rotated < 2 or num_rotated % 2:
+            self._refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
+        rope = dataclasses.replace(
+            self._scaled_rope(key, scaling, num_rotated), is_interleaved=family.is_interleaved
+        )
+        return rope if num_rotated == head_dim else dataclasses.replace(rope, num_rotated=num_rotated)
+
+    def _scaled_rope(self, key: str, scaling: dict[str, Any], num_rotated: int) -> RopeConfig:
         theta = self._number("rope_theta", scaling, self._number("rope_theta", self.raw, 10000.0))
-        rope_type = _ROPE_TYPES.get(str(scaling.get("rope_type") or scaling.get("type") or "default"))
+        named = str(scaling.get("rope_type") or scaling.get("type") or "default")
+        rope_type = _ROPE_TYPES.get(_ROPE_ALIASES.get(named, named))
         if rope_type is None:
             self._refuse(key, f"has an unsupported rope type (supported: {', '.join(_ROPE_TYPES)})")
         if rope_type == "default":
             return RopeConfig("default", theta)
+        if rope_type == "longrope":
+            return self._longrope(key, scaling, theta, num_rotated)
         factor = self._number("factor", scaling)
         if rope_type == "linear":
             return RopeConfig("linear", theta, factor)
-        original = self._number(
-            "original_max_position_embeddings", scaling, float(self._count("max_position_embeddings"))
-        )
-        if original > _MAX_CONTEXT_TOKENS:
-            self._refuse(key, f"has more original_max_position_embeddings than {_MAX_CONTEXT_TOKENS}")
+        original = self._original_positions(key, scaling)
         if rope_type == "yarn":
             return self._yarn(
-                key, scaling, RopeConfig("yarn", theta, factor, original_max_positions=int(original))
+                key, scaling, RopeConfig("yarn", theta, factor, original_max_positions=original)
             )
         low, high = self._number("low_freq_factor", scaling), self._number("high_freq_factor", scaling)
         if low >= high:
             self._refuse(key, "has a low_freq_factor that is not below its high_freq_factor")
-        return RopeConfig("llama3", theta, factor, low, high, int(original))
+        return RopeConfig("llama3", theta, factor, low, high, original)
+
+    def _original_positions(self, key: str, scaling: dict[str, Any]) -> int:
+        """Return the context that the model was made for before it was stretched."""
+        name = "original_max_position_embeddings"
+        all_positions = float(self._count("max_position_embeddings"))
+        original = self._number(name, scaling, self._number(name, self.raw, all_positions))
+        if original > _MAX_CONTEXT_TOKENS:
+            self._refuse(key, f"has more {name} than {_MAX_CONTEXT_TOKENS}")
+        return int(original)
+
+    def _longrope(self, key: str, scaling: dict[str, Any], theta: float, num_rotated: int) -> RopeConfig:
+        """Read longrope. A stretched model divides its frequencies by the long factors at every position: the
+        KV of a token must not depend on how long its sequence becomes."""
+        original, most = self._original_positions(key, scaling), self._count("max_position_embeddings")
+        name = "long_factor" if most > original else "short_factor"
+        factors = scaling.get(name)
+        if (
+            not isinstance(factors, list)
+            or len(factors) != num_rotated // 2
+            or not all(_is_positive(factor) for factor in factors)
+        ):
+            self._refuse(key, f"has a {name} that is not {num_rotated // 2} positive numbers")
+        factor = self._number("factor", scaling, most / original)
+        is_stretched = factor > 1 and original > 1
+        stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if is_stretched else 1.0
+        scale = self._number("attention_factor", scaling, stretch)
+        pair_factors = tuple(map(float, factors))
+        return RopeConfig(
+            "longrope", theta, factor, original_max_positions=original, scale=scale, pair_factors=pair_factors
+        )
 
     def _yarn(self, key: str, scaling: dict[str, Any], rope: RopeConfig) -> RopeConfig:
         """Read what yarn has beside its factor; its scale follows from the factor unless it is given."""
@@ -419,20 +566,7 @@ class _ConfigReader:
         )
 
     def _sliding_windows(self, num_layers: int) -> tuple[int, ...]:
-        if self.family.windows == "none":
-            kinds = ["full_attention"] * num_layers
-        elif self.family.windows == "all":
-            window = self.raw.get("sliding_window")
-            kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
-        else:
-            sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
-            first = self.raw.get("max_window_layers", 28)
-            if not isinstance(first, int):
-                self._refuse("max_window_layers", "is not a number of layers")
-            kinds = [
-                "sliding_attention" if sliding and layer >= first else "full_attention"
-                for layer in range(num_layers)
-            ]
+        kinds = self._default_kinds(num_layers)
         given = self.raw.get("layer_types")
         if given is not None and given != kinds:
             kinds = self._layer_types(given, num_layers)
@@ -441,14 +575,47 @@ class _ConfigReader:
         window = self._count("sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
+    def _default_kinds(self, num_layers: int) -> list[str]:
+        """Return the kinds of layers that follow from other keys than `layer_types`."""
+        if self.family.windows == "none":
+            return ["full_attention"] * num_layers
+        if self.family.windows == "all":
+            window = self.raw.get("sliding_window")
+            return ["full_attention" if window is None else "sliding_attention"] * num_layers
+        if self.family.windows == "pattern":
+            return self._pattern(num_layers)
+        sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
+        first = self.raw.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            self._refuse("max_window_layers", "is not a number of layers")
+        return [
+            "sliding_attention" if sliding and layer >= first else "full_attention"
+            for layer in range(num_layers)
+        ]
+
+    def _pattern(self, num_layers: int) -> list[str]:
+        """Return the kinds of layers by `sliding_window_pattern`: every so many-th sees all, or the layers
+        repeat letters, of which L is one with a window."""
+        if self.raw.get("sliding_window") is None:
+            return ["full_attention"] * num_layers
+        pattern = self.raw.get("sliding_window_pattern")
+        if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
+            letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+            return ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
+        every = self._count("sliding_window_pattern")
+        return [
+            "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
+        ]
+
     def _layer_types(self, given: Any, num_layers: int) -> list[str]:
-        if self.family.windows != "switched":
+        if self.family.windows not in ("switched", "pattern"):
             self._refuse("layer_types", f"is not supported in a {self.family.name} model")
         if not isinstance(given, list) or len(given) != num_layers:
             self._refuse("layer_types", f"does not name the {num_layers} layers")
         if not all(kind in ("full_attention", "sliding_attention") for kind in given):
             self._refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
-        if "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
+        is_switched = self.family.windows == "switched"
+        if is_switched and "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
             self._refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
         return [str(kind) for kind in given]
 
@@ -470,6 +637,10 @@ class _ConfigReader:
                 f"{_MAX_END_TOKENS}, each up to {_MAX_TOKEN_ID}"
             )
         return tuple(ids)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_NUMBER
 
 
 def _mscale(factor: float, mscale: float) -> float:

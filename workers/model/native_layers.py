@@ -4,6 +4,7 @@ one takes a tenth of the time."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
@@ -14,31 +15,34 @@ from workers.model import native
 from workers.model.attention.cpu_backend import CpuAttention, CpuPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.products import PackedLinear, Workspace
+from workers.model.row_norms import RowNorms
+from workers.model.weights import BlockNorms
 
 
 class PackedLayer(NamedTuple):
-    """The operands of a decoder layer, of one rank alone. Norms are [hidden_size]."""
+    """The operands of a decoder layer, of one rank alone."""
 
     qkv: PackedLinear
     output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
-    input_norm: Tensor
-    post_norm: Tensor
+    norms: BlockNorms
+    row_norms: RowNorms | None
     attention: LayerAttention
-    eps: float
+
+
+_BLOCK_NORMS = tuple(field.name for field in dataclasses.fields(BlockNorms))
 
 
 class _Layer(ctypes.Structure):
     """`DecoderLayer` of `native/decoder_layer.h`."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("qkv", "output", "gate_up", "down", "input_norm", "post_norm", "rotated")
-        ),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, native.NormArguments) for name in (*_BLOCK_NORMS, "query_rows", "key_rows")),
+        ("rotated", ctypes.c_void_p),
         ("index", ctypes.c_int64),
-        ("eps", ctypes.c_float),
+        ("activation", ctypes.c_int64),
     )
 
 
@@ -72,7 +76,7 @@ class NativeLayers:
 
     def run(self, hidden: Tensor, plan: CpuPlan, num_layers: int) -> None:
         """Run the first `num_layers` layers over `hidden` [num_tokens, hidden_size], in place."""
-        assert hidden.shape == (plan.tokens.num_rows, self._shape.normed)
+        assert hidden.shape == (plan.num_tokens, self._shape.normed)
         assert hidden.stride(1) == 1
         assert hidden.dtype == plan.backend.kv.dtype
         if self._arguments is None or not self._arguments.are_for(plan.backend):
@@ -80,7 +84,6 @@ class NativeLayers:
         widths = self._shape._asdict()
         memory = {name: self._workspace.take(name, hidden, width) for name, width in widths.items()}
         step = _Step(
-            tokens=ctypes.addressof(plan.tokens),
             pieces=ctypes.addressof(plan.marks.pieces),
             **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
@@ -88,6 +91,7 @@ class NativeLayers:
         for layer, arguments in zip(self._layers[:num_layers], self._arguments.layers, strict=False):
             tasks = plan.window_to_tasks[layer.attention.window]
             step.piece_tasks = tasks.piece_tasks
+            step.tokens = ctypes.addressof(plan.rotations[layer.attention.rotation])
             self._run(ctypes.addressof(arguments), address, ctypes.addressof(tasks.step), rows, stride)
             plan.marks.mark_layer()
 
@@ -107,6 +111,15 @@ class _StepShape(NamedTuple):
         )
 
 
+def _norms(layer: PackedLayer) -> dict[str, native.NormArguments]:
+    hidden_size = layer.qkv.num_inputs
+    norms = {name: native.NormArguments.of(getattr(layer.norms, name), hidden_size) for name in _BLOCK_NORMS}
+    if (rows := layer.row_norms) is not None:
+        norms["query_rows"] = native.NormArguments.of(rows.queries, len(rows.queries.weight))
+        norms["key_rows"] = native.NormArguments.of(rows.keys, len(rows.keys.weight))
+    return norms
+
+
 class _Arguments:
     """The arguments of the kernels for the layers over the KV of one backend, whose life this does not
     prolong."""
@@ -117,11 +130,10 @@ class _Arguments:
         self.layers = [
             _Layer(
                 **{name: getattr(layer, name).address for name in ("qkv", "output", "gate_up", "down")},
-                input_norm=layer.input_norm.data_ptr(),
-                post_norm=layer.post_norm.data_ptr(),
+                **_norms(layer),
                 rotated=ctypes.addressof(rotated),
                 index=layer.attention.index,
-                eps=layer.eps,
+                activation=layer.gate_up.epilogue,
             )
             for layer, rotated in zip(layers, self._rotated, strict=True)
         ]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from workers.model.decoder import Decoder
 from workers.model.layer_products import AddedProduct, Product
-from workers.model.sizes import part
+from workers.model.row_norms import RowNorms
+from workers.model.sizes import kv_heads, part
 
 
 class Collectives(Protocol):
@@ -29,6 +30,14 @@ class Collectives(Protocol):
         """Gather the parts [num_rows, widths[rank]] side by side at rank 0; None at the others."""
 
 
+class _Sum(NamedTuple):
+    """The shape of what the ranks of a stage add up, and its dtype; None: the model's."""
+
+    num_rows: int
+    num_columns: int
+    dtype: torch.dtype | None = None
+
+
 class Unfinished:
     """Counts the collectives of a stage's computation, so that a rank whose computation failed can complete
     the collectives that the others wait for. Wraps the stage's real `collectives` and takes their place in
@@ -39,7 +48,7 @@ class Unfinished:
         self.tp, self.tp_rank = collectives.tp, collectives.tp_rank
         self._decoder = decoder
         self._widths = [len(part(decoder.config.vocab_size, rank, self.tp)) for rank in range(self.tp)]
-        self._rows: list[int] = []
+        self._sums: list[_Sum] = []
         self._num_sampled = 0
 
     def begin(self, num_rows: int, num_sampled: int) -> None:
@@ -47,20 +56,23 @@ class Unfinished:
         last stage the head for `num_sampled`, if any."""
         if self.tp == 1:
             return
-        self._rows = [num_rows] * (2 * len(self._decoder.layers))
-        if self._decoder.embedding is not None:
-            self._rows.insert(0, num_rows)
-        self._rows.reverse()
+        decoder, products = self._decoder, _Sum(num_rows, self._decoder.config.hidden_size)
+        squares = [_Sum(num_rows, 2, torch.float32)] if decoder.config.qk_row_norm else []
+        self._sums = [*squares, products, products] * len(decoder.layers)
+        if decoder.embedding is not None:
+            self._sums.insert(0, products)
+        self._sums.reverse()
         self._num_sampled = num_sampled if self._decoder.head is not None else 0
 
     def begin_head(self, num_sampled: int) -> None:
         """Begin a computation of the head alone."""
-        self._rows, self._num_sampled = [], num_sampled if self.tp > 1 else 0
+        self._sums, self._num_sampled = [], num_sampled if self.tp > 1 else 0
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up as the stage does, and count it."""
-        rows = self._rows.pop()
-        assert len(tensor) == rows, f"a sum of {len(tensor)} rows where the others add up {rows}"
+        expected = self._sums.pop()
+        found, others = tuple(tensor.shape), (expected.num_rows, expected.num_columns)
+        assert found == others, f"a sum of {found} where the others add up {others}"
         self._collectives.all_reduce(tensor)
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
@@ -71,9 +83,10 @@ class Unfinished:
 
     def finish(self, like: Tensor) -> None:
         """Contribute zeros, of the dtype and device of `like`, where the others still expect this rank."""
-        zeros = like.new_zeros((max(self._rows, default=0), self._decoder.config.hidden_size))
-        while self._rows:
-            self._collectives.all_reduce(zeros[: self._rows.pop()].zero_())
+        while self._sums:
+            missing = self._sums.pop()
+            zeros = like.new_zeros((missing.num_rows, missing.num_columns), dtype=missing.dtype)
+            self._collectives.all_reduce(zeros)
         if self._num_sampled:
             own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]), dtype=torch.float32)
             self.gather_columns(own, self._widths)
@@ -89,6 +102,8 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     for layer in decoder.layers:
         layer.output = _Summed(layer.output, collectives)
         layer.down = _Summed(layer.down, collectives)
+        if layer.row_norms is not None:
+            layer.row_norms = _JoinedRowNorms(layer.row_norms, decoder, collectives)
     vocab_size = decoder.config.vocab_size
     if decoder.embedding is not None:
         decoder.embedding = _SplitEmbedding(decoder.embedding, vocab_size, collectives)
@@ -110,6 +125,37 @@ class _Summed:
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
         return self(x)
+
+
+class _JoinedRowNorms(RowNorms):
+    """Norms of queries and keys whose heads are split over the ranks: the squares are added up."""
+
+    def __init__(self, norms: RowNorms, decoder: Decoder, collectives: Collectives) -> None:
+        super().__init__(norms.queries, norms.keys)
+        config, rank, tp = decoder.config, collectives.tp_rank, collectives.tp
+        self._sizes = torch.tensor(
+            [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim],
+            dtype=torch.float32,
+            device=norms.keys.weight.device,
+        )
+        # Of ranks that hold copies of a head, the first one's count.
+        held = kv_heads(config.num_kv_heads, rank, tp)
+        self._counts_keys = rank == 0 or kv_heads(config.num_kv_heads, rank - 1, tp) != held
+        self._all_reduce = collectives.all_reduce
+
+    def normalize(self, qkv: Tensor) -> None:
+        parts = self.parts(qkv)
+        wide = [part.float() for part in parts]
+        squares = torch.stack([part.square().sum(1) for part in wide], 1)
+        if not self._counts_keys:
+            squares[:, 1] = 0
+        self._all_reduce(squares)
+        for kind, norm in enumerate((self.queries, self.keys)):
+            factors = torch.rsqrt(squares[:, kind] / self._sizes[kind] + norm.eps)
+            scaled = wide[kind] * factors[:, None]
+            if norm.is_rounded_first:
+                scaled = scaled.to(qkv.dtype)
+            parts[kind].copy_(scaled * norm.weight)
 
 
 class _SplitEmbedding:

@@ -13,6 +13,7 @@ import itertools
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,12 @@ class Epilogue(enum.IntEnum):
     ADD = 1
     GATED = 2
     STORE_FLOAT = 3
+    GATED_GELU = 4
+
+
+# The activations of a gate.
+GatedActivation = Literal["silu", "gelu_tanh"]
+_GATES: dict[GatedActivation, Epilogue] = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
 
 
 class Workspace:
@@ -84,8 +91,8 @@ class Linear(ABC):
 
     @abstractmethod
     def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute SiLU(gate) * up, [num_tokens, num_outputs / 2], of a weight whose first half of outputs is
-        gate and whose second half is up. It was made with `is_gated`."""
+        """Compute activation(gate) * up, [num_tokens, num_outputs / 2], of a weight whose first half of
+        outputs is gate and whose second half is up. It was made with a `gate`."""
 
     @abstractmethod
     def floats(self, x: Tensor) -> Tensor:
@@ -101,20 +108,24 @@ Weight = Tensor | Sequence[Tensor]
 
 
 def make_linear(
-    weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False, is_deterministic: bool = False
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    gate: GatedActivation | None = None,
+    is_deterministic: bool = False,
 ) -> Linear:
     """Return the product with `weight` and `bias` [num_outputs], packed if there are CPU kernels for it.
-    Parts are copied; those of a gated product are gate and up. `is_deterministic`: a row's result shall not
-    depend on the other rows, where `refuse_nondeterministic` lets it be had."""
+    Parts are copied; those of a product with the activation of a `gate` are gate and up. `is_deterministic`:
+    a row's result shall not depend on the other rows, where `refuse_nondeterministic` lets it be had."""
     parts = (weight,) if isinstance(weight, Tensor) else weight
     if native.serves(parts[0].device, parts[0].dtype):
         kernels = native.load()
         assert kernels is not None
-        return PackedLinear(kernels, weight, bias, is_gated=is_gated)
+        return PackedLinear(kernels, weight, bias, gate=gate)
     whole = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
     if is_deterministic and cuda.serves(whole.device):
-        return InvariantLinear(whole, bias)
-    return TorchLinear(whole, bias)
+        return InvariantLinear(whole, bias, gate=gate)
+    return TorchLinear(whole, bias, gate=gate)
 
 
 def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
@@ -138,31 +149,38 @@ def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
 class _UnpackedLinear(Linear):
     """A product whose weight is a tensor as it was given."""
 
+    # The activation of its gate, of those that are gated.
+    gate: GatedActivation | None = None
+
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         return self(x)
 
     def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return silu_mul(self(x), out)
+        return gate_mul(self(x), self.gate or "silu", out)
 
     def floats(self, x: Tensor) -> Tensor:
         return self(x).float()
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute SiLU(gate) * up of `gate_up` [num_tokens, 2 * size], whose first half of columns is gate."""
+def gate_mul(gate_up: Tensor, activation: GatedActivation, out: Tensor | None = None) -> Tensor:
+    """Compute activation(gate) * up of `gate_up` [num_tokens, 2 * size], whose first half of columns is
+    gate."""
     if cuda.serves(gate_up.device):
         from workers.model.cuda import layer_ops
 
-        return layer_ops.silu_mul(gate_up, out)
+        return layer_ops.gate_mul(gate_up, activation, out)
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.mul(F.silu(gate), up, out=out)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return torch.mul(activated, up, out=out)
 
 
 class TorchLinear(_UnpackedLinear):
     """A product by torch, on any device and of any dtype."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gate: GatedActivation | None = None
+    ) -> None:
+        self._weight, self._bias, self.gate = weight, bias, gate
         self._transposed = weight.t()
         self.num_outputs, self.num_inputs = weight.shape
 
@@ -189,11 +207,13 @@ class TorchLinear(_UnpackedLinear):
 class InvariantLinear(_UnpackedLinear):
     """A product by Triton in which a row's result depends on nothing else."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gate: GatedActivation | None = None
+    ) -> None:
         from workers.model.cuda.invariant_product import multiply
 
         self._multiply = multiply
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self.gate = weight, bias, gate
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -277,12 +297,19 @@ class PackedLinear(Linear):
     """A product with packed float32 or bfloat16 weights, on a CPU."""
 
     def __init__(
-        self, kernels: native.Kernels, weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False
+        self,
+        kernels: native.Kernels,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        gate: GatedActivation | None = None,
     ) -> None:
         """Pack the weight, or its parts from where they are, as `make_linear` describes them."""
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
-        self._is_gated = is_gated
+        is_gated = gate is not None
+        # What the kernels do with the sums of a product that is not added to anything.
+        self.epilogue = Epilogue.STORE if gate is None else _GATES[gate]
         self._dtype = dtype = parts[0].dtype
         self._run, self._gather = kernels.library.tandem_linear, kernels.library.tandem_gather_outputs
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
@@ -290,12 +317,12 @@ class PackedLinear(Linear):
         num_inputs = self.num_inputs + self.is_padded
         half = _PANEL // 2
         if is_gated:
-            gate, up = parts if len(parts) == 2 else parts[0].chunk(2)
-            assert len(gate) == len(up)
-            num_panels = -(-len(gate) // half)
+            gates, ups = parts if len(parts) == 2 else parts[0].chunk(2)
+            assert len(gates) == len(ups)
+            num_panels = -(-len(gates) // half)
             # The places of the rows: the first panel, the width of their part of a panel, and its offset
             # there.
-            places = [(gate, 0, half, 0), (up, 0, half, half)]
+            places = [(gates, 0, half, 0), (ups, 0, half, half)]
         else:
             num_panels = -(-self.num_outputs // _PANEL)
             if any(len(part) % _PANEL for part in parts[:-1]):  # panels hold rows of several parts
@@ -343,17 +370,17 @@ class PackedLinear(Linear):
         self._multiply(x, Epilogue.ADD, hidden)
 
     def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        assert self._is_gated
+        assert self.epilogue != Epilogue.STORE
         if out is None:
             out = torch.empty((x.shape[0], self.num_outputs // 2), dtype=self._dtype)
-        return self._multiply(x, Epilogue.GATED, out)
+        return self._multiply(x, self.epilogue, out)
 
     def floats(self, x: Tensor) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.float32)
         return self._multiply(x, Epilogue.STORE_FLOAT, out)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        assert not self._is_gated
+        assert self.epilogue == Epilogue.STORE
         ids = ids.contiguous()
         out = torch.empty((len(ids), self.num_inputs + self.is_padded), dtype=self._dtype)
         self._gather(

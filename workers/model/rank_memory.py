@@ -7,7 +7,6 @@ start, the preflight checks and the ranks themselves all use it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from workers.model.model_config import ModelConfig, read_header, weight_files
 from workers.model.sizes import kv_heads, part, query_heads
+from workers.model.tensor_names import TensorNames
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
 PROCESS_BYTES = 350_000_000
@@ -38,8 +38,6 @@ _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
 LEAST_KV_TOKENS = 2048
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,9 @@ class Checkpoint(NamedTuple):
 
     name_to_size: dict[str, int]
 
+    def _names(self, model: ModelConfig) -> TensorNames:
+        return TensorNames.of(self.name_to_size, is_wrapped=model.is_wrapped)
+
     @classmethod
     def read(cls, model_dir: Path) -> Checkpoint:
         """Read the headers. Raises `CheckpointError`, naming the file, for one that cannot be read."""
@@ -98,12 +99,13 @@ class Checkpoint(NamedTuple):
         return round(item_bytes * sum(size * self._share(name, rank) for name, size in self._kept(rank)))
 
     def _kept(self, rank: RankShape) -> list[tuple[str, int]]:
+        known = self._names(rank.model)
         kept = {
             name: size
             for name, size in self.name_to_size.items()
-            if (layer := _LAYER.match(name)) and rank.first_layer <= int(layer[1]) < rank.end_layer
+            if (found := known.layer_of(name)) and rank.first_layer <= found[0] < rank.end_layer
         }
-        embedding, head, norm = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+        embedding, head, norm = known.embedding, known.head, known.norm
         if rank.model.tie_word_embeddings:
             table = embedding if embedding in self.name_to_size else head
             names = {table} if rank.is_first_stage or rank.is_last_stage else set()
@@ -121,7 +123,10 @@ class Checkpoint(NamedTuple):
             return rank.num_kv_heads / model.num_kv_heads
         if ".q_proj." in name or ".o_proj." in name:
             return rank.num_heads / model.num_heads
-        if ".mlp." in name:
+        if ".qkv_proj." in name:
+            held = rank.num_heads + 2 * rank.num_kv_heads
+            return held / (model.num_heads + 2 * model.num_kv_heads)
+        if ".mlp." in name and ".act_fn." not in name:
             return len(part(model.intermediate_size, rank.tp_rank, rank.tp)) / model.intermediate_size
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size

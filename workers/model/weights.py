@@ -4,7 +4,6 @@ where they are packed."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +15,15 @@ from torch import Tensor
 from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig, weight_files
+from workers.model.norm import Norm
+from workers.model.rope import rotary_order
 from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
+from workers.model.tensor_names import TensorNames
+from workers.model.xielu import Xielu
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
-_NOT_NEEDED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
-_LAYER = re.compile(r"layers\.(\d{1,9})\.")
+_NOT_NEEDED = "self_attn.rotary_emb.inv_freq"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,19 +59,30 @@ class LinearWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BlockNorms:
+    """The norms of what a layer's attention and feed-forward take from the hidden states, and of what they
+    add to these, each of hidden_size; None where the family has none."""
+
+    attention_input: Norm | None
+    attention_output: Norm | None
+    feed_forward_input: Norm | None
+    feed_forward_output: Norm | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
-    key and value rows, `gate_up` [2 * intermediate_size, hidden_size] gate and up rows; `q_norm` and `k_norm`
-    are [head_dim]."""
+    key and value rows, `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows alone.
+    `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row."""
 
-    input_norm: Tensor
+    norms: BlockNorms
     qkv: LinearWeights
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: LinearWeights
-    post_norm: Tensor
     gate_up: LinearWeights
     down: LinearWeights
+    xielu: Xielu | None = None
 
 
 class _Rows(NamedTuple):
@@ -107,13 +120,15 @@ class WeightReader:
         self.device = device
         self._config = config
         self._shard = shard
-        self._dtype = dtype
+        self.dtype = dtype
         self._dir = model_dir
-        # What the names of the model's tensors begin with, and the name of the head.
-        self._model, self._head = f"{config.prefix}model.", f"{config.prefix}lm_head.weight"
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}
+        self._names = TensorNames.of((), is_wrapped=config.is_wrapped)
         self._read: set[str] = set()
+        order = rotary_order(config.rope, config.head_dim)
+        # The order of the dimensions of a head's queries and keys; None: as they are stored.
+        self._order = None if order is None else torch.tensor(order)
         self.num_bytes = 0  # of the parts that were read, as they are stored
         _check_split(config, shard)
 
@@ -125,6 +140,7 @@ class WeightReader:
                     self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
             except (OSError, SafetensorError, PanicError) as error:
                 raise CheckpointError(f"{file}: unreadable: {error}") from error
+        self._names = TensorNames.of(self._name_to_file, is_wrapped=self._config.is_wrapped)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,15 +149,15 @@ class WeightReader:
     def embedding(self) -> Tensor:
         """Map the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
         name."""
-        name = self._model + "embed_tokens.weight"
+        name = self._names.embedding
         if name not in self._name_to_file and self._config.tie_word_embeddings:
-            name = self._head
+            name = self._names.head
         return self._vocabulary(name)
 
     def head(self, embedding: Tensor | None) -> Tensor:
         """Map the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
         that also holds a different head gets that head, as in transformers."""
-        name = self._head
+        name = self._names.head
         if not self._config.tie_word_embeddings:
             return self._vocabulary(name)
         assert embedding is not None, "a tied head needs the embedding"
@@ -150,25 +166,28 @@ class WeightReader:
         head = self._vocabulary(name)
         return embedding if torch.equal(head, embedding) else head
 
-    def final_norm(self) -> Tensor:
-        """Read the final norm [hidden_size], which divides logits where the family does."""
-        norm = self._vector(self._model + "norm.weight", (self._config.hidden_size,))
-        return norm if self._config.logits_divisor == 1 else norm.div_(self._config.logits_divisor)
+    def final_norm(self) -> Norm:
+        """Read the final norm, of hidden_size, which divides logits where the family does."""
+        norm = self._norm(self._names.norm, self._config.hidden_size)
+        norm.weight.div_(self._config.logits_divisor)
+        return norm
 
     def layer(self, layer: int) -> LayerWeights:
         """Read the rank's part of layer `layer` of the whole model."""
-        config, prefix = self._config, f"{self._model}layers.{layer}."
-        hidden, head_dim, attention = config.hidden_size, config.head_dim, f"{prefix}self_attn."
-        norm_shape = (head_dim,)
+        config, prefix = self._config, f"{self._names.model}layers.{layer}."
+        attention = f"{prefix}self_attn."
+        q_norm, k_norm = self._qk_norms(attention)
         return LayerWeights(
-            input_norm=self._vector(f"{prefix}input_layernorm.weight", (hidden,)),
+            norms=self._block_norms(prefix),
             qkv=self._qkv(attention),
-            q_norm=self._vector(f"{attention}q_norm.weight", norm_shape) if config.qk_norm else None,
-            k_norm=self._vector(f"{attention}k_norm.weight", norm_shape) if config.qk_norm else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
             output=self._split_inputs(
-                f"{attention}o_proj", config.num_heads * head_dim, self._query_rows(), config.output_bias
+                f"{attention}o_proj",
+                config.num_heads * config.head_dim,
+                self._query_rows(),
+                config.output_bias,
             ),
-            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight", (hidden,)),
             gate_up=self._gate_up(f"{prefix}mlp."),
             down=self._split_inputs(
                 f"{prefix}mlp.down_proj",
@@ -176,21 +195,19 @@ class WeightReader:
                 self._part(config.intermediate_size),
                 config.mlp_bias,
             ),
+            xielu=self._xielu(f"{prefix}mlp.act_fn.") if config.activation == "xielu" else None,
         )
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
-        model = self._model
-        known = set(self._read) | {f"{model}embed_tokens.weight", f"{model}norm.weight", self._head}
+        names, config = self._names, self._config
+        known = set(self._read) | {names.embedding, names.norm, names.head}
         for name in self._name_to_file.keys() - known:
-            if self._config.prefix and not name.startswith(self._config.prefix):
-                continue  # of the other models that are wrapped with this one
-            layer = _LAYER.match(name.removeprefix(model))
-            if layer and self._shard.layer_start <= int(layer[1]) < self._shard.layer_end:
-                is_known = bool(_NOT_NEEDED.match(name.removeprefix(model)))
-            else:
-                is_known = layer is not None and int(layer[1]) < self._config.num_layers
-            if not is_known:
+            if config.is_wrapped and not names.is_of_text(name):
+                continue
+            layer, rest = names.layer_of(name) or (config.num_layers, "")
+            is_held = self._shard.layer_start <= layer < self._shard.layer_end
+            if layer >= config.num_layers or (is_held and rest != _NOT_NEEDED):
                 raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
 
     def _vocabulary(self, name: str) -> Tensor:
@@ -221,22 +238,71 @@ class WeightReader:
             _Rows(f"{prefix}k_proj", num_kv, kv_rows),
             _Rows(f"{prefix}v_proj", num_kv, kv_rows),
         ]
-        if config.is_fused:
+        if config.declared.is_qkv_fused:
             parts = _fused(f"{prefix}qkv_proj", parts)
         weights = self._split_outputs(parts, config.qkv_bias)
-        if config.attention_scale:  # queries take what the inverse square root, of all backends, leaves
-            factor = config.attention_scale * config.head_dim**0.5
-            queries, *others = weights.parts
-            num_rows = len(queries)
-            if weights.bias is not None:
-                weights.bias[:num_rows] *= factor
-            return LinearWeights((queries * factor, *others), weights.bias)
-        return weights
+        if self._order is None:
+            return weights
+        queries, keys, values = weights.parts
+        bias = weights.bias
+        if bias is not None:
+            by_part = torch.split(bias, [len(it) for it in weights.parts])
+            bias = torch.cat((*(self._reordered(it) for it in by_part[:2]), by_part[2]))
+        return LinearWeights((self._reordered(queries), self._reordered(keys), values), bias)
+
+    def _reordered(self, rows: Tensor) -> Tensor:
+        """Bring rows of heads [num_heads * head_dim, ...] into the order of `rotary_order`."""
+        if self._order is None:
+            return rows
+        heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
+        return heads.index_select(1, self._order.to(rows.device)).view(rows.shape)
+
+    def _qk_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
+        config = self._config
+        if config.qk_norm:
+            sizes, rows = (config.head_dim, config.head_dim), (slice(None), slice(None))
+        elif config.qk_row_norm:
+            sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+            rows = (self._query_rows(), self._kv_rows())
+        else:
+            return None, None
+        norms = [
+            self._norm(f"{prefix}{name}.weight", size, part)
+            for name, size, part in zip(("q_norm", "k_norm"), sizes, rows, strict=True)
+        ]
+        queries, keys = (dataclasses.replace(it, weight=self._reordered(it.weight)) for it in norms)
+        return queries, keys
+
+    def _block_norms(self, prefix: str) -> BlockNorms:
+        def norm(name: str) -> Norm | None:
+            return self._norm(f"{prefix}{name}.weight", self._config.hidden_size) if name else None
+
+        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.declared.norms)))
+
+    def _norm(self, name: str, size: int, rows: slice = slice(None)) -> Norm:
+        declared = self._config.declared
+        weight = self._tensor(name, (size,), rows, dtype=torch.float32).clone()
+        return Norm(
+            weight.add_(declared.norm_offset), self._config.rms_norm_eps, declared.is_norm_rounded_first
+        )
+
+    def _xielu(self, prefix: str) -> Xielu:
+        names = ("alpha_p", "alpha_n", "beta", "eps")
+        shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (), ())
+        values = [
+            float(self._tensor(f"{prefix}{name}", shape, dtype=torch.float32))
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        return Xielu.of(*values)
 
     def _gate_up(self, prefix: str) -> LinearWeights:
         size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
-        parts = [_Rows(f"{prefix}gate_proj", size, rows), _Rows(f"{prefix}up_proj", size, rows)]
-        if self._config.is_fused:
+        declared = self._config.declared
+        up = _Rows(f"{prefix}up_proj", size, rows)
+        if not declared.is_gated:
+            return self._split_outputs([up], self._config.mlp_bias)
+        parts = [_Rows(f"{prefix}gate_proj", size, rows), up]
+        if declared.is_gate_up_fused:
             parts = _fused(f"{prefix}gate_up_proj", parts)
         return self._split_outputs(parts, self._config.mlp_bias)
 
@@ -259,9 +325,11 @@ class WeightReader:
     def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
         return self._tensor(name, shape, *slices).clone()
 
-    def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
-        copy where it must be converted or moved."""
+        copy where it must be converted to the reader's dtype, or to the given one, or moved."""
         if name not in self._name_to_file:
             raise CheckpointError(f"{self._dir}: tensor {name} is missing")
         file, opened = self._name_to_file[name]
@@ -270,7 +338,7 @@ class WeightReader:
             with panics_as_errors:
                 stored = self._checked(file, opened, name, shape)[slices]
                 self.num_bytes += stored.nbytes
-                return stored.to(device=self.device, dtype=self._dtype)
+                return stored.to(device=self.device, dtype=dtype or self.dtype)
         except (SafetensorError, PanicError) as error:
             raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
 

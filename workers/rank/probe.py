@@ -6,6 +6,7 @@ costs of all stages the engine core decides the layers of each."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -20,13 +21,16 @@ from kvtransfer.common.clock import Clock
 from workers.messages.rank_channel import StageCost
 from workers.model import native
 from workers.model.attention.choice import choose_attention
-from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding, rms_norm
+from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
+from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.model_config import ModelConfig
+from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
-from workers.model.rope import rope_frequencies
+from workers.model.rms_norm import rms_norm
+from workers.model.rope import rotation_of
 from workers.model.sizes import kv_heads, part, query_heads
-from workers.model.weights import LayerWeights, LinearWeights
+from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
+from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
 
 # The number of earlier tokens that the step for `attention_ratio` attends to, as far as the model's context
@@ -109,12 +113,13 @@ class Probe:
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
         config = self._config
-        layer = DecoderLayer(self._layer_weights(), 0, config.rms_norm_eps, 0, Workspace())
+        layer = DecoderLayer(self._layer_weights(), config, LayerAttention(0, 0), Workspace())
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
         kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
-        frequencies = rope_frequencies(config.rope, config.head_dim, self._device)
-        attention = choose_attention(AttentionShape(self._num_heads, (0,), frequencies), kv)
+        rotation = rotation_of(config.rope, config.head_dim, self._device)
+        shape = AttentionShape(self._num_heads, (0,), (rotation,), softcap=config.attention_softcap)
+        attention = choose_attention(shape, kv)
 
         def run(start: int) -> None:
             step = StepInput.of([SequenceSpan(start, num_rows, blocks)], self._block_tokens)
@@ -132,8 +137,8 @@ class Probe:
         size = self._config.hidden_size
         num_measured = min(self._vocab_size, _HEAD_ROWS)
         head = make_linear(self._random(num_measured, size))
-        norm, hidden = self._random(size), self._random(num_rows, size)
-        measured_s = self._best_s(lambda: head.floats(rms_norm(hidden, norm, self._config.rms_norm_eps)))
+        norm, hidden = self._norm(size), self._random(num_rows, size)
+        measured_s = self._best_s(lambda: head.floats(rms_norm(hidden, norm)))
         return measured_s * self._vocab_size / num_measured
 
     def _layer_weights(self) -> LayerWeights:
@@ -141,18 +146,25 @@ class Probe:
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
+        names = dataclasses.astuple(config.declared.norms)
+        norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
+        has_qk_norms = config.qk_norm or config.qk_row_norm
+        qk_norms = [self._norm(size) if has_qk_norms else None for size in norm_sizes]
+        ups = (random(intermediate_size, hidden),) * (2 if config.declared.is_gated else 1)
         return LayerWeights(
-            input_norm=random(hidden),
+            norms=BlockNorms(*(self._norm(hidden) if name else None for name in names)),
             qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
-            q_norm=random(head_dim) if config.qk_norm else None,
-            k_norm=random(head_dim) if config.qk_norm else None,
+            q_norm=qk_norms[0],
+            k_norm=qk_norms[1],
             output=LinearWeights((random(hidden, query_size),), None),
-            post_norm=random(hidden),
-            gate_up=LinearWeights(
-                (random(intermediate_size, hidden), random(intermediate_size, hidden)), None
-            ),
+            gate_up=LinearWeights(ups, None),
             down=LinearWeights((random(hidden, intermediate_size),), None),
+            xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
         )
+
+    def _norm(self, size: int) -> Norm:
+        declared = self._config.declared
+        return Norm(self._random(size).float(), self._config.rms_norm_eps, declared.is_norm_rounded_first)
 
     def _random(self, *shape: int) -> Tensor:
         """Repeat a drawn pattern: drawing each number of a large layer would take seconds."""

@@ -89,7 +89,7 @@ def candidate_backends(
         from workers.model.attention.triton_backend import TritonAttention
 
         backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))
-    if CpuAttention.serves(kv):
+    if CpuAttention.serves(kv) and not shape.softcap:
         kernels = native.load()
         assert kernels is not None
         backends.insert(0, CpuAttention(shape, kv, kernels, is_deterministic=is_deterministic))
@@ -120,7 +120,7 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
     num_tokens = min(len(blocks) * block_tokens, _DECODE_CONTEXT)
     decodes = [SequenceSpan(num_tokens - 1, 1, blocks)] * _NUM_DECODES
     chunk = SequenceSpan(0, min(num_tokens, _CHUNK_TOKENS), blocks)
-    layer = LayerAttention(0, backend.shape.windows[0], None, None, 1e-6)
+    layer = LayerAttention(0, backend.shape.windows[0])
 
     def step(spans: list[SequenceSpan]) -> Callable[[], None]:
         made = StepInput.of(spans, block_tokens)

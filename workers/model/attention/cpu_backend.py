@@ -21,6 +21,7 @@ from workers.model.attention.interface import (
     AttentionPlan,
     AttentionShape,
     LayerAttention,
+    Rotation,
     StepInput,
     kv_shape,
 )
@@ -94,7 +95,7 @@ class CpuAttention(AttentionBackend):
         known, made = self._index_to_layer.get(layer.index, (None, None))
         if made is None or known is not layer:
             made = native.RotatedLayer.of(
-                self.kv, layer.index, self.shape.num_heads, layer.q_norm, layer.k_norm, layer.eps
+                self.kv, layer.index, self.shape.num_heads, layer.q_norm, layer.k_norm
             )
             self._index_to_layer[layer.index] = (layer, made)
         return made
@@ -121,8 +122,12 @@ class CpuPlan(AttentionPlan):
         self.backend = backend
         self._step = step  # keeps the arrays
         positions = step.positions()
-        self._num_tokens = len(positions)
-        self.tokens = self._rotated_tokens(positions)
+        self.num_tokens = len(positions)
+        self._blocks = torch.from_numpy(step.token_blocks(positions))
+        self._offsets = torch.from_numpy((positions % step.block_tokens).astype(np.int32))
+        # Cosines and sines of each rotation, which the kernels read.
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        self.rotations = [self._rotated_tokens(positions, it) for it in backend.shape.rotations]
         self.window_to_tasks = {
             window: self._tasks(window) for window in dict.fromkeys(backend.shape.windows)
         }
@@ -130,8 +135,8 @@ class CpuPlan(AttentionPlan):
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         backend = self.backend
         shape = backend.kv_shape
-        backend.kernels.rotate_and_write(backend.rotated(layer), self.tokens, qkv)
-        out = torch.empty((self._num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
+        backend.kernels.rotate_and_write(backend.rotated(layer), self.rotations[layer.rotation], qkv)
+        out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
         tasks = self.window_to_tasks[layer.window]
         num_tasks = tasks.step.num_tasks
         for begin in range(0, num_tasks, tasks.piece_tasks):
@@ -141,18 +146,12 @@ class CpuPlan(AttentionPlan):
                 self.marks.mark()
         return out
 
-    def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
+    def _rotated_tokens(self, positions: NDArray[np.int64], rotation: Rotation) -> native.RotatedTokens:
         dtype = self.backend.kv.dtype
-        shape = self.backend.shape
-        angles = torch.from_numpy(positions)[:, None].float() * shape.frequencies
-        tables = angles.cos(), angles.sin()
-        if shape.rope_scale != 1:
-            tables = tables[0] * shape.rope_scale, tables[1] * shape.rope_scale
         # Cosines and sines are rounded as transformers rounds them.
-        self._cos, self._sin = (table.to(dtype).float() for table in tables)
-        self._blocks = torch.from_numpy(self._step.token_blocks(positions))
-        self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))
-        return native.RotatedTokens.of(self._cos, self._sin, self._blocks, self._offsets)
+        cos, sin = (table.to(dtype).float() for table in rotation.table(torch.from_numpy(positions)))
+        self._tables.append((cos, sin))
+        return native.RotatedTokens.of(cos, sin, self._blocks, self._offsets)
 
     def _tasks(self, window: int) -> PlannedTasks:
         """Plan layers with this window."""
@@ -174,7 +173,7 @@ class CpuPlan(AttentionPlan):
             block_stride=kv.stride(0), layer_stride=kv.stride(1),
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
-            is_invariant=backend.is_deterministic, scale=shape.head_dim**-0.5,
+            is_invariant=backend.is_deterministic, scale=backend.shape.scale(shape.head_dim),
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))
         largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.model.norm import Norm
+
 
 class SequenceSpan(NamedTuple):
     """`num_tokens` new tokens of one sequence from position `start`. Its block table `block_ids` covers at
@@ -163,28 +165,51 @@ def kv_shape(kv: Tensor) -> KvShape:
     return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
 
 
+class Rotation(NamedTuple):
+    """The rotary embedding of some layers: the rotation of the pairs (i, i + head_dim / 2) in radians a
+    token, float32 `frequencies` [head_dim / 2], 0 for pairs that stay as they are, and the factor by which
+    rotation multiplies queries and keys."""
+
+    frequencies: Tensor
+    scale: float = 1.0
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, with the factor, float32 [num_tokens, head_dim / 2]."""
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1:
+            factors = torch.where(self.frequencies == 0, 1.0, self.scale)
+            cos, sin = cos * factors, sin * factors
+        return cos, sin
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The properties of a rank's part of the model that a backend needs: its query heads, the window of each
-    of its layers (0: none), the rotation in radians a token, float32 [head_dim / 2], and the factor by which
-    rotation multiplies queries and keys."""
+    of its layers (0: none), the rotations that its layers have, and the factor of scores (None: the inverse
+    square root of head_dim). Scores s become softcap * tanh(s / softcap), if that is not 0."""
 
     num_heads: int
     windows: tuple[int, ...]
-    frequencies: Tensor
-    rope_scale: float = 1.0
+    rotations: tuple[Rotation, ...]
+    score_scale: float | None = None
+    softcap: float = 0.0
+
+    def scale(self, head_dim: int) -> float:
+        """Return the factor of products of queries and keys."""
+        return head_dim**-0.5 if self.score_scale is None else self.score_scale
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer: its `index` in the rank's KV, its window (0: none) and, if the family has
-    them, the norms of queries and keys, each [head_dim]."""
+    """The attention of one layer: its `index` in the rank's KV, its window (0: none), the norms of each
+    head's queries and keys, if the family has them, and which `rotation` of the `AttentionShape` it has."""
 
     index: int
     window: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    rotation: int = 0
 
 
 class AttentionPlan(ABC):

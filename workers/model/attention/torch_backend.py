@@ -23,6 +23,7 @@ from workers.model.attention.interface import (
     KvShape,
     LayerAttention,
     Marks,
+    Rotation,
     SequenceSpan,
     StepInput,
     kv_shape,
@@ -72,6 +73,7 @@ class TorchPlan(AttentionPlan):
         self._kv = kv = backend.kv
         self._kv_shape = shape = kv_shape(kv)
         self._num_heads = backend.shape.num_heads
+        self._scores = _Scores(backend.shape.scale(shape.head_dim), backend.shape.softcap)
         self._host = step.host
         self.window_to_view = window_to_view
         positions = step.positions()
@@ -81,12 +83,8 @@ class TorchPlan(AttentionPlan):
         offsets = to_device(positions % step.block_tokens, kv.device)
         # Rows of layer 0 of the KV seen as [.., head_dim], as [num_tokens, 2 * num_kv_heads].
         self._rows = rows * shape.block_tokens + offsets[:, None]
-        self._cos, self._sin = rope_table(
-            to_device(positions, kv.device),
-            backend.shape.frequencies,
-            kv.dtype,
-            backend.shape.rope_scale,
-        )
+        on_device = to_device(positions, kv.device)
+        self._rotations = [rope_table(on_device, it, kv.dtype) for it in backend.shape.rotations]
         self._clear_partial_blocks(step)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
@@ -94,9 +92,9 @@ class TorchPlan(AttentionPlan):
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         queries, keys, values = torch.split(heads, [self._num_heads, num_kv, num_kv], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries = F.rms_norm(queries, (head_dim,), None, layer.eps).mul_(layer.q_norm)
-            keys = F.rms_norm(keys, (head_dim,), None, layer.eps).mul_(layer.k_norm)
-        queries, keys = rotate(queries, self._cos, self._sin), rotate(keys, self._cos, self._sin)
+            queries, keys = layer.q_norm.normed(queries), layer.k_norm.normed(keys)
+        table = self._rotations[layer.rotation]
+        queries, keys = rotate(queries, *table), rotate(keys, *table)
         self._write(layer.index, keys, values)
         return self._attend(queries, layer)
 
@@ -120,10 +118,10 @@ class TorchPlan(AttentionPlan):
     def _attend(self, query: Tensor, layer: LayerAttention) -> Tensor:
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
+        seen = _LayerKv(self._kv, layer.index, self._kv_shape, self._scores)
         if host is None or not view.host_ids:
-            return _attend(query, _LayerKv(self._kv, layer.index, self._kv_shape, None), view, self.marks)
-        in_host = host.layer(layer.index)
-        mixed = _attend(query, _LayerKv(self._kv, layer.index, self._kv_shape, in_host), view, self.marks)
+            return _attend(query, seen, view, self.marks)
+        mixed = _attend(query, seen._replace(in_host=host.layer(layer.index)), view, self.marks)
         host.done(layer.index)
         return mixed
 
@@ -306,15 +304,9 @@ def _kv_rows(table: Tensor, shape: KvShape) -> Tensor:
 # ------------------------------------------------------------------------------- rotary embedding
 
 
-def rope_table(
-    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines, times `scale`, for `rotate`, each [num_tokens, 1, head_dim]."""
-    angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    if scale != 1:
-        cos, sin = cos * scale, sin * scale
-    cos, sin = cos.to(dtype), sin.to(dtype)
+def rope_table(positions: Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines for `rotate`, each [num_tokens, 1, head_dim]."""
+    cos, sin = (table.to(dtype) for table in rotation.table(positions))
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
@@ -326,13 +318,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- attention
 
 
+class _Scores(NamedTuple):
+    """What scores are of products of queries and keys: times `scale` and, with a `softcap` that is not 0,
+    softcap * tanh(score / softcap)."""
+
+    scale: float
+    softcap: float
+
+    def of(self, query: Tensor, transposed: Tensor, bias: Tensor) -> Tensor:
+        """Return the scores of `query` [num_pairs, group, head_dim] with keys `transposed` [num_pairs,
+        head_dim, num_keys], plus `bias` [num_pairs, 1, num_keys], all float32."""
+        if not self.softcap:
+            return torch.baddbmm(bias, query, transposed, alpha=self.scale)
+        return self.capped(torch.bmm(query, transposed).mul_(self.scale)).add_(bias)
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Cap scaled scores in place, if they are to be."""
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else scores
+
+
 class _LayerKv(NamedTuple):
-    """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none)."""
+    """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); and its
+    scores."""
 
     kv: Tensor
     number: int
     shape: KvShape
-    in_host: Tensor | None
+    scores: _Scores
+    in_host: Tensor | None = None
 
     def gather(self, kv_rows: Tensor, spots: HostSpots | None, num_sequences: int) -> Tensor:
         """Gather the blocks of tables as [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
@@ -369,16 +382,17 @@ def _decode_group(query: Tensor, layer: _LayerKv, group: DecodeGroup) -> Tensor:
     gathered = layer.gather(group.kv_rows, group.spots, batch)
     keys, values = gathered.view(2, pairs, -1, head_dim).unbind(0)
     grouped = query.reshape(pairs, num_heads // num_kv, head_dim)
-    return _attend_all(grouped, keys, values, group.bias, head_dim**-0.5).view(batch, num_heads * head_dim)
+    return _attend_all(grouped, keys, values, group.bias, layer.scores).view(batch, num_heads * head_dim)
 
 
-def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, of: _Scores) -> Tensor:
     """Attend from `query` [num_pairs, group, head_dim] to `keys` and `values` [num_pairs, num_keys, head_dim]
     with `bias` [num_pairs, 1, num_keys]; a pair is a sequence and a key-value head."""
     if query.dtype == torch.float32:
-        return torch.softmax(torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale), -1).bmm(values)
+        return torch.softmax(of.of(query, keys.transpose(1, 2), bias), -1).bmm(values)
     if query.device.type == "cuda":
-        scores = torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32).mul_(scale).add_(bias)
+        scores = torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32).mul_(of.scale)
+        scores = of.capped(scores).add_(bias)
         halves = split_in_halves(torch.softmax(scores, -1), values.dtype)
         upper, lower = torch.bmm(halves, values, out_dtype=torch.float32).chunk(2, 1)
         return (upper + lower).to(query.dtype)
@@ -389,7 +403,7 @@ def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale
     for begin in range(0, len(query), num_pairs):
         part = slice(begin, begin + num_pairs)
         widened = keys[part].float().transpose(1, 2)
-        scores = torch.baddbmm(bias[part], query[part].float(), widened, alpha=scale)
+        scores = of.of(query[part].float(), widened, bias[part])
         mixed[part] = torch.softmax(scores, -1).bmm(values[part].float())
     return mixed
 
@@ -418,14 +432,9 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
     pieces = _pieces(queries, seen.shape[3], chunk.bias is not None)
     attended = []
     for heads, rows in pieces:
+        bias = None if chunk.bias is None else chunk.bias[rows]
         attended.append(
-            F.scaled_dot_product_attention(
-                queries[heads, :, rows],
-                seen[0, heads],
-                seen[1, heads],
-                attn_mask=None if chunk.bias is None else chunk.bias[rows],
-                is_causal=chunk.bias is None,
-            )
+            _attend_rows(queries[heads, :, rows], seen[0, heads], seen[1, heads], bias, layer.scores)
         )
         marks.mark()
     mixed = attended[0]
@@ -434,6 +443,19 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
         for (heads, rows), part in zip(pieces, attended, strict=True):
             mixed[heads, :, rows] = part
     return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
+
+
+def _attend_rows(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, of: _Scores) -> Tensor:
+    """Attend from `queries` [num_kv_heads, group, num_rows, head_dim] to `keys` and `values` [num_kv_heads,
+    group, num_keys, head_dim] with `bias` [num_rows, num_keys]; None: causally, from as many rows as keys."""
+    if not of.softcap:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, is_causal=bias is None, scale=of.scale
+        )
+    scores = of.capped(torch.matmul(queries.float(), keys.float().transpose(2, 3)).mul_(of.scale))
+    if bias is None:
+        bias = torch.full(scores.shape[2:], float("-inf"), device=scores.device).triu_(1)
+    return torch.softmax(scores.add_(bias), -1).matmul(values.float()).to(queries.dtype)
 
 
 def _pieces(queries: Tensor, num_keys: int, has_bias: bool) -> list[tuple[slice, slice]]:

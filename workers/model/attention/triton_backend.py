@@ -89,7 +89,7 @@ class TritonPlan(AttentionPlan):
         self._decodes, self._chunks = decodes, chunks
         self._window_to_view = self._views(step, sequences.tables)
         shape = backend.shape
-        self._cos, self._sin = rope_table(positions, shape.frequencies, backend.kv.dtype, shape.rope_scale)
+        self._rotations = [rope_table(positions, it, backend.kv.dtype) for it in shape.rotations]
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
         self._partials = None
         if num_decodes:
@@ -105,11 +105,9 @@ class TritonPlan(AttentionPlan):
             self._sequences.tables,
             self._token_slots,
             self._positions,
-            self._cos,
-            self._sin,
+            *self._rotations[layer.rotation],
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            eps=layer.eps,
         )
         kv = LayerKv(blocks)
         if view.host is not None:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.norm import Norm
+
 _COLUMNS = 1024
 _MOST_HEADS = 8
 # The arguments of which a program reads few items. They are parts of one upload, whose alignments differ from
@@ -19,36 +21,37 @@ _MOST_HEADS = 8
 _INDICES = ["tables", "slots", "positions"]
 
 
-def rms_norm(
-    hidden: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
+def rms_norm(hidden: Tensor, norm: Norm, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """Add `residual` to `hidden` [num_rows, size], in place, where it is given; scale to unit mean square,
-    and multiply by `weight` [size]. The result is written to `out` where it is given, which may not be
+    and multiply by the norm's weight. The result is written to `out` where it is given, which may not be
     `hidden` if there is a residual."""
     num_rows, size = hidden.shape
     result = torch.empty_like(hidden) if out is None else out
-    assert hidden.stride(1) == result.stride(1) == weight.stride(0) == 1
+    assert hidden.stride(1) == result.stride(1) == norm.weight.stride(0) == 1
     assert residual is None or (residual.stride(1) == 1 and residual.shape == hidden.shape)
     if not num_rows:
         return result
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
-        hidden, residual, weight, result, hidden.stride(0), residual.stride(0) if residual is not None else 0,
-        result.stride(0), size, eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        hidden, residual, norm.weight, result, hidden.stride(0),
+        residual.stride(0) if residual is not None else 0, result.stride(0), size, norm.eps,
+        HAS_RESIDUAL=residual is not None, ROUNDS_FIRST=norm.is_rounded_first, BLOCK=block,
         num_warps=_num_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
     return result
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute SiLU(gate) * up of `gate_up` [num_rows, 2 * size], whose first half of columns is gate."""
+def gate_mul(gate_up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """Compute activation(gate) * up of `gate_up` [num_rows, 2 * size], whose first half of columns is gate.
+    The activation is "silu" or "gelu_tanh"."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     result = gate_up.new_empty(num_rows, size) if out is None else out
     assert gate_up.stride(1) == result.stride(1) == 1
     if not num_rows:
         return result
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, _COLUMNS))](
-        gate_up, result, gate_up.stride(0), result.stride(0), size, BLOCK=_COLUMNS, num_warps=4,
+    _gate_mul_kernel[(num_rows, triton.cdiv(size, _COLUMNS))](
+        gate_up, result, gate_up.stride(0), result.stride(0), size, IS_GELU=activation == "gelu_tanh",
+        BLOCK=_COLUMNS, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return result
@@ -63,11 +66,10 @@ def rotate_and_write(
     cos: Tensor,
     sin: Tensor,
     *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
 ) -> Tensor:
-    """Normalize, if there are norms [head_dim], and rotate queries and keys of `qkv` [num_tokens, (num_heads
+    """Normalize, if there are norms of heads, and rotate queries and keys of `qkv` [num_tokens, (num_heads
     + 2 * num_kv_heads) * head_dim], the queries in place, and write keys and values to their blocks.
 
     `kv_layer` is `kv[:, layer]`, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Token i is at
@@ -86,13 +88,18 @@ def rotate_and_write(
     assert sin.is_contiguous()
     heads = min(_MOST_HEADS, triton.next_power_of_2(num_heads + 2 * num_kv_heads))
     half = triton.next_power_of_2(head_dim // 2)
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
+    eps, is_rounded_first = 0.0, True
+    if q_norm is not None and k_norm is not None:
+        assert (q_norm.eps, q_norm.is_rounded_first) == (k_norm.eps, k_norm.is_rounded_first)
+        weights, eps, is_rounded_first = (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.is_rounded_first
     if num_tokens:
         _rotate_and_write_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-            qkv, kv_layer, tables, slots, positions, cos, sin, q_norm, k_norm,
+            qkv, kv_layer, tables, slots, positions, cos, sin, *weights,
             qkv.stride(0), *kv_layer.stride()[:4], tables.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
-            HAS_NORM=q_norm is not None, HEADS=heads, HALF=half, num_warps=_num_warps(heads * half),
-            enable_fp_fusion=False,
+            HAS_NORM=q_norm is not None, ROUNDS_FIRST=is_rounded_first, HEADS=heads, HALF=half,
+            num_warps=_num_warps(heads * half), enable_fp_fusion=False,
         )  # fmt: skip
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
 
@@ -108,7 +115,7 @@ def _num_warps(num_items: int) -> int:
 @triton.jit
 def _rms_norm_kernel(
     hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, size, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -121,20 +128,25 @@ def _rms_norm_kernel(
         tl.store(own, x, mask=is_there)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    scaled = (wide * scale).to(x.dtype).to(tl.float32)
-    factors = tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
+    scaled = wide * scale
+    if ROUNDS_FIRST:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    factors = tl.load(weight + columns, mask=is_there, other=0.0)
     tl.store(out + row * out_stride + columns, (scaled * factors).to(x.dtype), mask=is_there)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, in_stride, out_stride, size, BLOCK: tl.constexpr):
+def _gate_mul_kernel(gate_up, out, in_stride, out_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < size
     gate = tl.load(gate_up + row * in_stride + columns, mask=is_there, other=0.0)
     up = tl.load(gate_up + row * in_stride + size + columns, mask=is_there, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    grown = tl.exp(tl.minimum(-wide, 88.0))  # the largest that float32 holds
+    exponent = wide
+    if IS_GELU:  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 * y)
+        exponent = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
+    grown = tl.exp(tl.minimum(-exponent, 88.0))  # the largest that float32 holds
     activated = (wide / (1.0 + grown)).to(gate.dtype).to(tl.float32)
     tl.store(out + row * out_stride + columns, (activated * up).to(gate.dtype), mask=is_there)
 
@@ -144,7 +156,7 @@ def _rotate_and_write_kernel(
     qkv, kv, tables, slots, positions, cos, sin, q_norm, k_norm,
     qkv_stride, block_stride, kind_stride, head_stride, token_stride, table_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Rotate and write `HEADS` heads of queries, keys and values of one token, which are one program; a row
     of a tile has the first or the second half of a head."""
@@ -163,14 +175,15 @@ def _rotate_and_write_kernel(
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 1)[:, None]
         scale = tl.rsqrt(squares / HEAD_DIM + eps)
-        first = (first * scale).to(dtype).to(tl.float32)
-        second = (second * scale).to(dtype).to(tl.float32)
+        first, second = first * scale, second * scale
+        if ROUNDS_FIRST:
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         of_query = tl.load(q_norm + columns, mask=in_half, other=0.0)
         of_key = tl.load(k_norm + columns, mask=in_half, other=0.0)
-        first = (first * tl.where(is_query, of_query, of_key).to(tl.float32)).to(dtype).to(tl.float32)
+        first = (first * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
         of_query = tl.load(q_norm + HEAD_DIM // 2 + columns, mask=in_half, other=0.0)
         of_key = tl.load(k_norm + HEAD_DIM // 2 + columns, mask=in_half, other=0.0)
-        second = (second * tl.where(is_query, of_query, of_key).to(tl.float32)).to(dtype).to(tl.float32)
+        second = (second * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
     angles = token.to(tl.int64) * HEAD_DIM + columns
     c = tl.load(cos + angles, mask=in_half, other=0.0).to(tl.float32)
     s = tl.load(sin + HEAD_DIM // 2 + angles, mask=in_half, other=0.0).to(tl.float32)

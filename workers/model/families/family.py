@@ -6,14 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-# Which layers have a sliding window: none; all, where `sliding_window` is set; or those that
-# `use_sliding_window` with `max_window_layers`, or `layer_types`, say.
-Windows = Literal["none", "all", "switched"]
+# Which layers have a sliding window: none; all, where `sliding_window` is set; those that
+# `use_sliding_window` with `max_window_layers`, or `layer_types`, say; or those that `layer_types` says, else
+# all but every `sliding_window_pattern`-th.
+Windows = Literal["none", "all", "switched", "pattern"]
+# What is normalized of queries and keys: nothing, each head, or all heads of a token together.
+QkNorm = Literal["none", "head", "row"]
+# Which layers have no rotary embedding: none; those with a 0 in `no_rope_layers`, else every
+# `no_rope_layer_interval`-th; or, where some layers have a window, those without.
+NoRope = Literal["none", "listed", "unless_sliding"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The keys of config.json that scale values; "": the family has none. The last one divides logits."""
+    """The keys of config.json that scale values; "": the family has none. `logits` divides them."""
 
     embeddings: str = ""
     residuals: str = ""
@@ -22,8 +28,33 @@ class Multipliers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The names of a layer's norms: of what attention and feed-forward take from the hidden states, and of
+    what they add to them; "": there is none."""
+
+    attention_input: str = "input_layernorm"
+    attention_output: str = ""
+    feed_forward_input: str = "post_attention_layernorm"
+    feed_forward_output: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embedding of a family, beside what config.json says of it."""
+
+    # Only this part of a head is rotated, unless config.json says otherwise.
+    partial_factor: float = 1.0
+    # Pairs are neighbors, (2i, 2i + 1), and not halves.
+    is_interleaved: bool = False
+    # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
+    # all layers rotate alike.
+    sliding_theta: str = ""
+    without: NoRope = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A family of dense decoders: pre-norm layers of attention and gated feed-forward (SiLU).
+    """A family of dense decoders: layers of attention and feed-forward that are added to hidden states.
 
     Whether there are biases is a constant of the family, or the name of the key that says so.
     """
@@ -39,9 +70,27 @@ class Family:
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
-    # Whether each head's queries and keys are normalized.
-    has_qk_norm: bool = False
+    qk_norm: QkNorm = "none"
     windows: Windows = "none"
-    # Queries, keys and values are one tensor `qkv_proj`, gate and up one tensor `gate_up_proj`.
-    is_fused: bool = False
+    rotary: Rotary = Rotary()
+    norms: LayerNorms = LayerNorms()
+    # Norms multiply by their weight plus this.
+    norm_offset: float = 0.0
+    # Norms round to the dtype before they multiply by their weight, and not only after.
+    is_norm_rounded_first: bool = True
+    # The key of the activation.
+    activation: str = "hidden_act"
+    # Values of this key that mean another one.
+    activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The activation multiplies another product of the same inputs; else there is only the activated one.
+    is_gated: bool = True
+    # Queries, keys and values are one tensor `qkv_proj`; gate and up are one tensor `gate_up_proj`.
+    is_qkv_fused: bool = False
+    is_gate_up_fused: bool = False
     multipliers: Multipliers = Multipliers()
+    # Embeddings are multiplied by the square root of `hidden_size`.
+    is_embedding_scaled: bool = False
+    # The key whose inverse square root multiplies scores; "": that of `head_dim` does.
+    query_scalar: str = ""
+    # Scores and logits are capped where `attn_logit_softcapping` and `final_logit_softcapping` say so.
+    has_softcaps: bool = False

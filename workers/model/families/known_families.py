@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from workers.model.families import granite, llama, mistral, phi3, qwen2, qwen3, seed_oss
+from workers.model.families import (
+    apertus,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+)
 from workers.model.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -10,9 +28,21 @@ FAMILIES: tuple[Family, ...] = (
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
-    granite.FAMILY,
+    gemma.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
     phi3.FAMILY,
+    granite.FAMILY,
+    smollm3.FAMILY,
+    olmo2.FAMILY,
+    olmo3.FAMILY,
+    glm.FAMILY,
+    glm4.FAMILY,
+    exaone4.FAMILY,
+    apertus.FAMILY,
     seed_oss.FAMILY,
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}
+# Models of text and images or sound: their text model is described by `text_config`, and has a prefix.
+WRAPPERS = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")

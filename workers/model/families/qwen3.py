@@ -16,6 +16,6 @@ FAMILY = Family(
     },
     qkv_bias="attention_bias",
     output_bias="attention_bias",
-    has_qk_norm=True,
+    qk_norm="head",
     windows="switched",
 )

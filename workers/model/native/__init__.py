@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
 from workers.model.native.isa import Isa, is_forced, usable_isas
+from workers.model.norm import Norm
 
 _log = logging.getLogger("tandem.native")
 
@@ -44,34 +45,45 @@ _CLEARLY = 1.1
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+class NormArguments(ctypes.Structure):
+    """`Norm` of `layer_ops.h`."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int32))
+
+    @staticmethod
+    def of(norm: Norm | None, size: int) -> NormArguments:
+        """Describe a norm of rows of this size, which must live until the result is used no more; None: no
+        norm."""
+        if norm is None:
+            return NormArguments()
+        assert norm.weight.dtype == torch.float32
+        assert norm.weight.shape == (size,)
+        assert norm.weight.is_contiguous()
+        return NormArguments(norm.weight.data_ptr(), norm.eps, norm.is_rounded_first)
+
+
 class RotatedLayer(ctypes.Structure):
     """A layer for `Kernels.rotate_and_write`: `RotatedLayer` of `layer_ops.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "kv")),
+        *((name, NormArguments) for name in ("q_norm", "k_norm")),
+        ("kv", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
             for name in ("block_stride", "block_tokens", "num_heads", "num_kv_heads", "head_dim", "is_bf16")
         ),
-        ("eps", ctypes.c_float),
     )
 
     @staticmethod
-    def of(
-        kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
-    ) -> RotatedLayer:
-        """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim];
-        norms are [head_dim]. The tensors must live until the result is used no more."""
+    def of(kv: Tensor, layer: int, num_heads: int, q_norm: Norm | None, k_norm: Norm | None) -> RotatedLayer:
+        """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim],
+        with norms of heads if there are any. KV and norms must live until the result is used no more."""
         _, _, _, num_kv_heads, block_tokens, head_dim = kv.shape
         assert head_dim % 2 == 0
-        assert (q_norm is None) == (k_norm is None)
-        assert all(
-            norm is None or (norm.dtype, norm.shape) == (kv.dtype, (head_dim,)) for norm in (q_norm, k_norm)
-        )
         return RotatedLayer(
-            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+            NormArguments.of(q_norm, head_dim), NormArguments.of(k_norm, head_dim),
             kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), block_tokens, num_heads,
-            num_kv_heads, head_dim, kv.dtype == torch.bfloat16, eps,
+            num_kv_heads, head_dim, kv.dtype == torch.bfloat16,
         )  # fmt: skip
 
 
@@ -164,13 +176,14 @@ class Kernels:
         self.library = library
         self.isa = isa
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Normalize x [num_tokens, size] with weight [size]. `out` may be x."""
+    def rms_norm(self, x: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+        """Normalize x [num_tokens, size]. `out` may be x."""
         result = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-        assert x.dtype == weight.dtype == result.dtype
+        assert x.dtype == result.dtype
+        arguments = NormArguments.of(norm, x.shape[1])
         self.library.tandem_rms_norm(
-            _address(x), _size(x.stride(0)), _address(weight), _address(result), _size(result.stride(0)),
-            _size(x.shape[0]), _size(x.shape[1]), ctypes.c_float(eps), _size(x.dtype == torch.bfloat16),
+            _address(x), _size(x.stride(0)), ctypes.byref(arguments), _address(result),
+            _size(result.stride(0)), _size(x.shape[0]), _size(x.shape[1]), _size(x.dtype == torch.bfloat16),
         )  # fmt: skip
         return result
 

@@ -6,13 +6,15 @@
 #include "layer_ops.h"
 #include "products.h"
 
-// `workers/model/native_layers.py` has the same structures.
+// Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
   const LinearWeights *qkv, *output, *gate_up, *down;
-  const void *input_norm, *post_norm;  // [hidden_size]
+  // Of what attention and feed-forward take from the hidden states, and of what they add to these: of hidden_size.
+  Norm attention_input, attention_output, feed_forward_input, feed_forward_output;
+  Norm query_rows, key_rows;  // of all queries, and of all keys, of a token
   const RotatedLayer* rotated;
-  int64_t index;  // in the rank's KV
-  float eps;
+  int64_t index;       // in the rank's KV
+  int64_t activation;  // an `Epilogue`
 };
 
 // A step: what its layers share, and scratch memory for them. `pieces` counts what is done, for another thread.
@@ -25,16 +27,39 @@ struct LayerStep {
 
 inline void count_piece(int64_t* pieces) { __atomic_add_fetch(pieces, 1, __ATOMIC_RELAXED); }
 
+// A product of hidden states [rows, num_inputs], rows `stride` apart, after their norm.
+template <typename T>
+void normed_product(const LinearWeights& weights, const Norm& norm, const T* hidden, int64_t stride, T* normed,
+                    int64_t rows, Epilogue epilogue, T* out, int64_t out_stride) {
+  int64_t size = weights.num_inputs;
+  if (!norm.weight) return linear(weights, hidden, stride, rows, epilogue, out, out_stride);
+  rms_norm(hidden, stride, norm, normed, size, rows, size);
+  linear(weights, normed, size, rows, epilogue, out, out_stride);
+}
+
+// Adds a product of x [rows, num_inputs], or its norm, to hidden states.
+template <typename T>
+void add_product(const LinearWeights& weights, const Norm& norm, const T* x, T* scratch, int64_t rows, T* hidden,
+                 int64_t stride) {
+  if (!norm.weight) return linear(weights, x, weights.num_inputs, rows, ADD, hidden, stride);
+  linear(weights, x, weights.num_inputs, rows, STORE, scratch, weights.num_outputs);
+  add_normed(scratch, norm, hidden, stride, rows, weights.num_outputs);
+}
+
 // hidden: [rows, hidden_size], rows `stride` apart; the layer's attention and feed-forward are added to it.
 template <typename T>
 void run_layer(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* hidden,
                int64_t stride) {
   T *normed = (T*)step.normed, *qkv = (T*)step.qkv, *mixed = (T*)step.mixed, *gated = (T*)step.gated;
-  int64_t rows = step.tokens->num_rows, size = layer.qkv->num_inputs, qkv_size = layer.qkv->num_outputs;
-  int64_t mixed_size = layer.output->num_inputs, gated_size = layer.down->num_inputs;
+  int64_t rows = step.tokens->num_rows, qkv_size = layer.qkv->num_outputs, gated_size = layer.down->num_inputs;
 
-  rms_norm(hidden, stride, (const T*)layer.input_norm, normed, size, rows, size, layer.eps);
-  linear(*layer.qkv, normed, size, rows, STORE, qkv, qkv_size);
+  normed_product(*layer.qkv, layer.attention_input, hidden, stride, normed, rows, STORE, qkv, qkv_size);
+  if (layer.query_rows.weight) {
+    const RotatedLayer& heads = *layer.rotated;
+    int64_t queries = heads.num_heads * heads.head_dim, keys = heads.num_kv_heads * heads.head_dim;
+    rms_norm(qkv, qkv_size, layer.query_rows, qkv, qkv_size, rows, queries);
+    rms_norm(qkv + queries, qkv_size, layer.key_rows, qkv + queries, qkv_size, rows, keys);
+  }
   count_piece(step.pieces);
   rotate_and_write(*layer.rotated, *step.tokens, qkv, qkv_size);
   Attention<T> attend(attention, layer.index, qkv_size);
@@ -42,12 +67,12 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
     attend.run(qkv, mixed, begin, std::min(begin + step.piece_tasks, attention.num_tasks));
     count_piece(step.pieces);
   }
-  linear(*layer.output, mixed, mixed_size, rows, ADD, hidden, stride);
+  add_product(*layer.output, layer.attention_output, mixed, normed, rows, hidden, stride);
   count_piece(step.pieces);
-  rms_norm(hidden, stride, (const T*)layer.post_norm, normed, size, rows, size, layer.eps);
-  linear(*layer.gate_up, normed, size, rows, GATED, gated, gated_size);
+  normed_product(*layer.gate_up, layer.feed_forward_input, hidden, stride, normed, rows, Epilogue(layer.activation),
+                 gated, gated_size);
   count_piece(step.pieces);
-  linear(*layer.down, gated, gated_size, rows, ADD, hidden, stride);
+  add_product(*layer.down, layer.feed_forward_output, gated, normed, rows, hidden, stride);
 }
 
 extern "C" void tandem_run_layer(const DecoderLayer* layer, const LayerStep* step, const AttentionStep* attention,

@@ -9,6 +9,13 @@
 constexpr int64_t SERIAL_ITEMS = 16384;  // as many are computed faster by one thread than by several
 constexpr int64_t MOST_HEAD_DIM = 1024;
 
+// A norm of rows of some size. `workers/model/native` has the same structure.
+struct Norm {
+  const float* weight;  // [size]
+  float eps;
+  int32_t rounds_first;
+};
+
 // Calls at(i, width) for vectors of `count` items; the last may be narrower than LANES.
 template <typename At>
 INLINE void for_vectors(int64_t count, const At& at) {
@@ -51,32 +58,49 @@ INLINE float norm_factor(const T* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum_lanes(even + odd) / float(size) + eps);
 }
 
+// Most families round before they multiply by the weight, some only after.
 template <typename T>
-INLINE Vec normed(Vec value, float factor, Vec weight) {
-  return rounded<T>(value * broadcast(factor)) * weight;
+INLINE Vec normed(Vec value, float factor, Vec weight, bool rounds_first) {
+  Vec scaled = value * broadcast(factor);
+  return (rounds_first ? rounded<T>(scaled) : scaled) * weight;
 }
 
-// x: [rows, size], rows `x_stride` apart; weight: [size]; out: [rows, size], rows `out_stride` apart, may be x.
+// x: [rows, size], rows `x_stride` apart; out: [rows, size], rows `out_stride` apart, may be x.
 template <typename T>
-void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
-              float eps) {
+void rms_norm(const T* x, int64_t x_stride, const Norm& norm, T* out, int64_t out_stride, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > SERIAL_ITEMS)
   for (int64_t row = 0; row < rows; row++) {
     const T* from = x + row * x_stride;
     T* to = out + row * out_stride;
-    float factor = norm_factor(from, size, eps);
+    float factor = norm_factor(from, size, norm.eps);
     for_vectors(size, [&](int64_t i, auto width) {
-      store_part(normed<T>(load_part(from + i, width), factor, load_part(weight + i, width)), to + i, width);
+      Vec weight = load_part(norm.weight + i, width);
+      store_part(normed<T>(load_part(from + i, width), factor, weight, norm.rounds_first), to + i, width);
     });
   }
 }
 
-// A layer of the KV, and the norms of its queries and keys, [head_dim] each; null if there are none.
+// x: [rows, size], contiguous; its norm is added to `to` [rows, size], rows `stride` apart.
+template <typename T>
+void add_normed(const T* x, const Norm& norm, T* to, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * size;
+    T* target = to + row * stride;
+    float factor = norm_factor(from, size, norm.eps);
+    for_vectors(size, [&](int64_t i, auto width) {
+      Vec weight = load_part(norm.weight + i, width);
+      Vec value = rounded<T>(normed<T>(load_part(from + i, width), factor, weight, norm.rounds_first));
+      store_part(load_part(target + i, width) + value, target + i, width);
+    });
+  }
+}
+
+// A layer of the KV, and the norms of its queries and keys, of head_dim; without weights if there are none.
 struct RotatedLayer {
-  const void *q_norm, *k_norm;
+  Norm q_norm, k_norm;
   void* kv;  // the layer's part of the first block
   int64_t block_stride, block_tokens, num_heads, num_kv_heads, head_dim, is_bf16;
-  float eps;
 };
 
 // The tokens of a step: cosines and sines [rows, head_dim / 2], their blocks and their offsets in these.
@@ -88,14 +112,13 @@ struct RotatedTokens {
 
 // Normalizes and rotates the pairs (i, i + half) of a head.
 template <typename T>
-INLINE void rotate_head(const T* from, const T* norm, float eps, const float* cos, const float* sin, int64_t half,
-                        T* to) {
-  float factor = norm ? norm_factor(from, 2 * half, eps) : 0;
+INLINE void rotate_head(const T* from, const Norm& norm, const float* cos, const float* sin, int64_t half, T* to) {
+  float factor = norm.weight ? norm_factor(from, 2 * half, norm.eps) : 0;
   for_vectors(half, [&](int64_t i, auto width) {
     Vec low = load_part(from + i, width), high = load_part(from + half + i, width);
-    if (norm) {
-      low = rounded<T>(normed<T>(low, factor, load_part(norm + i, width)));
-      high = rounded<T>(normed<T>(high, factor, load_part(norm + half + i, width)));
+    if (norm.weight) {
+      low = rounded<T>(normed<T>(low, factor, load_part(norm.weight + i, width), norm.rounds_first));
+      high = rounded<T>(normed<T>(high, factor, load_part(norm.weight + half + i, width), norm.rounds_first));
     }
     Vec c = load_part(cos + i, width), s = load_part(sin + i, width);
     store_part(rounded<T>(low * c) - rounded<T>(high * s), to + i, width);
@@ -106,18 +129,19 @@ INLINE void rotate_head(const T* from, const T* norm, float eps, const float* co
 // Rotates `count` heads, which lie `from_stride` and `to_stride` apart. The same as `rotate_head` for each, with
 // what they share kept in registers: VECS vectors are half a head.
 template <typename T, int VECS>
-INLINE void rotate_heads(const T* from, int64_t from_stride, int64_t count, const T* norm, float eps, const float* cos,
+INLINE void rotate_heads(const T* from, int64_t from_stride, int64_t count, const Norm& norm, const float* cos,
                          const float* sin, T* to, int64_t to_stride) {
   constexpr int64_t half = VECS * LANES;
   Vec c[VECS], s[VECS], weights[2 * VECS];
   for (int v = 0; v < VECS; v++) c[v] = load(cos + v * LANES), s[v] = load(sin + v * LANES);
-  for (int v = 0; v < 2 * VECS; v++) weights[v] = norm ? load(norm + v * LANES) : broadcast(1);
+  for (int v = 0; v < 2 * VECS; v++) weights[v] = norm.weight ? load(norm.weight + v * LANES) : broadcast(1);
   for (int64_t head = 0; head < count; head++, from += from_stride, to += to_stride) {
     Vec values[2 * VECS];
     for (int v = 0; v < 2 * VECS; v++) values[v] = load(from + v * LANES);
-    if (norm) {
-      float factor = norm_factor(from, 2 * half, eps);
-      for (int v = 0; v < 2 * VECS; v++) values[v] = rounded<T>(normed<T>(values[v], factor, weights[v]));
+    if (norm.weight) {
+      float factor = norm_factor(from, 2 * half, norm.eps);
+      for (int v = 0; v < 2 * VECS; v++)
+        values[v] = rounded<T>(normed<T>(values[v], factor, weights[v], norm.rounds_first));
     }
     for (int v = 0; v < VECS; v++) {
       Vec low = values[v], high = values[VECS + v];
@@ -138,11 +162,11 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
     T* values = keys + K * layer.block_tokens * D;
     T* heads = qkv + row * stride;
     const float *cos = tokens.cos + row * half, *sin = tokens.sin + row * half;
-    auto rotate = [&](const T* from, int64_t count, const void* norm, T* to, int64_t to_stride) {
-      if (D == 128) return rotate_heads<T, 64 / LANES>(from, D, count, (const T*)norm, layer.eps, cos, sin, to, to_stride);
-      if (D == 64) return rotate_heads<T, 32 / LANES>(from, D, count, (const T*)norm, layer.eps, cos, sin, to, to_stride);
+    auto rotate = [&](const T* from, int64_t count, const Norm& norm, T* to, int64_t to_stride) {
+      if (D == 128) return rotate_heads<T, 64 / LANES>(from, D, count, norm, cos, sin, to, to_stride);
+      if (D == 64) return rotate_heads<T, 32 / LANES>(from, D, count, norm, cos, sin, to, to_stride);
       for (int64_t head = 0; head < count; head++)
-        rotate_head(from + head * D, (const T*)norm, layer.eps, cos, sin, half, to + head * to_stride);
+        rotate_head(from + head * D, norm, cos, sin, half, to + head * to_stride);
     };
     rotate(heads, H, layer.q_norm, heads, D);
     rotate(heads + H * D, K, layer.k_norm, keys, layer.block_tokens * D);
@@ -151,12 +175,12 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
   }
 }
 
-extern "C" void tandem_rms_norm(const void* x, int64_t x_stride, const void* weight, void* out, int64_t out_stride,
-                                int64_t rows, int64_t size, float eps, int64_t is_bf16) {
+extern "C" void tandem_rms_norm(const void* x, int64_t x_stride, const Norm* norm, void* out, int64_t out_stride,
+                                int64_t rows, int64_t size, int64_t is_bf16) {
   if (is_bf16)
-    rms_norm((const Bf16*)x, x_stride, (const Bf16*)weight, (Bf16*)out, out_stride, rows, size, eps);
+    rms_norm((const Bf16*)x, x_stride, *norm, (Bf16*)out, out_stride, rows, size);
   else
-    rms_norm((const float*)x, x_stride, (const float*)weight, (float*)out, out_stride, rows, size, eps);
+    rms_norm((const float*)x, x_stride, *norm, (float*)out, out_stride, rows, size);
 }
 
 extern "C" void tandem_rotate_and_write(const RotatedLayer* layer, const RotatedTokens* tokens, void* qkv,

@@ -21,8 +21,11 @@ enum Epilogue : int64_t {
   STORE = 0,      // out = T(sum)
   ADD = 1,        // out = T(out + T(sum))
   GATED = 2,      // out[rows, num_outputs / 2] = T(T(silu(T(gate))) * T(up)); a panel is 16 gates and 16 ups
-  STORE_FLOAT = 3 // out = sum, float
+  STORE_FLOAT = 3,  // out = sum, float
+  GATED_GELU = 4    // as GATED, with the approximation of GeLU by tanh
 };
+
+constexpr bool is_gated(Epilogue epilogue) { return epilogue == GATED || epilogue == GATED_GELU; }
 
 struct LinearWeights {
   const void* panels;
@@ -72,19 +75,32 @@ constexpr int64_t CHUNK_ROWS = 1024;
 constexpr int64_t MOST_PACKED_ROWS = LANES == 16 ? 96 : 42;
 constexpr int64_t UNPACKED_INPUTS = LANES == 16 ? 512 : 256;
 
-// 0 below -86.6; NaN stays NaN. A value that becomes a bfloat16 takes the shorter way: its relative error is up to
-// 1e-5 where it is least.
+// x / (1 + exp(-z)); 0 for z below -86.6; NaN stays NaN. A value that becomes a bfloat16 takes the shorter way: its
+// relative error is up to 1e-5 where it is least.
 template <typename T>
-INLINE Vec silu(Vec x) {
+INLINE Vec times_sigmoid(Vec x, Vec z) {
   constexpr float least = -86.6f;
   Vec power;
   if constexpr (sizeof(T) == 2) {
-    Vec exponent = x * broadcast(-1.44269504f);
+    Vec exponent = z * broadcast(-1.44269504f);
     power = exp2_normal(vmin(broadcast(-least * 1.44269504f), vmax(broadcast(-126.0f), exponent)));
   } else {
-    power = vexp(broadcast(0) - x);
+    power = vexp(broadcast(0) - z);
   }
-  return zero_below(least, x, quotient(x, broadcast(1) + power));
+  return zero_below(least, z, quotient(x, broadcast(1) + power));
+}
+
+template <typename T>
+INLINE Vec silu(Vec x) {
+  return times_sigmoid<T>(x, x);
+}
+
+// x / 2 * (1 + tanh(y)) is x * sigmoid(2 * y).
+template <typename T>
+INLINE Vec gelu(Vec x) {
+  constexpr float root = 0.7978845608f;  // of 2 / pi
+  Vec cube = x * x * x;
+  return times_sigmoid<T>(x, broadcast(2 * root) * fma(cube, broadcast(0.044715f), x));
 }
 
 // Writes sums c[rows, 32] of panel `number` to the output.
@@ -97,14 +113,14 @@ void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, in
     Vec sum = load(row + v);
     return bias ? sum + load(bias + first + v, width) : sum;
   };
-  if (epilogue == GATED) {
+  if (is_gated(epilogue)) {
     constexpr int64_t half = PANEL / 2;
     int64_t columns = weights.num_outputs / 2 - number * half;
     for (int64_t m = 0; m < rows; m++, c += PANEL) {
       T* to = static_cast<T*>(out) + m * out_stride + number * half;
       for (int64_t v = 0; v < half && v < columns; v += LANES) {
         Vec gate = rounded<T>(value(c, v, LANES)), up = rounded<T>(value(c, v + half, LANES));
-        Vec result = rounded<T>(silu<T>(gate)) * up;
+        Vec result = rounded<T>(epilogue == GATED ? silu<T>(gate) : gelu<T>(gate)) * up;
         if (columns - v >= LANES)
           store(result, to + v);
         else
@@ -228,7 +244,7 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
         T* rows_out = reinterpret_cast<T*>(reinterpret_cast<char*>(out) + first * out_stride * item);
         if (part > BLOCK_ROWS<A>)
           for (int64_t m = 0; m < part; m++)
-            __builtin_prefetch((char*)rows_out + (m * out_stride + number * (epilogue == GATED ? PANEL / 2 : PANEL)) * item, 1);
+            __builtin_prefetch((char*)rows_out + (m * out_stride + number * (is_gated(epilogue) ? PANEL / 2 : PANEL)) * item, 1);
         multiply_group(a + first * stride, stride, part, panel, k, sums, its);
         finish_panel<T>(sums, part, weights, number, epilogue, rows_out, out_stride);
       }

@@ -1,0 +1,126 @@
+"""Write random checkpoints of every family by `transformers`: names, shapes and defaults are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"hidden_size": 66, "intermediate_size": 130, "num_attention_heads": 6, "num_key_value_heads": 2},
+    {"hidden_size": 48, "intermediate_size": 97, "num_attention_heads": 3, "num_key_value_heads": 1},
+    {"hidden_size": 80, "intermediate_size": 111, "num_attention_heads": 4, "num_key_value_heads": 4},
+)
+HEAD_DIMS = (16, 32, 24)
+COMMON: dict[str, Any] = {
+    "vocab_size": 211,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+# Keys that each family's shapes have beside these; those that name no family's defaults cross its windows.
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "llama": ({}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}),
+    "mistral": ({}, {"sliding_window": 24}, {"sliding_window": None}),
+    "qwen2": ({}, {"tie_word_embeddings": True}, {"use_sliding_window": True, "sliding_window": 21}),
+    "qwen3": ({}, {"tie_word_embeddings": True}, {"attention_bias": True}),
+    "gemma": ({}, {"tie_word_embeddings": False}, {"attention_bias": True}),
+    "gemma2": (
+        {"sliding_window": 20, "query_pre_attn_scalar": 40},
+        {"sliding_window": 300, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        {"sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3_text": (
+        {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 40},
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {"sliding_window": 33, "final_logit_softcapping": 4.0, "attention_bias": True},
+    ),
+    "phi3": (
+        {"sliding_window": 24},
+        {"partial_rotary_factor": 0.75},
+        {
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+                "long_factor": [1.0, 1.5, 3.0, 7.0, 12.0, 20.0],
+            },
+        },
+    ),
+    "granite": (
+        {"attention_multiplier": 0.15, "residual_multiplier": 0.6, "logits_scaling": 1.5},
+        {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "attention_bias": True},
+        {"attention_multiplier": 0.4, "tie_word_embeddings": True, "mlp_bias": True},
+    ),
+    "smollm3": (
+        {"no_rope_layer_interval": 2},
+        {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False},
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo2": ({}, {"attention_bias": True}, {"tie_word_embeddings": True}),
+    "olmo3": (
+        {"sliding_window": 20},
+        {
+            "sliding_window": 9,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.2,
+            },
+        },
+        {"sliding_window": 40, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+    ),
+    "glm": ({}, {"attention_bias": False}, {"partial_rotary_factor": 1.0}),
+    "glm4": ({}, {"attention_bias": False}, {"partial_rotary_factor": 0.25}),
+    "exaone4": (
+        {"sliding_window": 20},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "apertus": ({}, {"attention_bias": True}, {"tie_word_embeddings": True}),
+    "seed_oss": ({}, {"attention_bias": False, "mlp_bias": True}, {"attention_out_bias": True}),
+}
+CASES: dict[str, dict[str, Any]] = {
+    f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
+    for family, variants in VARIANTS.items()
+    for number, (variant, shape, head_dim) in enumerate(zip(variants, SHAPES, HEAD_DIMS, strict=True), 1)
+}
+
+
+def write_family_checkpoint(
+    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", **keys: Any
+) -> None:
+    """Write a checkpoint of a family, with `keys` of its config.json, into the folder `path`. Weights are
+    such that attention, norms and gates all tell in the logits."""
+    given = COMMON | keys
+    if family == "phi3":  # its heads are as wide as hidden_size says
+        given["hidden_size"] = given.pop("head_dim") * given["num_attention_heads"]
+    config = transformers.AutoConfig.for_model(family, **given, dtype=dtype)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        _draw(name, parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+
+
+@torch.no_grad()
+def _draw(name: str, parameter: nn.Parameter) -> None:
+    if "norm" in name:
+        mean = float(parameter.mean() > 0.5)
+        parameter.normal_(mean, 0.2)
+    elif parameter.dim() == 1:
+        parameter.normal_(0.0, 0.3)
+    else:
+        gain = 2.0 if "embed" in name or "lm_head" in name else 1.2
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)

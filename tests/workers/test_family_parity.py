@@ -1,0 +1,56 @@
+"""Every family against `transformers`, on random checkpoints that `transformers` itself writes: three shapes
+each, whose sizes divide by little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import CASES, write_family_checkpoint
+from optional_programs import uses_compiler
+from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
+
+from workers.model.decoder import load_decoder
+from workers.model.families.known_families import FAMILIES
+
+pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
+
+CPU = torch.device("cpu")
+PROMPT_TOKENS = 70
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
+    write_family_checkpoint(tmp_path, **CASES[case])
+    prompt = tokens_of(1, PROMPT_TOKENS)
+    model = PagedModel(load_decoder(tmp_path, torch.float32, CPU), torch.float32)
+    output = model.greedy(0, prompt, 40)
+    expected = reference_logits(reference_of(tmp_path), prompt + output[:-1])
+    assert expected.std() >= 0.5
+    assert output == expected[PROMPT_TOKENS - 1 :].argmax(-1).tolist()
+    for sequence, chunk_tokens in enumerate((7, PROMPT_TOKENS), 1):
+        chunked = model.chunked(sequence, prompt, chunk_tokens)
+        assert error_of(chunked, expected[:PROMPT_TOKENS]) <= 1e-4
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("-1")])
+def test_bfloat16_is_as_close_to_float32_as_transformers(case: str, tmp_path: Path) -> None:
+    """The error of rounding activations may be 1.5 times transformers' own."""
+    write_family_checkpoint(tmp_path, **(CASES[case] | {"dtype": "bfloat16"}))
+    prompt = tokens_of(2, PROMPT_TOKENS)
+    exact = reference_logits(reference_of(tmp_path), prompt)
+    allowed = 1.5 * error_of(reference_logits(reference_of(tmp_path, torch.bfloat16), prompt), exact)
+    assert 1e-4 < allowed < 0.2
+    model = PagedModel(load_decoder(tmp_path, torch.bfloat16, CPU), torch.bfloat16)
+    for sequence, chunk_tokens in enumerate((1, 40, PROMPT_TOKENS)):
+        assert error_of(model.chunked(sequence, prompt, chunk_tokens), exact) <= allowed
+
+
+def test_every_family_has_three_shapes() -> None:
+    shapes: dict[Any, int] = {}
+    for case in CASES.values():
+        shapes[case["family"]] = shapes.get(case["family"], 0) + 1
+    assert {family.name for family in FAMILIES} == shapes.keys()
+    assert set(shapes.values()) == {3}

@@ -1,0 +1,55 @@
+"""Name the tensors of a checkpoint outside of its layers, and tell which layer the others belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_LAYER = re.compile(r"layers\.(\d{1,9})\.")
+# Where models of text and images keep their text model: as they are published, and as transformers 5 writes
+# them; what the names of its layers begin with, and the name of its head.
+_WRAPPED = (
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("model.language_model.", "lm_head.weight"),
+)
+_PLAIN = ("model.", "lm_head.weight")
+
+
+class TensorNames(NamedTuple):
+    """The names of a checkpoint's tensors: they begin with `model`, but for the `head`."""
+
+    model: str
+    head: str
+
+    @staticmethod
+    def of(names: Iterable[str], *, is_wrapped: bool) -> TensorNames:
+        """Find how the tensors `names` of a checkpoint are named; `is_wrapped` as in `ModelConfig`."""
+        if not is_wrapped:
+            return TensorNames(*_PLAIN)
+        known = list(names)
+        for model, head in _WRAPPED:
+            if any(name.startswith(model) for name in known):
+                return TensorNames(model, head)
+        return TensorNames(*_WRAPPED[0])
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.model}embed_tokens.weight"
+
+    @property
+    def norm(self) -> str:
+        """The norm after the last layer."""
+        return f"{self.model}norm.weight"
+
+    def is_of_text(self, name: str) -> bool:
+        """Whether the tensor belongs to the text model, and not to one that is wrapped with it."""
+        return name == self.head or name.startswith(self.model)
+
+    def layer_of(self, name: str) -> tuple[int, str] | None:
+        """Return the layer that the tensor belongs to, and its name there; None if it belongs to none."""
+        if not name.startswith(self.model):
+            return None
+        rest = name.removeprefix(self.model)
+        layer = _LAYER.match(rest)
+        return None if layer is None else (int(layer[1]), rest[layer.end() :])
