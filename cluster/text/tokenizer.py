@@ -69,7 +69,7 @@ class ModelText:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing, and tokenizer.model as well: the gateway needs the model's tokenizer"
+                f"{path} is missing: the gateway needs it, or the tokenizer.model of SentencePiece"
             )
         try:
             with panics_as_errors:

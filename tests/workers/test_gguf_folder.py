@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.file_lock import try_lock
 from workers.errors import CheckpointError
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.gguf.gguf_file import GgufFile
@@ -210,6 +211,39 @@ def test_what_a_process_left_that_ended_meanwhile_is_not_used(
     folder = weights_folder(file, "bf16", cache)
     assert len(_tensors(folder)) == len(GgufFile.read(file).name_to_tensor)
     assert [path for path in cache.iterdir() if path.suffix == ".partial"] == []
+
+
+def test_folders_that_nothing_asks_for_are_removed_when_another_is_made(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    cache, days = tmp_path / "cache", 86400
+    first = weights_folder(_written(tmp_path, make_checkpoint), "bf16", cache)
+    second = weights_folder(tmp_path / "model.gguf", "fp16", cache)
+    (cache / "notes").mkdir()
+    now = second.stat().st_mtime
+    for folder in (first, second, cache / "notes"):
+        os.utime(folder, (now - 31 * days, now - 31 * days))
+    assert weights_folder(tmp_path / "model.gguf", "fp16", cache) == second
+    assert first.is_dir(), "nothing was made"
+    third = weights_folder(tmp_path / "model.gguf", "fp32", cache)
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {second.name, third.name, "notes"}
+    assert weights_folder(tmp_path / "model.gguf", "bf16", cache) == first
+    assert _tensors(first)
+
+
+def test_a_folder_that_another_process_works_on_stays(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    first = weights_folder(_written(tmp_path, make_checkpoint), "bf16", cache)
+    os.utime(first, (1, 1))
+    lock = try_lock(cache / f".{first.name}.lock")
+    assert lock is not None
+    weights_folder(tmp_path / "model.gguf", "fp16", cache)
+    assert first.is_dir()
+    os.close(lock)
+    weights_folder(tmp_path / "model.gguf", "fp32", cache)
+    assert not first.is_dir()
 
 
 def test_templates_become_files(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

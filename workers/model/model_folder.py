@@ -13,12 +13,14 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_config import config_of, generation_config_of
@@ -42,6 +44,9 @@ _KEY_BYTES = 16 << 20
 # Beside the weights.
 _SPARE_BYTES = 64 << 20
 _POLL_S = 0.1
+# After this time a folder that no process asks for is removed, when another one is made.
+_UNUSED_S = 30 * 86400.0
+_OWN_NAME = re.compile(rf"[^.].*-[0-9a-f]{{{_KEY_CHARS}}}(-(fp32|bf16|fp16))?", re.DOTALL)
 
 # What is copied beside a tokenizer that was converted.
 _COPIED = (
@@ -107,12 +112,13 @@ def _made(
     cache = cache or default_cache()
     folder = cache / "-".join(filter(None, parts))
     try:
-        if folder.is_dir():
+        if _use(folder):
             return folder
         _make_private(cache)
         with _locked(cache / f".{folder.name}.lock", f"waiting for {model.name} to be converted", progress):
-            if not folder.is_dir():
+            if not _use(folder):
                 _write(folder, write)
+        _remove_unused(cache, folder.stat().st_mtime)
         return folder
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -136,6 +142,39 @@ def _key(model: Path) -> str:
             digest.update(f"|{state.st_size}|{state.st_mtime_ns}|".encode())
             digest.update(stream.read(_KEY_BYTES))
     return digest.hexdigest()[:_KEY_CHARS]
+
+
+def _use(folder: Path) -> bool:
+    """Return whether the folder is there, and note that it was used now: by its time of change."""
+    with contextlib.suppress(OSError):  # a cache that can only be read, above all
+        os.utime(folder)
+    return folder.is_dir()
+
+
+def _remove_unused(cache: Path, now: float) -> None:
+    """Remove folders that no process has asked for in a long time; `now` in seconds since 1970. Where that
+    fails, they stay."""
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if _OWN_NAME.fullmatch(folder.name) and folder.stat().st_mtime < now - _UNUSED_S:
+                _remove(folder, now)
+
+
+def _remove(folder: Path, now: float) -> None:
+    """Remove a folder, unless another process has begun to use it meanwhile."""
+    lock = try_lock(folder.with_name(f".{folder.name}.lock"))
+    if lock is None:
+        return
+    try:
+        removed = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(removed, ignore_errors=True)  # of a process that ended meanwhile
+        folder.rename(removed)
+        if removed.stat().st_mtime >= now - _UNUSED_S:
+            removed.rename(folder)
+        else:
+            shutil.rmtree(removed)
+    finally:
+        os.close(lock)
 
 
 def _folder_key(model: Path) -> str:

@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 22
 _SPACE = "\u2581"
 
 
-class Vocabulary(NamedTuple):
+class PieceVocabulary(NamedTuple):
     """The tokens by id, their kinds and scores."""
 
     tokens: Sequence[str]
@@ -43,7 +43,7 @@ class PieceRules(NamedTuple):
     charsmap: bytes = b""
 
 
-def piece_tokenizer(vocabulary: Vocabulary, unknown: int, rules: PieceRules) -> Tokenizer:
+def piece_tokenizer(vocabulary: PieceVocabulary, unknown: int, rules: PieceRules) -> Tokenizer:
     """Return the tokenizer without its added tokens; `unknown` is the id of what is in no piece. Raises
     `ValueError` or `TypeError` where the library refuses the pieces."""
     tokenizer = Tokenizer(_model(vocabulary, unknown, rules))
@@ -59,7 +59,7 @@ def piece_tokenizer(vocabulary: Vocabulary, unknown: int, rules: PieceRules) -> 
     return tokenizer
 
 
-def scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def scored_merges(vocabulary: PieceVocabulary) -> list[tuple[str, str]]:
     """Return every pair of tokens that together are a token, the highest score of that first."""
     tokens, scores = vocabulary.tokens, vocabulary.scores
     ids = {
@@ -78,7 +78,7 @@ def scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def add_tokens(
-    tokenizer: Tokenizer, vocabulary: Vocabulary, described: Mapping[int, AddedToken] | None = None
+    tokenizer: Tokenizer, vocabulary: PieceVocabulary, described: Mapping[int, AddedToken] | None = None
 ) -> None:
     """Have the tokens that are found in the text before anything else keep their ids: those of such kinds,
     and those that are `described` by id."""
@@ -102,7 +102,7 @@ def surround(tokenizer: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, 
         )
 
 
-def _model(vocabulary: Vocabulary, unknown: int, rules: PieceRules) -> models.Model:
+def _model(vocabulary: PieceVocabulary, unknown: int, rules: PieceRules) -> models.Model:
     """Return what cuts a text: the most probable pieces, or pairs merged in the order of the scores of what
     they become. Characters that are in no piece are spelled in bytes where there are such pieces."""
     if rules.is_unigram:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvtransfer.common.os_errors import os_reason
 from workers.errors import CheckpointError
-from workers.model.piece_tokenizer import MAX_TOKENS, NORMAL, UNKNOWN, Vocabulary
+from workers.model.piece_tokenizer import MAX_TOKENS, NORMAL, UNKNOWN, PieceVocabulary
 
 UNIGRAM, BPE = 1, 2
 _KIND_NAMES = {UNIGRAM: "unigram", BPE: "bpe", 3: "word", 4: "char"}
@@ -33,7 +33,7 @@ _Value: TypeAlias = int | bytes
 class SentencePieceModel(NamedTuple):
     """The pieces, and how a text is brought into their form. Ids are -1 where there is no such token."""
 
-    vocabulary: Vocabulary
+    vocabulary: PieceVocabulary
     kind: int
     byte_fallback: bool
     charsmap: bytes
@@ -124,7 +124,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     return text.decode(), number, _int32(fields.get(3, NORMAL))
 
 
-def _checked(pieces: list[tuple[str, float, int]]) -> Vocabulary:
+def _checked(pieces: list[tuple[str, float, int]]) -> PieceVocabulary:
     if not pieces:
         raise ValueError("it has no pieces")
     texts, scores, kinds = zip(*pieces, strict=True)
@@ -132,7 +132,7 @@ def _checked(pieces: list[tuple[str, float, int]]) -> Vocabulary:
         raise ValueError("it has a piece twice")
     if kinds.count(UNKNOWN) != 1:
         raise ValueError(f"it has {kinds.count(UNKNOWN)} pieces of the type UNKNOWN, not one")
-    return Vocabulary(texts, kinds, scores)
+    return PieceVocabulary(texts, kinds, scores)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, _Value]]:

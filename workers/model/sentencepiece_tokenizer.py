@@ -16,7 +16,7 @@ from workers.model.piece_tokenizer import (
     CONTROL,
     USER_DEFINED,
     PieceRules,
-    Vocabulary,
+    PieceVocabulary,
     add_tokens,
     piece_tokenizer,
     surround,
@@ -84,13 +84,13 @@ def _space_prefix(model: SentencePieceModel, config: Mapping[str, Any]) -> Liter
     return "first" if config.get("legacy") is False else "every"
 
 
-def _renamed(vocabulary: Vocabulary, added: Mapping[int, AddedToken]) -> Vocabulary:
+def _renamed(vocabulary: PieceVocabulary, added: Mapping[int, AddedToken]) -> PieceVocabulary:
     """Return the pieces with those that have another text in the JSON files: tokens kept free, as a rule."""
     tokens, kinds = list(vocabulary.tokens), list(vocabulary.kinds)
     for index, token in added.items():
         if index < len(tokens) and tokens[index] != token.content:
             tokens[index], kinds[index] = token.content, CONTROL if token.special else USER_DEFINED
-    return Vocabulary(tokens, kinds, vocabulary.scores)
+    return PieceVocabulary(tokens, kinds, vocabulary.scores)
 
 
 def _roles(folder: Path, config: Mapping[str, Any], model: SentencePieceModel) -> dict[str, str]:

@@ -15,7 +15,7 @@ from workers.model.piece_tokenizer import (
     MAX_TOKENS,
     NORMAL,
     PieceRules,
-    Vocabulary,
+    PieceVocabulary,
     add_tokens,
     piece_tokenizer,
     surround,
@@ -125,7 +125,7 @@ def templates_of(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _read_vocabulary(file: GgufFile) -> Vocabulary:
+def _read_vocabulary(file: GgufFile) -> PieceVocabulary:
     tokens = file.metadata.get(f"{_PREFIX}tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_TOKENS:
         raise CheckpointError(
@@ -138,10 +138,10 @@ def _read_vocabulary(file: GgufFile) -> Vocabulary:
             f"{file.path}: {len(tokens)} tokens with {len(kinds)} kinds and {len(scores)} scores; take "
             "another conversion of the model"
         )
-    return Vocabulary(tokens, kinds, scores)
+    return PieceVocabulary(tokens, kinds, scores)
 
 
-def _named(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> dict[str, str]:
+def _named(vocabulary: PieceVocabulary, metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the tokens that have a role, as tokenizer_config.json names them."""
     roles = {
         "bos": "bos",
@@ -158,7 +158,7 @@ def _named(vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> dict[str, str
     return {name: token for name, token in found.items() if token is not None}
 
 
-def _byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+def _byte_pairs(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer, bool]:
     """Build a byte-level tokenizer, whose merges the metadata lists."""
     kind = str(file.metadata.get(f"{_PREFIX}pre", "default"))
     if kind not in _SPLITS:
@@ -180,7 +180,7 @@ def _byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
     return tokenizer, split.adds_bos
 
 
-def _scored_pieces(file: GgufFile, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+def _scored_pieces(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer, bool]:
     """Build a tokenizer of SentencePiece of the kind BPE."""
     has_prefix = bool(file.metadata.get(f"{_PREFIX}add_space_prefix", True))
     rules = PieceRules(space_prefix="every" if has_prefix else "none")
@@ -191,7 +191,7 @@ _MODELS = {"gpt2": _byte_pairs, "llama": _scored_pieces}
 
 
 def _surround(
-    tokenizer: Tokenizer, file: GgufFile, vocabulary: Vocabulary, adds_bos: bool
+    tokenizer: Tokenizer, file: GgufFile, vocabulary: PieceVocabulary, adds_bos: bool
 ) -> dict[str, bool]:
     """Have texts begin and end with the tokens that the metadata wants there."""
     wanted = {
@@ -203,7 +203,7 @@ def _surround(
     return {f"add_{name}_token": end is not None for name, end in ends.items()}
 
 
-def _end(file: GgufFile, vocabulary: Vocabulary, role: str) -> tuple[str, int] | None:
+def _end(file: GgufFile, vocabulary: PieceVocabulary, role: str) -> tuple[str, int] | None:
     """Return the token of this role and its id; None where the file has none."""
     index: Any = file.metadata.get(f"{_PREFIX}{role}_token_id")
     token = vocabulary.token(index)
