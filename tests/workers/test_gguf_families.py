@@ -48,6 +48,7 @@ class _Case(NamedTuple):
     is_permuted: bool = False
     # Whether transformers reads files of this architecture too.
     is_read_by_transformers: bool = False
+    others: dict[str, Any] | None = None
 
     @property
     def architecture(self) -> str:
@@ -119,6 +120,30 @@ CASES = {
             "attention.sliding_window": 24,
         },
         is_read_by_transformers=True,
+    ),
+    "phi3 with a stretched context": _Case(
+        transformers.Phi3Config(
+            **(SHAPE | {"head_dim": 16}),
+            original_max_position_embeddings=32,
+            rope_parameters=_rope(
+                10000.0,
+                rope_type="longrope",
+                long_factor=[1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 11.0, 16.0],
+                short_factor=[1.0, 1.0, 1.25, 1.25, 1.5, 1.5, 1.75, 2.0],
+                original_max_position_embeddings=32,
+            ),
+        ),
+        {
+            "rope.dimension_count": 16,
+            "rope.freq_base": 10000.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": 1.0,
+            "attention.sliding_window": 0,
+        },
+        others={
+            "rope_factors_long.weight": np.array([1, 1.5, 2, 3, 5, 8, 11, 16], np.float32),
+            "rope_factors_short.weight": np.array([1, 1, 1.25, 1.25, 1.5, 1.5, 1.75, 2], np.float32),
+        },
     ),
     "olmo2": _Case(
         transformers.Olmo2Config(**SHAPE, rope_parameters=_rope(5e5)),
@@ -211,6 +236,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         num_heads=heads[0],
         num_kv_heads=heads[1],
         norm_shift=case.norm_shift,
+        others=case.others,
     )
     return _Written(case, model, file, weights_folder(file, "fp32", folder / "cache"))
 

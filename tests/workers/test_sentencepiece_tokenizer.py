@@ -366,7 +366,7 @@ def _raw(pieces: Sequence[Piece] = LLAMA, **fields: Any) -> Callable[[], bytes]:
     return lambda: model_bytes(pieces, **fields)
 
 
-WRONG = {
+WRONG: dict[str, tuple[Callable[[], bytes], str]] = {
     "cut": (lambda: model_bytes(LLAMA)[:-3], "cut short"),
     "another format": (lambda: b"IQ== 0\nIg== 1\nIw== 2\n" * 50, "not a supported SentencePiece model"),
     "empty": (lambda: b"", "it has no pieces"),
