@@ -18,7 +18,7 @@ from serving import RunningCluster, environment, tandem
 
 FOLDER = os.environ.get("TANDEM_REAL_MODELS", "")
 DOWNLOAD_S = 240
-START_S = 240
+START_S = 480
 ANSWER_S = 90
 NUM_TOKENS = 24
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time,", "1, 2, 3, 4,"]
