@@ -15,13 +15,7 @@ from rich.table import Table
 from cluster.bench.replayed_traces import bench_scaling, bench_store
 from cluster.bench.serving_command import bench_serve_command
 from cluster.cli.model_download import fetched
-from cluster.cli.terminal import (
-    NONE,
-    AsJson,
-    bundled_model,
-    made_table,
-    out,
-)
+from cluster.cli.terminal import NONE, AsJson, bundled_model, made_table, out
 from cluster.dtypes import auto_dtype
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource

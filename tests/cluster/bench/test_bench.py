@@ -21,14 +21,8 @@ from typer.testing import CliRunner
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.bench import bench_command
 from cluster.bench.bench_command import cli, engine_table
-from cluster.bench.serving_command import (
-    LoadOptions,
-    bench_table,
-    histogram,
-    offered_requests_per_s,
-    planned_runs,
-    read_dataset,
-)
+from cluster.bench.bench_runs import bench_table, histogram, offered_requests_per_s
+from cluster.bench.load_options import LoadOptions, planned_runs, read_dataset
 from cluster.bench.serving_load import (
     BenchPrompt,
     BenchRequest,
