@@ -68,7 +68,9 @@ class ModelText:
         """Read `tokenizer.json`; `CheckpointError` when there is none."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the gateway needs the model's fast tokenizer")
+            raise CheckpointError(
+                f"{path} is missing: the gateway needs it, or the tokenizer.model of SentencePiece"
+            )
         try:
             with panics_as_errors:
                 return cls(Tokenizer.from_file(str(path)))
