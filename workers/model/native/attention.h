@@ -36,6 +36,7 @@ constexpr int64_t TURN_ROWS = 2 * MOST_ROWS;
 constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
 constexpr int64_t AHEAD = 32;         // keys whose memory is prefetched, a multiple of 16
 constexpr int64_t MOST_DIM = 1024;
+constexpr float LOG2_E = 1.44269504f;
 constexpr float LEAST = -1e30f;  // the largest exponent of a row that has seen no key
 constexpr int64_t SHARE = 4;  // a task of more than this part of a thread's share of the work is split
 
@@ -52,7 +53,7 @@ struct AttentionStep {
   void *kv, *host;       // blocks on the device, and those with ids from first_host on
   int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, first_host,
       num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
-  float scale;
+  float scale, softcap;  // softcap 0: scores are not capped
 };
 
 // Fills in the tasks of a step: at most one for each sequence and TASK_ROWS rows. The first `num_split` are
@@ -443,6 +444,13 @@ class Attention {
   }
 #endif
 
+  // Scales and caps scores. Returns the factor that is left to apply.
+  float cap_scores(float* scores, int64_t count) const {
+    Vec scale = broadcast(step.scale / step.softcap), cap = broadcast(step.softcap);
+    for (int64_t i = 0; i < count; i += LANES) store(cap * vtanh(load(scores + i) * scale), scores + i);
+    return 1;
+  }
+
   // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and what else is in
   // [from, to), whole panels, into zeros. A row that sees none has a sum of 0.
   void normalize(float* scores, A* probabilities, int64_t from, int64_t to, int64_t first, int64_t end, float* largest,
@@ -452,12 +460,13 @@ class Attention {
       *largest = LEAST, *sum = 0;
       return;
     }
+    float factor = LOG2_E * (step.softcap ? cap_scores(scores + from, to - from) : step.scale);
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
     for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
     Vec top = load(scores + from), other = load(scores + from + LANES);
     for (int64_t i = from + 2 * LANES; i < to; i += 2 * LANES)
       top = vmax(top, load(scores + i)), other = vmax(other, load(scores + i + LANES));
-    float factor = step.scale * 1.44269504f, most = max_lanes(vmax(top, other)) * factor;
+    float most = max_lanes(vmax(top, other)) * factor;
     Vec factors = broadcast(factor), offset = broadcast(-most), total = broadcast(0);
     for (int64_t i = from; i < to; i += LANES) {
       Vec p = vexp2(fma(load(scores + i), factors, offset));
