@@ -20,8 +20,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_register_is_spilled(kernels: list[dict[str, Any]]) -> None:
-    assert len(kernels) == 6
-    assert [it["stack_bytes"] for it in kernels] == [0] * 6
+    # `_reduce_pieces` of 8 heads and of 16 is one kernel.
+    assert len(kernels) == 8
+    assert [it["stack_bytes"] for it in kernels] == [0] * 8
 
 
 def test_chunks_use_warpgroups_and_a_pipeline_of_three_tiles(kernels: list[dict[str, Any]]) -> None:

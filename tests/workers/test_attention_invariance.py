@@ -164,9 +164,7 @@ def test_a_long_sequence_is_split_over_threads_with_the_same_result(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("name", TILED_KERNELS)
-def test_capped_scores_depend_on_no_other_row(
-    name: str, is_deterministic: bool, dtype: torch.dtype
-) -> None:
+def test_capped_scores_depend_on_no_other_row(name: str, is_deterministic: bool, dtype: torch.dtype) -> None:
     """Alone, in a chunk and split over threads, against float64. The cap tells: scores without it differ."""
     sequences = Sequences(
         name, [1100, 90], group=4, head_dim=64, dtype=dtype, score_scale=0.4, softcap=2.5, window=600,
