@@ -87,8 +87,8 @@ def make_step(
     score_scale: float | None = None,
     softcap: float = 0.0,
 ) -> DrawnStep:
-    """Sequences with (tokens before, new tokens), in blocks of a drawn order. Each layer has a rotary embedding
-    of its own; that of the first one lengthens what it rotates."""
+    """Sequences with (tokens before, new tokens), in blocks of a drawn order. Each layer has its own
+    rotary embedding; that of the first one lengthens what it rotates."""
     draw = torch.Generator().manual_seed(seed)
     num_heads = num_kv_heads * group
 

@@ -51,8 +51,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 def checkpoint(path: Path, family: str) -> Path:
     keys = OF_FAMILY.get(family, {})
-    if "gemma" in family:
-        keys = keys | {"hidden_activation": "gelu_pytorch_tanh"}
     if family in OF_FAMILY:
         keys = keys | {"sliding_window": 7}
     write_random_checkpoint(
