@@ -136,7 +136,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
     def vector(size: int, mean: float, spread: float) -> Tensor:
         return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
 
-    norm_mean = 1.0 - config.declared.norm_offset
+    norm_mean = 1.0 - config.traits.norm_offset
     tensors = {
         "model.embed_tokens.weight": matrix(config.vocab_size, hidden, 2.0),
         "model.norm.weight": vector(hidden, norm_mean, 0.1),
@@ -156,14 +156,14 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
         }
-        if not config.declared.is_gated:
+        if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
         for name, (rows, columns, gain, has_bias) in matrices.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
-        names = dataclasses.astuple(config.declared.norms)
+        names = dataclasses.astuple(config.traits.norms)
         norms = dict.fromkeys(filter(None, names), hidden)
         if config.qk_norm:
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
@@ -171,9 +171,9 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             norms |= {"self_attn.q_norm": num_q, "self_attn.k_norm": num_kv}
         for name, size in norms.items():
             tensors[f"{prefix}{name}.weight"] = vector(size, norm_mean, 0.1)
-        if config.declared.is_qkv_fused:
+        if config.traits.is_qkv_fused:
             _fuse(tensors, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        if config.declared.is_gate_up_fused:
+        if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
 

@@ -238,7 +238,7 @@ class WeightReader:
             _Rows(f"{prefix}k_proj", num_kv, kv_rows),
             _Rows(f"{prefix}v_proj", num_kv, kv_rows),
         ]
-        if config.declared.is_qkv_fused:
+        if config.traits.is_qkv_fused:
             parts = _fused(f"{prefix}qkv_proj", parts)
         weights = self._split_outputs(parts, config.qkv_bias)
         if self._order is None:
@@ -277,14 +277,12 @@ class WeightReader:
         def norm(name: str) -> Norm | None:
             return self._norm(f"{prefix}{name}.weight", self._config.hidden_size) if name else None
 
-        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.declared.norms)))
+        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.traits.norms)))
 
     def _norm(self, name: str, size: int, rows: slice = slice(None)) -> Norm:
-        declared = self._config.declared
+        traits = self._config.traits
         weight = self._tensor(name, (size,), rows, dtype=torch.float32).clone()
-        return Norm(
-            weight.add_(declared.norm_offset), self._config.rms_norm_eps, declared.is_norm_rounded_first
-        )
+        return Norm(weight.add_(traits.norm_offset), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
     def _xielu(self, prefix: str) -> Xielu:
         names = ("alpha_p", "alpha_n", "beta", "eps")
@@ -297,12 +295,12 @@ class WeightReader:
 
     def _gate_up(self, prefix: str) -> LinearWeights:
         size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
-        declared = self._config.declared
+        traits = self._config.traits
         up = _Rows(f"{prefix}up_proj", size, rows)
-        if not declared.is_gated:
+        if not traits.is_gated:
             return self._split_outputs([up], self._config.mlp_bias)
         parts = [_Rows(f"{prefix}gate_proj", size, rows), up]
-        if declared.is_gate_up_fused:
+        if traits.is_gate_up_fused:
             parts = _fused(f"{prefix}gate_up_proj", parts)
         return self._split_outputs(parts, self._config.mlp_bias)
 

@@ -147,11 +147,11 @@ class Probe:
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
-        names = dataclasses.astuple(config.declared.norms)
+        names = dataclasses.astuple(config.traits.norms)
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
         has_qk_norms = config.qk_norm or config.qk_row_norm
         qk_norms = [self._norm(size) if has_qk_norms else None for size in norm_sizes]
-        ups = (random(intermediate_size, hidden),) * (2 if config.declared.is_gated else 1)
+        ups = (random(intermediate_size, hidden),) * (2 if config.traits.is_gated else 1)
         return LayerWeights(
             norms=BlockNorms(*(self._norm(hidden) if name else None for name in names)),
             qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
@@ -164,8 +164,8 @@ class Probe:
         )
 
     def _norm(self, size: int) -> Norm:
-        declared = self._config.declared
-        return Norm(self._random(size).float(), self._config.rms_norm_eps, declared.is_norm_rounded_first)
+        traits = self._config.traits
+        return Norm(self._random(size).float(), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
     def _random(self, *shape: int) -> Tensor:
         """Repeat a drawn pattern: drawing each number of a large layer would take seconds."""
