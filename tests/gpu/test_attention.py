@@ -150,7 +150,7 @@ def draw_step(device: torch.device, seed: int, kind: str) -> DrawnStep:
         block_tokens=one(16, 32, 64, 128),
         has_norm=bool(one(0, 1)),
         is_rounded_first=bool(one(0, 1)),
-        score_scale=draw.choice([None, 0.4]),
+        score_scale=0.4 if one(0, 1) else None,
         softcap=float(draw.choice([0.0, 0.0, 1.5, 20.0])),
     )
 
