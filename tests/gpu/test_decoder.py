@@ -40,8 +40,8 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Keys of config.json of families that compute what the others do not: caps of scores and logits, a scale of
-# scores, norms of rows and of what a layer adds, a feed-forward without a gate, and kinds of layers that rotate
-# in their own ways or not.
+# scores, norms of rows and of what a layer adds, a feed-forward without a gate, and kinds of layers that
+# rotate in their own ways or not.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},

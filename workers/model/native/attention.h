@@ -3,11 +3,11 @@
 // A task is up to TASK_ROWS rows of one sequence and one key-value head: some consecutive tokens, each with the
 // query heads of that head. One kernel serves one row and a hundred. The keys of a row are cut at absolute
 // positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
-// values. Then a few rows at a time have their scores computed, as products with the keys; then probabilities
-// relative to a row's largest score; then their products with the values. Pieces are combined in their order. What
-// is computed for a row, and in which order, depends on its position and window alone: neither on the rows beside
-// it, nor on which thread computes which piece. Panels of 32 keys of which none of these few rows sees one are left
-// out; what another row sees has the probability 0, which changes no sum.
+// values. Then a few rows at a time have their scores computed, as products with the keys, and capped where the
+// model says so; then probabilities relative to a row's largest score; then their products with the values. Pieces
+// are combined in their order. What is computed for a row, and in which order, depends on its position and window
+// alone: neither on the rows beside it, nor on which thread computes which piece. Panels of 32 keys of which none of
+// these few rows sees one are left out; what another row sees has the probability 0, which changes no sum.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -444,11 +444,10 @@ class Attention {
   }
 #endif
 
-  // Scales and caps scores. Returns the factor that is left to apply.
-  float cap_scores(float* scores, int64_t count) const {
+  // Turns products of queries and keys into scores that are scaled and capped.
+  void cap_scores(float* scores, int64_t count) const {
     Vec scale = broadcast(step.scale / step.softcap), cap = broadcast(step.softcap);
     for (int64_t i = 0; i < count; i += LANES) store(cap * vtanh(load(scores + i) * scale), scores + i);
-    return 1;
   }
 
   // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and what else is in
@@ -460,7 +459,8 @@ class Attention {
       *largest = LEAST, *sum = 0;
       return;
     }
-    float factor = LOG2_E * (step.softcap ? cap_scores(scores + from, to - from) : step.scale);
+    float factor = step.scale * LOG2_E;
+    if (step.softcap) cap_scores(scores + from, to - from), factor = LOG2_E;
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
     for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
     Vec top = load(scores + from), other = load(scores + from + LANES);
