@@ -110,8 +110,10 @@ class RopeReader(ConfigValues):
         part = self.number(
             "partial_rotary_factor",
             scaling,
-            self.number("partial_rotary_factor", self.raw, family.partial_factor),
+            self.number("partial_rotary_factor", self.raw, family.partial_factor or 1.0),
         )
+        if family.partial_factor is None and part != 1:
+            self.refuse("partial_rotary_factor", f"is {part:g}, but heads of this family are rotated whole")
         num_rotated = int(head_dim * part)
         if part > 1 or num_rotated < 2 or num_rotated % 2:
             self.refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
