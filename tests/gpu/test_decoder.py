@@ -46,7 +46,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},
     "olmo2": {},
-    "apertus": {},
+    "apertus": {"hidden_act": "xielu"},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 
