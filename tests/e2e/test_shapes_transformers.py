@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from e2e_harness import E2eHarness
+from paged_model import continued
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.config import Parallel
@@ -49,25 +48,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 17, 90)
 
 
-def continued(model_dir: Path, prompt: list[int]) -> list[int]:
-    """What `transformers` puts greedily after the prompt."""
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    model.generation_config.eos_token_id = None
-    text = torch.tensor([prompt])
-    with torch.inference_mode():
-        ids = model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            pad_token_id=0,
-        )
-    return [int(token) for token in ids[0][len(prompt) :]]
-
-
 @pytest.mark.parametrize("name", CHECKPOINTS)
 async def test_two_by_two_ranks_give_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     write_random_checkpoint(tmp_path, seed=11, **(UNEVEN | CHECKPOINTS[name]))
@@ -84,4 +64,6 @@ async def test_two_by_two_ranks_give_the_tokens_of_transformers(tmp_path: Path, 
         await harness.quiet()
     finally:
         await harness.close()
-    assert [each.sequence() for each in heard] == [continued(tmp_path, prompt) for prompt in prompts]
+    assert [each.sequence() for each in heard] == [
+        continued(tmp_path, prompt, NUM_TOKENS) for prompt in prompts
+    ]

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, ROOT_KEY, E2eHarness, Heard, Replica, raw, until
+from e2e_harness import (
+    BLOCK_TOKENS,
+    ROOT_KEY,
+    E2eHarness,
+    Heard,
+    Replica,
+    add_with_store,
+    raw,
+    stored_blocks,
+    until,
+)
 from msgspec.structs import replace
 from store_harness import StoreHarness
 
@@ -42,15 +52,6 @@ async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarn
         yield harness, store
 
 
-async def add(harness: E2eHarness, store: StoreHarness, name: str, role: str = "both", **how: Any) -> Replica:
-    """A replica whose store is open."""
-    replica = await harness.add(name, role, store=store.settings.name, **how)
-    tiers = replica.core.connector
-    assert tiers is not None
-    await until(lambda: tiers.is_open, f"the store of {name} is open")
-    return replica
-
-
 async def run(harness: E2eHarness, at: Replica, request_id: str, tokens: list[int], **how: Any) -> Heard:
     heard = await harness.run(
         at, harness.submission(request_id, tokens, **{**SAMPLING, "max_tokens": 16, **how})
@@ -66,15 +67,6 @@ async def alone(harness: E2eHarness, tokens: list[int], max_tokens: int = 16) ->
     return (await run(harness, replica, request_id, tokens, max_tokens=max_tokens)).sequence()
 
 
-async def stored_blocks(replica: Replica, num_blocks: int) -> None:
-    """Wait until so many blocks of the replica were written through, and no more are under way."""
-    tiers = replica.core.connector
-    assert tiers is not None
-    await until(
-        lambda: tiers.saver.num_stored >= num_blocks and tiers.saver.is_idle, f"{num_blocks} are stored"
-    )
-
-
 def loaded(heard: Heard) -> int:
     """Tokens that were loaded for the request."""
     assert heard.prefill is not None
@@ -84,7 +76,7 @@ def loaded(heard: Heard) -> int:
 async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
-    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    first, second = await add_with_store(harness, store, "a"), await add_with_store(harness, store, "b")
     wanted = await alone(harness, prompt(1))
     assert (await run(harness, first, "r", prompt(1))).sequence() == wanted
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -101,7 +93,7 @@ async def test_of_a_private_request_nothing_is_stored_or_found(
 ) -> None:
     harness, store = stored
     await store.start()
-    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    first, second = await add_with_store(harness, store, "a"), await add_with_store(harness, store, "b")
     private = harness.submission("private", prompt(2), **SAMPLING, max_tokens=16)
     wanted = (await harness.run(first, replace(private, is_private=True))).sequence()
     await run(harness, first, "r", prompt(1))
@@ -131,7 +123,7 @@ async def test_what_is_announced_is_on_the_device_when_the_request_comes(
 ) -> None:
     harness, store = stored
     await store.start()
-    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    first, second = await add_with_store(harness, store, "a"), await add_with_store(harness, store, "b")
     wanted = await alone(harness, prompt(1))
     await run(harness, first, "r", prompt(1))
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -157,7 +149,7 @@ async def test_a_request_right_behind_its_announcement_is_loaded_once(
 ) -> None:
     harness, store = stored
     await store.start()
-    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    first, second = await add_with_store(harness, store, "a"), await add_with_store(harness, store, "b")
     wanted = [await alone(harness, prompt(seed)) for seed in range(4)]
     for seed in range(4):
         await run(harness, first, f"r{seed}", prompt(seed))
@@ -179,7 +171,7 @@ async def test_a_request_right_behind_its_announcement_is_loaded_once(
 async def test_nothing_is_loaded_for_a_purged_group(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
-    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    first, second = await add_with_store(harness, store, "a"), await add_with_store(harness, store, "b")
     await run(harness, first, "r", prompt(1))
     await stored_blocks(first, NUM_FULL_BLOCKS)
     second.send(announced("r2", prompt(1)))
@@ -197,7 +189,7 @@ async def test_what_a_lost_gateway_announced_is_forgotten_at_once(
     """Its place among the announced prompts, and among the blocks that they may take, is free again."""
     harness, store = stored
     await store.start()
-    replica = await add(harness, store, "a")
+    replica = await add_with_store(harness, store, "a")
     tiers = replica.core.connector
     assert tiers is not None
     trust = Trust.read(harness.trust)
@@ -216,8 +208,8 @@ async def test_what_a_lost_gateway_announced_is_forgotten_at_once(
 async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
-    first = await add(harness, store, "a")
-    prefill, decode = await add(harness, store, "p", "prefill"), await harness.add("d", "decode")
+    first = await add_with_store(harness, store, "a")
+    prefill, decode = await add_with_store(harness, store, "p", "prefill"), await harness.add("d", "decode")
     wanted = await alone(harness, prompt(2))
     await run(harness, first, "r", prompt(2))
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -238,7 +230,7 @@ async def test_any_shape_reads_what_any_shape_wrote(
     parallel = {"1x1": Parallel(), "2x1": Parallel(tp=2), "1x2": TWO_STAGES}
     wanted = await alone(harness, prompt(3))
     for shape in shapes:
-        replica = await add(harness, store, shape, parallel=parallel[shape])
+        replica = await add_with_store(harness, store, shape, parallel=parallel[shape])
         heard = await run(harness, replica, shape, prompt(3))
         assert heard.sequence() == wanted
         assert loaded(heard) == (NUM_FULL_BLOCKS * BLOCK_TOKENS if shape == shapes[1] else 0)
@@ -255,7 +247,7 @@ async def test_a_preempted_sequence_comes_back_from_the_host_tier(
     await store.start()
     seeds = range(40, 44)
     wanted = [await alone(harness, prompt(seed, 64), 100) for seed in seeds]
-    replica = await add(harness, store, "a", engine={"kv_tokens": 256})
+    replica = await add_with_store(harness, store, "a", engine={"kv_tokens": 256})
     submissions = [
         harness.submission(f"r{seed}", prompt(seed, 64), max_tokens=100, **SAMPLING) for seed in seeds
     ]
@@ -276,7 +268,10 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
     harness, store = stored
     await store.start()
     wanted = await alone(harness, prompt(6), 60)
-    prefill, first = await add(harness, store, "p", "prefill"), await add(harness, store, "d0", "decode")
+    prefill, first = (
+        await add_with_store(harness, store, "p", "prefill"),
+        await add_with_store(harness, store, "d0", "decode"),
+    )
     submission = harness.submission("r", prompt(6), decode=first, max_tokens=60, **SAMPLING)
     prefill.send(submission)
     heard = harness.heard.setdefault(("r", 0), Heard())
@@ -289,7 +284,7 @@ async def test_a_resumed_request_loads_what_the_dead_replica_had_generated(
         os.kill(process_id, signal.SIGKILL)
     await until(lambda: heard.failure is not None, "the attempt fails")
     output = heard.sequence()
-    second = await add(harness, store, "b")
+    second = await add_with_store(harness, store, "b")
     again = await run(
         harness, second, "r", prompt(6), attempt=1, output=output, max_tokens=60, seed=SAMPLING["seed"]
     )
@@ -303,7 +298,10 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
     harness, store = stored
     await store.start()
     rule = FaultRule("store.corrupt.put", "corrupt", str(tmp_path / "flip"), after=4)
-    first, second = await add(harness, store, "a", faults=[rule]), await add(harness, store, "b")
+    first, second = (
+        await add_with_store(harness, store, "a", faults=[rule]),
+        await add_with_store(harness, store, "b"),
+    )
     wanted = await alone(harness, prompt(7))
     await run(harness, first, "r", prompt(7))
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -314,7 +312,9 @@ async def test_a_flipped_bit_in_the_arena_is_computed_not_used(
     await until(
         lambda: second.load is not None and second.load.num_store_checksum_failures == 1, "it is counted"
     )
-    third = await add(harness, store, "c")  # the bad record is gone, the right one of the second is there
+    third = await add_with_store(
+        harness, store, "c"
+    )  # the bad record is gone, the right one of the second is there
     await until(lambda: second.core.connector is not None and second.core.connector.is_idle, "it is stored")
     again = await run(harness, third, "r3", prompt(7))
     assert again.sequence() == wanted
@@ -327,7 +327,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
 ) -> None:
     harness, store = stored
     await store.start()
-    first = await add(harness, store, "a")
+    first = await add_with_store(harness, store, "a")
     wanted = [await alone(harness, prompt(seed)) for seed in (8, 9)]
     await run(harness, first, "r8", prompt(8))
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -338,7 +338,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
     assert (await run(harness, first, "r9", prompt(9))).sequence() == wanted[1]
     await store.start()
     await until(lambda: tiers.is_open, "the next owner is found")
-    second = await add(harness, store, "b")
+    second = await add_with_store(harness, store, "b")
     heard = await run(harness, second, "r8b", prompt(8))
     assert heard.sequence() == wanted[0]
     assert loaded(heard) == NUM_FULL_BLOCKS * BLOCK_TOKENS
@@ -348,7 +348,7 @@ async def test_serving_goes_on_while_the_store_is_dead_and_the_arena_is_found_ag
 async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, StoreHarness]) -> None:
     harness, store = stored
     await store.start()
-    first = await add(harness, store, "a")
+    first = await add_with_store(harness, store, "a")
     wanted = await alone(harness, prompt(10))
     store.signal(signal.SIGSTOP)
     heard = await run(harness, first, "r", prompt(10))
@@ -371,7 +371,7 @@ async def test_a_restart_of_everything_finds_the_nvme_warm(
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     await store.start(nvme_path=str(nvme), nvme_bytes=64 << 20, segment_bytes=4 << 20)
-    first = await add(harness, store, "a")
+    first = await add_with_store(harness, store, "a")
     wanted = await alone(harness, prompt(12))
     await run(harness, first, "r", prompt(12))
     await stored_blocks(first, NUM_FULL_BLOCKS)
@@ -379,7 +379,7 @@ async def test_a_restart_of_everything_finds_the_nvme_warm(
     await harness.replicas.pop("a").core.stop()
     await store.stop()
     await store.start(nvme_path=str(nvme), nvme_bytes=64 << 20, segment_bytes=4 << 20)
-    second = await add(harness, store, "b", parallel=parallel)
+    second = await add_with_store(harness, store, "b", parallel=parallel)
     await store.until("nvme", lambda stat: stat.num_records >= NUM_FULL_BLOCKS, "its segments are read")
     heard = await run(harness, second, "r2", prompt(12))
     assert heard.sequence() == wanted
@@ -394,14 +394,14 @@ async def test_a_rank_killed_in_the_middle_of_a_copy_leaks_nothing(
     harness, store = stored
     await store.start()
     rule = FaultRule("store.copy.put", "kill", str(tmp_path / "kill"), after=3)
-    first = await add(harness, store, "a", faults=[rule])
+    first = await add_with_store(harness, store, "a", faults=[rule])
     harness.replicas["a"].send(harness.submission("r", prompt(13), max_tokens=16, **SAMPLING))
     await until((tmp_path / "kill").exists, "the rank is killed")
     await until(lambda: harness.heard.get(("r", 0), Heard()).failure is not None, "the attempt fails")
     await first.close()
     await harness.replicas.pop("a").core.stop()
     await store.check_nothing_leaked()
-    second = await add(harness, store, "b")
+    second = await add_with_store(harness, store, "b")
     heard = await run(harness, second, "r2", prompt(13))
     assert heard.sequence() == await alone(harness, prompt(13))
     await harness.quiet()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from patience import WAIT_S
 from rank_processes import NurseryLauncher
+from store_harness import StoreHarness
 
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.keys import extend_keys
@@ -355,3 +356,23 @@ async def moved_and_right(
     for index, logprob in wanted.logprobs.items():
         assert heard.logprobs[index].logprob == pytest.approx(logprob.logprob, abs=1e-4)
         assert [token for token, _ in heard.logprobs[index].top] == [token for token, _ in logprob.top]
+
+
+async def add_with_store(
+    harness: E2eHarness, store: StoreHarness, name: str, role: str = "both", **how: Any
+) -> Replica:
+    """Add a replica; return when its store is open."""
+    replica = await harness.add(name, role, store=store.settings.name, **how)
+    tiers = replica.core.connector
+    assert tiers is not None
+    await until(lambda: tiers.is_open, f"the store of {name} is open")
+    return replica
+
+
+async def stored_blocks(replica: Replica, num_blocks: int) -> None:
+    """Wait until so many blocks of the replica were written through, and no more are under way."""
+    tiers = replica.core.connector
+    assert tiers is not None
+    await until(
+        lambda: tiers.saver.num_stored >= num_blocks and tiers.saver.is_idle, f"{num_blocks} are stored"
+    )

@@ -87,3 +87,10 @@ def greedy_tokens(reference: Any, prompt: list[int], num_tokens: int) -> list[in
     )
     tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens
+
+
+def continued(model_dir: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return what the checkpoint's model of `transformers` generates after the prompt, past any end token."""
+    reference = reference_of(model_dir)
+    reference.generation_config.eos_token_id = None
+    return greedy_tokens(reference, prompt, num_tokens)

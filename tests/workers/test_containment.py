@@ -79,11 +79,17 @@ class Replica:
     """An engine whose ranks fail where a test says; each of its runs leaves nothing behind."""
 
     def __init__(
-        self, model_dir: Path, tp: int, pp: int, host_id: str, config: EngineConfig = CONFIG
+        self,
+        model_dir: Path,
+        tp: int,
+        pp: int,
+        host_id: str,
+        config: EngineConfig = CONFIG,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.faults = [SwitchedFaults() for _ in range(tp * pp)]
         self.engine = LocalEngine(
-            model_dir, config, 60, tp=tp, stages=STAGES[pp], host_id=host_id, faults=self.faults
+            model_dir, config, 60, tp=tp, stages=STAGES[pp], host_id=host_id, faults=self.faults, dtype=dtype
         )
 
     def run(
@@ -266,6 +272,27 @@ def test_a_rank_that_fails_in_a_chunk_of_several_tiles_adds_all_that_the_others_
     outputs, failed = replica.run(FaultRule(point, "raise", str(tmp_path / "m"), 7, FOREVER), requests)
     assert failed == {POISON}
     assert outputs == {("first", 0): expected["first", 0]}
+    assert replica.run(None, requests) == (expected, set())
+    replica.engine.close()
+
+
+@pytest.mark.parametrize("links", ["here", ""])
+def test_a_rank_that_fails_adds_the_squares_of_row_norms_that_the_others_wait_for(
+    tmp_path: Path, links: str
+) -> None:
+    """In float32, before the sums of each layer of a model in bfloat16. The rank fails at each point of its
+    two layers, wherever that leaves it among these sums."""
+    write_random_checkpoint(tmp_path / "model", "olmo2", seed=3, dtype="bfloat16")
+    config = CONFIG.model_copy(update={"deterministic": True})
+    replica = Replica(tmp_path / "model", 2, 1, links, config, torch.bfloat16)
+    requests = [ask("first", 20, 6), ask(POISON, 30, 6)]
+    expected, _ = replica.run(None, requests)
+    point = f"rank.layers.decode.1.{POISON_SLOT}"
+    for after in range(1, 12):
+        rule = FaultRule(point, "raise", str(tmp_path / f"{after}"), after, FOREVER)
+        outputs, failed = replica.run(rule, requests)
+        assert failed == {POISON}
+        assert outputs["first", 0] == expected["first", 0]
     assert replica.run(None, requests) == (expected, set())
     replica.engine.close()
 

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from paged_model import PagedModel, tokens_of
 from safetensors.torch import load_file, save_file
+from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
 from workers.model.decoder import load_decoder
 from workers.model.families.known_families import FAMILIES
-from workers.model.fingerprint import _fields_of_kv
+from workers.model.fingerprint import DigestCache, _fields_of_kv, model_fingerprint
+from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import read_model_config
+from workers.model.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 FIRST_FIELDS = {
@@ -47,49 +52,89 @@ FIRST_ROPE_FIELDS = {
 }
 
 
-def wrap(folder: Path, model_dir: Path, **outer: Any) -> Path:
-    """Write the checkpoint again as the text model of one of text and images."""
-    folder.mkdir()
-    text = json.loads((model_dir / "config.json").read_text())
-    config = {
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "model_type": "mistral3",
-        "dtype": text.pop("dtype"),
-        "text_config": text,
-        "vision_config": {"hidden_size": 8},
-        **outer,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        f"language_model.{name}": it for name, it in load_file(model_dir / "model.safetensors").items()
-    }
-    images = {"vision_tower.patch_conv.weight": torch.zeros(2, 2)}
-    save_file(tensors | images, str(folder / "model.safetensors"))
-    return folder
+MISTRAL = "Mistral3ForConditionalGeneration"
+GEMMA = "Gemma3ForConditionalGeneration"
 
 
-def test_the_text_model_of_a_wrapped_checkpoint_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("family", "architecture", "is_tied"),
+    [("mistral", MISTRAL, False), ("gemma3_text", GEMMA, True), ("gemma3_text", GEMMA, False)],
+)
+def test_the_text_model_of_a_wrapped_checkpoint_is_served(
+    tmp_path: Path, family: str, architecture: str, is_tied: bool, spelling: str
+) -> None:
+    """The tensors of images are passed over, whatever the names of the others begin with."""
     plain = tmp_path / "plain"
-    write_random_checkpoint(plain, "mistral", seed=3)
-    wrapped = wrap(tmp_path / "wrapped", plain)
+    activation: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
+    write_random_checkpoint(plain, family, seed=3, tie_word_embeddings=is_tied, **activation)
+    wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, architecture, spelling)
     assert read_model_config(wrapped).is_wrapped
-    for name in ("plain", "wrapped"):
-        decoder = load_decoder(tmp_path / name, torch.float32, CPU)
-        assert decoder.embedding is not None
-        rows = decoder.embed(torch.arange(5))
-        if name == "plain":
-            expected = rows, decoder.logits(rows)
-    assert torch.equal(rows, expected[0])
-    assert torch.equal(decoder.logits(rows), expected[1])
+    tokens = tokens_of(1, 40)
+    whole, text = (
+        PagedModel(load_decoder(folder, torch.float32, CPU), torch.float32).chunked(0, tokens, 40)
+        for folder in (plain, wrapped)
+    )
+    assert torch.equal(whole, text)
+
+
+def test_a_tensor_that_is_none_of_the_text_model_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    write_random_checkpoint(plain, "gemma3_text", seed=3, hidden_activation="gelu_pytorch_tanh")
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.0.mlp.extra.weight"] = torch.zeros(2)
+    save_file(tensors, str(plain / "model.safetensors"))
+    wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, GEMMA)
+    with pytest.raises(
+        CheckpointError, match=r"unexpected tensor language_model\.model\.layers\.0\.mlp\.extra"
+    ):
+        load_decoder(wrapped, torch.float32, CPU)
+
+
+def test_a_wrapped_text_model_takes_what_it_lacks_from_its_family(tmp_path: Path) -> None:
+    """As the config.json of google/gemma-3-4b-it has it: no heads, no vocabulary, no rotary base."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {
+        "architectures": [GEMMA],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = read_model_config(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.tie_word_embeddings, config.eos_token_ids) == (262208, True, (1, 106))
+    assert config.attention_scale == 256**-0.5
+    assert config.checkpoint_dtype == "bfloat16"
+    assert config.sliding_windows == tuple(0 if layer % 6 == 5 else 1024 for layer in range(34))
+    whole, near = RopeConfig("linear", 1e6, 8.0), RopeConfig("default", 1e4)
+    assert config.ropes == tuple(whole if layer % 6 == 5 else near for layer in range(34))
+    assert config.max_context_tokens == 131072, "the stretched context, and not eight times as much"
+    assert ignored_keys(tmp_path) == {}
 
 
 def test_a_wrapped_checkpoint_without_text_or_quantized_is_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     write_random_checkpoint(plain, "mistral", seed=3)
     with pytest.raises(CheckpointError, match="text_config None is missing"):
-        read_model_config(wrap(tmp_path / "no-text", plain, text_config=None))
+        read_model_config(wrap_checkpoint(tmp_path / "no-text", plain, MISTRAL, text_config=None))
+    fp8 = wrap_checkpoint(tmp_path / "fp8", plain, MISTRAL, quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match="the weights are quantized \\(fp8\\)"):
-        read_model_config(wrap(tmp_path / "fp8", plain, quantization_config={"quant_method": "fp8"}))
+        read_model_config(fp8)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
@@ -107,6 +152,35 @@ def test_what_a_family_adds_is_part_of_its_fingerprint(tmp_path: Path) -> None:
     fields = _fields_of_kv(read_model_config(tmp_path))
     assert fields["residual_multiplier"] == 0.5
     assert fields["rope"]["scale"] == pytest.approx(0.1 * math.log(4.0) + 1.0)
+
+
+SMOL = {"no_rope_layers": [1, 0]}
+GEMMA_2 = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "changed", "field"),
+    [
+        ("smollm3", SMOL, {"no_rope_layers": [0, 1]}, "layer_ropes"),
+        ("gemma3_text", GEMMA_2, {"rope_local_base_freq": 20000.0}, "layer_ropes"),
+        ("gemma2", GEMMA_2, {"attn_logit_softcapping": 20.0}, "attention_softcap"),
+        ("gemma2", GEMMA_2, {"query_pre_attn_scalar": 100}, "attention_scale"),
+        ("gemma", {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}, "activation"),
+        ("glm4", {}, {"partial_rotary_factor": 0.25}, "rope"),
+    ],
+)
+def test_models_whose_kv_differs_have_other_fingerprints(
+    tmp_path: Path, family: str, keys: dict[str, Any], changed: dict[str, Any], field: str
+) -> None:
+    """The weights are the same, and config.json makes another model of them."""
+    fields, fingerprints = [], []
+    for name, given in (("one", keys), ("other", keys | changed)):
+        write_random_checkpoint(tmp_path / name, family, seed=0, **given)
+        fields.append(_fields_of_kv(read_model_config(tmp_path / name)))
+        fingerprints.append(model_fingerprint(tmp_path / name, DigestCache(None, SystemClock())))
+    one, other = fields
+    assert {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)} == {field}
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_the_page_of_models_has_every_family() -> None:

@@ -120,6 +120,24 @@ def test_a_sum_is_equal_on_all_ranks_whatever_its_size(address: str, tp: int, dt
         torch.testing.assert_close(ranks[0][i].double(), expected, rtol=rounding, atol=4 * rounding)
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+def test_sums_of_a_few_float32_values_may_lie_between_those_of_the_model(address: str, tp: int) -> None:
+    """As norms over all heads of a token need them: squares [num_rows, 2], of a model in bfloat16."""
+
+    def add_up(groups: RankGroups) -> tuple[Tensor, Tensor]:
+        first = torch.full((5, 64), 1.0 + groups.tp_rank, dtype=torch.bfloat16)
+        # Above 2 ** 8 bfloat16 would round the units away.
+        squares = torch.full((5, 2), 4096.0 + groups.tp_rank)
+        for tensor in (first, squares):
+            groups.all_reduce(tensor)
+        return first, squares
+
+    num_below = tp * (tp - 1) // 2
+    for first, squares in _together(address, tp, 1, add_up):
+        assert torch.equal(first, torch.full((5, 64), float(tp + num_below), dtype=torch.bfloat16))
+        assert torch.equal(squares, torch.full((5, 2), 4096.0 * tp + num_below))
+
+
 def test_columns_of_unlike_widths_are_joined_at_the_first_rank(address: str) -> None:
     whole = torch.arange(5 * 11.0).view(5, 11)
     columns = [whole[:, :3], whole[:, 3:4], whole[:, 4:]]

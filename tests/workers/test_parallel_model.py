@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from paged_model import error_of, reference_logits, reference_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case
 from safetensors.torch import load_file
 from torch import Tensor
@@ -73,6 +73,57 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
 }
+# A checkpoint of each kind of layer that came with later families. At 4x1 two ranks hold a copy of a head.
+_UNEVEN: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "vocab_size": 257,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "norms-after-products": {
+        "family": "gemma2",
+        "sliding_window": 20,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "two-rotary-bases": {
+        "family": "gemma3_text",
+        "tie_word_embeddings": True,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "row-norms-biases": {"family": "olmo2", "attention_bias": True},
+    "row-norms-windows": {
+        "family": "olmo3",
+        "rope_theta": 500000.0,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "neighboring-pairs": {"family": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
+    "no-gate": {"family": "apertus", "hidden_act": "xielu"},
+    "rotary-in-windows-only": {
+        "family": "exaone4",
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "layers-without-rotary": {"family": "smollm3", "no_rope_layers": [1, 0, 1], "mlp_bias": True},
+    "fused-longrope": {
+        "family": "phi3",
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.5, 2.0],
+            "long_factor": [1.0, 1.5, 7.0, 20.0],
+        },
+    },
+}
+SHAPES |= {name: _UNEVEN | keys for name, keys in LAYERS.items()}
 LAYOUTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "2x1": (2, [(0, 3)]),
     "3x1": (3, [(0, 3)]),
@@ -81,6 +132,12 @@ LAYOUTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "1x3": (1, [(0, 1), (1, 2), (2, 3)]),
     "2x2": (2, [(0, 1), (1, 3)]),
 }
+SPLITS = [
+    (shape, layout)
+    for shape in SHAPES
+    for layout in LAYOUTS
+    if shape not in LAYERS or layout in ("1x2", "3x1", "4x1", "2x2")
+]
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +172,7 @@ def alone(make_checkpoint: MakeCheckpoint) -> Callable[[str], dict[str, Tensor]]
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "layout"), SPLITS)
 def test_any_split_equals_one_rank(
     shape: str,
     layout: str,
@@ -144,20 +200,14 @@ def test_any_split_equals_one_rank(
     torch.testing.assert_close(sampler["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("shape", ["llama-uneven-biases", "qwen3-uneven-tied"])
+@pytest.mark.parametrize("shape", ["llama-uneven-biases", "qwen3-uneven-tied", *LAYERS])
 def test_one_rank_equals_transformers(
     shape: str, alone: Callable[[str], dict[str, Tensor]], make_checkpoint: MakeCheckpoint
 ) -> None:
     """The other side of the comparison above: the very same cases, greedily continued by transformers."""
     model_dir = make_checkpoint(**SHAPES[shape])
-    transformers.logging.disable_progress_bar()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     prompt = _case(shape, model_dir, model_dir, 1, [(0, 3)]).prompts[0]
     expected = alone(shape)
-    text = torch.tensor([prompt + expected["tokens"][:, 0].tolist()])
-    with torch.inference_mode():
-        logits = reference(text).logits[0]
+    logits = reference_logits(reference_of(model_dir), prompt + expected["tokens"][:, 0].tolist())
     assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == expected["tokens"][:, 0].tolist()
-    torch.testing.assert_close(expected["logits"][: len(prompt)], logits[: len(prompt)], rtol=0, atol=1e-3)
+    assert error_of(expected["logits"][: len(prompt)], logits[: len(prompt)]) <= 1e-4

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_checkpoints import CASES, write_family_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.model.model_config import ModelConfig, read_model_config
@@ -54,6 +56,15 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
+def check_every_rank(model_dir: Path, tp: int, stages: list[tuple[int, int]]) -> None:
+    """Compare what is counted with what is read, for each rank of each stage."""
+    config, checkpoint = read_model_config(model_dir), Checkpoint.read(model_dir)
+    for first, end in stages:
+        for tp_rank in range(tp):
+            shape = RankShape(config, first, end, tp_rank, tp)
+            assert checkpoint.weight_bytes(shape, 4) == loaded_bytes(model_dir, config, shape)
+
+
 @pytest.mark.parametrize(
     ("family", "is_tied", "tp"), [("llama", False, 1), ("qwen3", True, 3), ("qwen2", False, 4)]
 )
@@ -70,13 +81,39 @@ def test_the_weights_of_every_rank_are_those_that_it_reads(
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
-    for first, end in ((0, 5), (0, 2), (2, 4), (4, 5)):
-        for tp_rank in range(tp):
-            shape = RankShape(config, first, end, tp_rank, tp)
-            expected = loaded_bytes(tmp_path, config, shape)
-            # Only the first rank holds the biases of products that are split by inputs.
-            assert expected <= checkpoint.weight_bytes(shape, 4) <= expected * 1.01
+    check_every_rank(tmp_path, tp, [(0, 5), (0, 2), (2, 4), (4, 5)])
+
+
+# The first checkpoint of each family, and those with biases of products that are split by inputs.
+COUNTED = [name for name in CASES if name.endswith("-1")] + [
+    "llama-2",
+    "granite-2",
+    "smollm3-3",
+    "seed_oss-3",
+]
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_the_weights_of_every_family_are_those_that_ranks_read(case: str, tmp_path: Path) -> None:
+    write_family_checkpoint(tmp_path, **CASES[case])
+    for tp in (1, 2, 3, 4 if CASES[case]["num_attention_heads"] >= 4 else 3):
+        check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_of_a_wrapped_checkpoint_only_the_text_model_counts(
+    spelling: str, is_tied: bool, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    write_random_checkpoint(
+        plain, "gemma3_text", seed=3, tie_word_embeddings=is_tied, hidden_activation="gelu_pytorch_tanh"
+    )
+    wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, "Gemma3ForConditionalGeneration", spelling)
+    check_every_rank(wrapped, 2, [(0, 2), (0, 1), (1, 2)])
+    whole = RankShape(read_model_config(plain), 0, 2)
+    expected = Checkpoint.read(plain).weight_bytes(whole, 4)
+    assert Checkpoint.read(wrapped).weight_bytes(RankShape(read_model_config(wrapped), 0, 2), 4) == expected
 
 
 def test_the_bundled_model_is_as_large_as_its_file() -> None:
@@ -99,6 +136,16 @@ def test_activations_grow_with_rows_and_samples_and_shrink_with_ranks() -> None:
     assert activation_bytes(RankShape(config, 0, 3), 2, 512, 64) == activation_bytes(
         RankShape(config, 0, 3), 2, 512, 1
     ), "a stage without the head has no logits"
+
+
+def test_without_a_gate_the_activation_takes_float32_copies(tmp_path: Path) -> None:
+    """As many as `workers.model.xielu` holds at a time, beside its inputs and outputs."""
+    write_family_checkpoint(tmp_path, **CASES["apertus-1"])
+    config = read_model_config(tmp_path)
+    gated = dataclasses.replace(config, activation="silu")
+    shapes = [RankShape(it, 0, config.num_layers) for it in (config, gated)]
+    own, other = (activation_bytes(shape, 2, 1000, 1) for shape in shapes)
+    assert own - other == 1000 * 4 * 4 * config.intermediate_size
 
 
 def test_the_bounds_of_an_automatic_capacity() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from workers.model.families.family import Family
 from workers.model.model_config import family_of
 
 # Values with which a key changes nothing; 1 is that of factors.
@@ -28,8 +29,9 @@ _WHY = {
     "scale_emb": "embeddings are not scaled",
     "scale_depth": "residuals are not scaled",
     "clip_qkv": "queries, keys and values are not clipped",
-    "use_qk_norm": "queries and keys are normalized in qwen3 models only",
-    "qk_layernorm": "queries and keys are normalized in qwen3 models only",
+    "use_qk_norm": "queries and keys are not normalized",
+    "qk_norm": "queries and keys are not normalized",
+    "qk_layernorm": "queries and keys are not normalized",
     "no_rope_layers": "every layer has rotary embedding",
     "no_rope_layer_interval": "every layer has rotary embedding",
     "rope_local_base_freq": "every layer has the same rotary embedding",
@@ -55,19 +57,48 @@ _ROPE_KEYS = {
 }
 
 
+# Of longrope alone, by both of its names.
+_LONGROPE_TYPES = ("longrope", "su")
+_LONGROPE_KEYS = {"long_factor", "short_factor"}
+# Keys that families use by what is declared of them, beside those that their declarations name.
+_SOFTCAP_KEYS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_QK_NORM_KEYS = {"use_qk_norm", "qk_norm", "qk_layernorm"}
+_NO_ROPE_KEYS = {"no_rope_layers", "no_rope_layer_interval"}
+
+
 def ignored_keys(model_dir: Path) -> dict[str, str]:
     """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
     raw, family = family_of(model_dir / "config.json")
-    used = set(dataclasses.astuple(family.multipliers))
+    used = _used_keys(family)
     found = {key: why for key, why in _WHY.items() if key not in used and not _is_off(raw.get(key))}
-    if family.windows == "none" and not _is_off(raw.get("sliding_window")):
+    has_windows = not _is_off(raw.get("sliding_window")) and raw.get("use_sliding_window") is not False
+    if family.windows == "none" and has_windows:
         found["sliding_window"] = f"{family.name} models attend to the whole context"
     for outer in ("rope_scaling", "rope_parameters"):
-        inner = raw.get(outer)
-        if isinstance(inner, dict):
-            unknown = sorted(key for key in inner.keys() - _ROPE_KEYS if not _is_off(inner[key]))
-            found |= {f"{outer}.{key}": "rotary embedding is computed without it" for key in unknown}
+        for name, inner in _rope_sets(outer, raw.get(outer)):
+            is_longrope = (inner.get("rope_type") or inner.get("type")) in _LONGROPE_TYPES
+            known = _ROPE_KEYS | _LONGROPE_KEYS if is_longrope else _ROPE_KEYS
+            unknown = sorted(key for key in inner.keys() - known if not _is_off(inner[key]))
+            found |= {f"{name}.{key}": "rotary embedding is computed without it" for key in unknown}
     return found
+
+
+def _used_keys(family: Family) -> set[str]:
+    """Return the keys of `_WHY` that models of the family are computed by."""
+    used = {*dataclasses.astuple(family.multipliers), family.query_scalar, family.rotary.sliding_theta}
+    used |= _SOFTCAP_KEYS if family.has_softcaps else set()
+    used |= _QK_NORM_KEYS if family.qk_norm != "none" else set()
+    used |= _NO_ROPE_KEYS if family.rotary.without == "listed" else set()
+    return used
+
+
+def _rope_sets(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the sets of rope parameters in the value of the key `name`, and what each is called: one for all
+    layers, or one for each kind of layers."""
+    if not isinstance(value, dict):
+        return []
+    nested = [(f"{name}.{kind}", inner) for kind, inner in value.items() if isinstance(inner, dict)]
+    return nested or [(name, value)]
 
 
 def _is_off(value: Any) -> bool:

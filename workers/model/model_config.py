@@ -327,12 +327,12 @@ class _ConfigReader(ConfigValues):
 
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
-        which is then stretched; with llama3 it is the stretched length already, and with yarn it may be
-        either."""
+        which is then stretched, unless the family counts stretched positions; with llama3 it is the stretched
+        length already, and with yarn it may be either."""
         num_positions = self.count("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
         if rope.rope_type == "yarn":
             return min(max(num_positions, int(rope.factor * rope.original_max_positions)), MAX_CONTEXT_TOKENS)
-        if rope.rope_type != "linear":
+        if rope.rope_type != "linear" or self.family.rotary.is_context_stretched:
             return num_positions
         num_stretched = int(num_positions * rope.factor)
         if not 0 < num_stretched <= MAX_CONTEXT_TOKENS:

@@ -51,15 +51,15 @@ class Unfinished:
         self._sums: list[_Sum] = []
         self._num_sampled = 0
 
-    def begin(self, num_rows: int, num_sampled: int) -> None:
-        """Begin a computation of `num_rows` tokens: the embedding on the first stage, the layers, and on the
-        last stage the head for `num_sampled`, if any."""
+    def begin(self, num_rows: int, num_sampled: int, *, embeds: bool = True) -> None:
+        """Begin a computation of `num_rows` tokens: the embedding on the first stage, unless that is left
+        out, the layers, and on the last stage the head for `num_sampled`, if any."""
         if self.tp == 1:
             return
         decoder, products = self._decoder, _Sum(num_rows, self._decoder.config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if decoder.config.qk_row_norm else []
         self._sums = [*squares, products, products] * len(decoder.layers)
-        if decoder.embedding is not None:
+        if embeds and decoder.embedding is not None:
             self._sums.insert(0, products)
         self._sums.reverse()
         self._num_sampled = num_sampled if self._decoder.head is not None else 0

@@ -34,6 +34,8 @@ LOGITS_PIECE_BYTES = 16 << 20
 # The hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one
 # more in float32, in which norms are computed.
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
+# The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
+_XIELU_FLOATS = 4
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -119,6 +121,14 @@ class Checkpoint(NamedTuple):
     @staticmethod
     def _share(name: str, rank: RankShape) -> float:
         model = rank.model
+        if name.endswith((".o_proj.bias", ".down_proj.bias")):
+            return float(rank.tp_rank == 0)
+        if ".act_fn." in name:  # becomes numbers
+            return 0.0
+        if model.qk_row_norm and ".q_norm." in name:
+            return rank.num_heads / model.num_heads
+        if model.qk_row_norm and ".k_norm." in name:
+            return rank.num_kv_heads / model.num_kv_heads
         if ".k_proj." in name or ".v_proj." in name:
             return rank.num_kv_heads / model.num_kv_heads
         if ".q_proj." in name or ".o_proj." in name:
@@ -126,7 +136,7 @@ class Checkpoint(NamedTuple):
         if ".qkv_proj." in name:
             held = rank.num_heads + 2 * rank.num_kv_heads
             return held / (model.num_heads + 2 * model.num_kv_heads)
-        if ".mlp." in name and ".act_fn." not in name:
+        if ".mlp." in name:
             return len(part(model.intermediate_size, rank.tp_rank, rank.tp)) / model.intermediate_size
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
@@ -143,6 +153,8 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
     row = item_bytes * (_HIDDEN_COPIES * model.hidden_size + qkv + attention + 3 * intermediate)
     row += _FLOAT_BYTES * _HIDDEN_FLOATS * model.hidden_size
+    if model.activation == "xielu":
+        row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)

@@ -73,10 +73,11 @@ class ModelWork:
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
         projections = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-        layer = config.hidden_size * (projections + 3 * config.intermediate_size)
+        num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
+        layer = config.hidden_size * (projections + (num_inner + 1) * config.intermediate_size)
         self._layer_weights = config.num_layers * layer
         self._head_weights = config.vocab_size * config.hidden_size
-        self._widest_weights = config.hidden_size * max(projections, 2 * config.intermediate_size)
+        self._widest_weights = config.hidden_size * max(projections, num_inner * config.intermediate_size)
         self._attention_flops = 4 * config.num_heads * config.head_dim
         self._kv_bytes = 2 * config.num_kv_heads * config.head_dim * item_bytes
         self._window_to_num_layers = Counter(config.sliding_windows)

@@ -263,7 +263,7 @@ class StepRunner:
         device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
-        self._unfinished.begin(rows.num_tokens, len(rows.sampling))
+        self._unfinished.begin(rows.num_tokens, len(rows.sampling), embeds=False)
         staged = self.steps.stage(plan, rows)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, staged.rows), most_layers)

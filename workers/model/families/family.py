@@ -49,6 +49,8 @@ class Rotary:
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
+    # With linear scaling, `max_position_embeddings` is the stretched context already.
+    is_context_stretched: bool = False
     without: NoRope = "none"
 
 

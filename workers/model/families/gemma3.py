@@ -30,7 +30,7 @@ FAMILY = Family(
     output_bias="attention_bias",
     qk_norm="head",
     windows="pattern",
-    rotary=Rotary(sliding_theta="rope_local_base_freq"),
+    rotary=Rotary(sliding_theta="rope_local_base_freq", is_context_stretched=True),
     norms=SANDWICH_NORMS,
     norm_offset=1.0,
     is_norm_rounded_first=False,

@@ -1,0 +1,141 @@
+"""A model of each kind of layer through a cluster of mixed shapes: what `transformers` generates, through a
+hand-over, a store, a resumption and a migration, beyond the windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_harness import (
+    BLOCK_TOKENS,
+    NUM_TOKENS,
+    E2eHarness,
+    Heard,
+    Replica,
+    add_with_store,
+    move,
+    prompt,
+    started,
+    stored_blocks,
+    until,
+)
+from paged_model import continued
+from store_harness import StoreHarness
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from workers.config import Parallel
+
+pytestmark = pytest.mark.slow  # five ranks, a store, and a reference for each model
+
+PROMPT = prompt(5)
+NUM_FULL_BLOCKS = (len(PROMPT) - 1) // BLOCK_TOKENS
+# Two ranks, and two stages, cannot halve these.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 3,
+    "vocab_size": 251,
+    "pad_token_id": 0,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 20, "layer_types": KINDS},
+    "olmo3": {"sliding_window": 20, "layer_types": KINDS, "rope_theta": 500000.0},
+    "glm4": {"attention_bias": True},
+    "exaone4": {"sliding_window": 20, "layer_types": KINDS},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "apertus": {"hidden_act": "xielu"},
+    "phi3": {
+        "sliding_window": 20,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0] * 4},
+    },
+}
+TWO_STAGES = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 2))
+
+
+class Cluster:
+    """A prefill replica of two ranks, a decode replica of two stages, one of one rank, and their store."""
+
+    def __init__(self, harness: E2eHarness, store: StoreHarness, expected: list[int]) -> None:
+        self._harness, self._store = harness, store
+        self._expected = expected
+        self.prefill: Replica
+        self.decode: Replica
+        self.single: Replica
+
+    async def start(self) -> None:
+        await self._store.start()
+        add, how = self._harness, self._store
+        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=Parallel(tp=2))
+        self.decode = await add_with_store(add, how, "d", "decode", parallel=TWO_STAGES)
+        self.single = await add_with_store(add, how, "s")
+
+    async def check_hand_over(self) -> None:
+        submission = self._harness.submission("r", PROMPT, decode=self.decode, max_tokens=NUM_TOKENS)
+        heard = await self._harness.run(self.prefill, submission)
+        assert heard.failure is None, heard.failure
+        assert heard.sequence() == self._expected
+        assert heard.hand_over is not None
+        assert heard.hand_over.num_moved_bytes > 0
+
+    async def check_store(self) -> None:
+        """What two ranks have stored, one loads."""
+        await stored_blocks(self.prefill, NUM_FULL_BLOCKS)
+        heard = await self._run(self.single, "loaded", max_tokens=NUM_TOKENS)
+        assert heard.prefill is not None
+        assert heard.prefill.num_loaded_tokens == {"dram": NUM_FULL_BLOCKS * BLOCK_TOKENS}
+        assert heard.sequence() == self._expected
+
+    async def check_resumption(self, num_before: int) -> None:
+        """Elsewhere, after so many tokens."""
+        submission = self._harness.submission(
+            "resumed",
+            PROMPT,
+            decode=self.decode,
+            attempt=1,
+            output=self._expected[:num_before],
+            max_tokens=NUM_TOKENS,
+        )
+        heard = await self._harness.run(self.prefill, submission)
+        assert heard.failure is None, heard.failure
+        assert sorted(heard.tokens[0]) == list(range(num_before, NUM_TOKENS))
+        assert [heard.tokens[0][index] for index in range(num_before, NUM_TOKENS)] == self._expected[
+            num_before:
+        ]
+
+    async def check_migration(self, num_before: int) -> None:
+        """From two stages to one rank, after at least so many tokens."""
+        submission = self._harness.submission("moved", PROMPT, max_tokens=NUM_TOKENS)
+        heard = await started(self._harness, self.decode, submission, num_before)
+        move(submission, self.decode, self.single)
+        await until(lambda: bool(heard.moves), "the move has ended")
+        await self._harness.ended(submission)
+        assert [ended.error for ended in heard.moves] == [""]
+        assert heard.sequence() == self._expected
+
+    async def _run(self, at: Replica, name: str, **sampling: Any) -> Heard:
+        heard = await self._harness.run(at, self._harness.submission(name, PROMPT, **sampling))
+        assert heard.failure is None, heard.failure
+        return heard
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    write_random_checkpoint(model_dir, family, seed=7, **(SHAPE | FAMILIES[family]))
+    expected = continued(model_dir, PROMPT, NUM_TOKENS)
+    assert len(set(expected)) >= 15, "a stream that repeats itself shows little"
+    harness = E2eHarness(model_dir)
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
+        cluster = Cluster(harness, store, expected)
+        await cluster.start()
+        await cluster.check_hand_over()
+        await cluster.check_store()
+        await cluster.check_resumption(40)
+        await cluster.check_migration(25)
+        await harness.quiet()
