@@ -113,7 +113,7 @@ class Checkpoint(NamedTuple):
             names = {embedding} if rank.is_first_stage else set()
             names |= {head} if rank.is_last_stage else set()
         if rank.is_last_stage:
-            names.add(norm)
+            names |= {norm, known.norm_bias}
         return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
 
     @staticmethod
