@@ -58,7 +58,7 @@ _ROPE_KEYS = {
 def ignored_keys(model_dir: Path) -> dict[str, str]:
     """Return, by ignored key, what is computed instead, for a folder that `read_model_config` accepts."""
     raw, family = family_of(model_dir / "config.json")
-    used = set(dataclasses.astuple(family.multipliers))
+    used = {*dataclasses.astuple(family.multipliers), family.has_qk_norm}
     found = {key: why for key, why in _WHY.items() if key not in used and not _is_off(raw.get(key))}
     if family.windows == "none" and not _is_off(raw.get("sliding_window")):
         found["sliding_window"] = f"{family.name} models attend to the whole context"

@@ -34,6 +34,8 @@ LOGITS_PIECE_BYTES = 16 << 20
 # The hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one
 # more in float32, in which norms are computed.
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
+# The float32 copies of queries and keys that norms of heads with weights of their own hold at a time.
+_OWN_NORM_FLOATS = 3
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -141,8 +143,13 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     intermediate = len(part(model.intermediate_size, rank.tp_rank, rank.tp))
     qkv = (rank.num_heads + 2 * rank.num_kv_heads) * model.head_dim
     attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
-    row = item_bytes * (_HIDDEN_COPIES * model.hidden_size + qkv + attention + 3 * intermediate)
-    row += _FLOAT_BYTES * _HIDDEN_FLOATS * model.hidden_size
+    # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
+    hidden_copies = _HIDDEN_COPIES + model.is_parallel
+    hidden_floats = _HIDDEN_FLOATS + model.declared.is_norm_centered
+    row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
+    row += _FLOAT_BYTES * hidden_floats * model.hidden_size
+    if model.qk_own_norms:
+        row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_heads) * model.head_dim
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)
