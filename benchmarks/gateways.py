@@ -33,8 +33,10 @@ from cluster.bench.virtual_replica import (
     serial_model,
 )
 from cluster.bench.virtual_time import EventQueue
-from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
-from kvtransfer.messages import KvEvents, KvSnapshot
+from cluster.gateway.fleet.peer_placements import PeerPlacements
+from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
+from cluster.gateway.fleet.placement_feed import PlacementFeed
+from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, RouteRequest

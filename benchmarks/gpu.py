@@ -40,19 +40,11 @@ from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import (
-    BlockMove,
-    Endpoint,
-    Lane,
-    OpenLanding,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    TransferSettings,
-)
+from kvtransfer.messages import Endpoint, RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust, TrustFiles
+from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding, TransferSettings
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import TargetRank, WriterRank
 from workers.engine_bench.driver import EngineDriver

@@ -27,6 +27,7 @@ from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
 from workers.config import EngineConfig
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.request_table import RequestTable
 from workers.messages.link import LoadReport, QueueReport, SampleState, Submission
 from workers.messages.rank_channel import (
@@ -120,9 +121,7 @@ class EngineCoreHost:
             table=table,
             gateways=self._gateways,
             scheduler=self.scheduler,
-            kv_sender=unused,
-            kv_receiver=unused,
-            migration=unused,
+            hand_overs=KvHandOvers(unused, unused, unused),
             clock=clock,
             vocab_size=1 << 17,
         )
@@ -134,7 +133,7 @@ class EngineCoreHost:
             )
             self.scheduler.submit(submission, 0.0)
             table.add(submission, GATEWAY)
-        while self.scheduler.num_waiting or len(self._decoding()) < batch:
+        while self.scheduler.counts.num_waiting or len(self._decoding()) < batch:
             self.steps.feed()
             self.steps.settle(0, self._report())
 

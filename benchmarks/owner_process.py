@@ -12,7 +12,7 @@ from typing import Any
 from kvtransfer.codec import framed
 from kvtransfer.config import StoreSettings
 from kvtransfer.rpc.trust import TrustFiles
-from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
+from kvtransfer.store.server.store_process import SPEC_CODEC, StoreServerSpec
 
 
 def owner_settings(**changes: Any) -> StoreSettings:
@@ -31,7 +31,7 @@ def owner_settings(**changes: Any) -> StoreSettings:
 def running_owner(settings: StoreSettings, trust: TrustFiles) -> Iterator[str]:
     """Run an owner and yield its address; at the end the owner flushes and leaves."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvtransfer.store.server.store_server"],
+        [sys.executable, "-m", "kvtransfer.store.server.store_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

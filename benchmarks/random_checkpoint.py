@@ -136,12 +136,12 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
     def vector(size: int, mean: float, spread: float) -> Tensor:
         return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
 
-    norm_mean = 1.0 - config.declared.norm_offset
+    norm_mean = 1.0 - config.traits.norm_offset
     tensors = {
         "model.embed_tokens.weight": matrix(config.vocab_size, hidden, 2.0),
         "model.norm.weight": vector(hidden, norm_mean, 0.1),
     }
-    if config.declared.has_norm_bias:
+    if config.traits.has_norm_bias:
         tensors["model.norm.bias"] = vector(hidden, 0.0, 0.1)
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
@@ -158,7 +158,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
         }
-        if not config.declared.is_gated:
+        if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
         for name, (rows, columns, gain, has_bias) in matrices.items():
@@ -167,21 +167,21 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
         names = dataclasses.astuple(config.norm_names)
         norms = dict.fromkeys(filter(None, names), hidden)
-        if config.declared.has_norm_bias:
+        if config.traits.has_norm_bias:
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
         if config.qk_norm:
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
         if config.qk_row_norm:
             norms |= {"self_attn.q_norm": num_q, "self_attn.k_norm": num_kv}
         if config.qk_own_norms:
-            q_name, k_name = (f"{prefix}self_attn.{name}" for name in config.declared.qk_norm_names)
+            q_name, k_name = (f"{prefix}self_attn.{name}" for name in config.traits.qk_norm_names)
             tensors |= _own_norms(q_name, vector(num_q, 1.0, 0.1), head_dim)
             tensors |= _own_norms(k_name, vector(num_kv, 1.0, 0.1), head_dim)
         for name, size in norms.items():
             tensors[f"{prefix}{name}.weight"] = vector(size, norm_mean, 0.1)
-        if config.declared.is_qkv_fused:
+        if config.traits.is_qkv_fused:
             _fuse(tensors, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        if config.declared.is_gate_up_fused:
+        if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
 

@@ -18,9 +18,10 @@ import psutil
 
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import TransferSettings
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,

@@ -28,7 +28,8 @@ from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualReque
 from cluster.bench.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
-from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksStored, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest

@@ -35,14 +35,14 @@ from kvtransfer.blocks.pool import HostPool
 from kvtransfer.blocks.runs import ByteRegion, copy_runs
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import Shard, TransferSettings
+from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_id, prove_as_server, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    HEADER_BYTES,
-    ArenaGrant,
+from kvtransfer.store.messages.arena_mapping import ArenaGrant
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
     StoreAttached,
     StoreCopy,
@@ -54,6 +54,7 @@ from kvtransfer.store.messages import (
     StoreReport,
 )
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferSettings
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 7 << 20)
 ORDER_BYTES = 16 << 20

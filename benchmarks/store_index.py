@@ -30,7 +30,7 @@ from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import RedisServer
 from kvtransfer.store.index.values import key_prefix
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 
 SPACE = b"bench---"
 SHARDS = (Shard(0, 16, 0, 8), Shard(16, 28, 0, 8))

@@ -31,7 +31,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.nvme.log import NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 

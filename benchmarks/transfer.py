@@ -40,18 +40,11 @@ from kvtransfer.blocks.layout import BlockLayout, intersect
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import (
-    BlockMove,
-    Lane,
-    OpenLanding,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    TransferSettings,
-)
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import Trust, TrustFiles
+from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding, TransferSettings
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, TargetRank, WriterRank
 

@@ -32,7 +32,7 @@ from benchmarks.transfer import ALL_HEADS, Way, Writer, layout
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PathError
-from kvtransfer.messages import TransferSettings
+from kvtransfer.transfer_orders import TransferSettings
 
 CLOCK = SystemClock()
 MEMCPY = "memcpy, sums: none"

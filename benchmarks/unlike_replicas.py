@@ -26,7 +26,7 @@ from cluster.bench.virtual_replica import (
     serial_model,
 )
 from cluster.bench.virtual_time import EventQueue
-from kvtransfer.messages import KvSnapshot
+from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import QueueState, RouteRequest

@@ -29,7 +29,7 @@ from cluster.bench.virtual_replica import (
 )
 from cluster.bench.virtual_time import EventQueue
 from cluster.errors import OverloadedError
-from kvtransfer.messages import KvSnapshot
+from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, RouteRequest
@@ -138,8 +138,8 @@ class VirtualCluster:
             return request
         queued = QueuedRequest(request.request_id, flow, now, weight=tenant.weight)
         try:
-            self.admission.check_early(queued, 4 * request.num_prompt)
-            capped = self.admission.max_tokens(tenant.service_class, lengths.most_output)
+            self.admission.checks.check_early(queued, 4 * request.num_prompt)
+            capped = self.admission.degradation.max_tokens(tenant.service_class, lengths.most_output)
             request.num_output = min(request.num_output, capped)
             self.admission.place(queued, route_request)
         except OverloadedError as error:

@@ -26,7 +26,7 @@ from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.index.redis_server import with_password
-from kvtransfer.store.messages import HEADER_BYTES
+from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import kv_heads

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvtransfer.codec import Part
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.common.patterns import Matches
-from kvtransfer.messages import TransferSettings
+from kvtransfer.transfer_orders import TransferSettings
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
 

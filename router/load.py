@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import asdict, replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import kept_share, moving_average
+from kvtransfer.common.moving_average import kept_share, moving_average
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
 from router.rates import Rates, rates_of
@@ -137,7 +137,7 @@ class Placement:
 
 
 class PlacementObserver(Protocol):
-    """Hears of this gateway's own placements: `cluster.gateway.placement_exchange.PlacementFeed`."""
+    """Hears of this gateway's own placements: `cluster.gateway.fleet.placement_feed.PlacementFeed`."""
 
     def on_routed(self, placement: Placement) -> None:
         """Handle that the request is counted, in place of an earlier placement of it."""

@@ -1,6 +1,6 @@
 """The router's interface types: load reports, requests, candidates and decisions.
 
-KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes are tokens or blocks.
+KV events arrive as `kvtransfer.kv_events.KvEvents` and `KvSnapshot`. All sizes are tokens or blocks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from operator import methodcaller, or_
 from typing import Literal, NamedTuple
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from router.native import RouterKernel
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.

@@ -32,6 +32,7 @@ FOREIGN |= {
     "PodMonitor",
     *ARCHITECTURE_TO_FAMILY,
     "Mistral3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
 }
 RETIRED = {"brain", "brains", "desk", "door", "doors", "hall", "house", "houses", "journey"}
 RETIRED |= {"keeper", "lever", "levers", "phantom", "rooms", "shelf", "sight", "tally", "visitor"}

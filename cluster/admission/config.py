@@ -74,6 +74,10 @@ class AdmissionConfig(BaseModel):
         settings: ClassConfig = getattr(self, name)
         return settings
 
+    def share(self, name: ServiceClass, tenant_weight: float) -> float:
+        """Return the weight of a tenant's requests of a class, next to those of all other flows."""
+        return self.of(name).weight * tenant_weight
+
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, fields: Any) -> Any:

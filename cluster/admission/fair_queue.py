@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
-from kvtransfer.common.health import kept_share
 from kvtransfer.common.indexed_heap import IndexedHeap
+from kvtransfer.common.moving_average import kept_share
 from kvtransfer.request_facts import ServiceClass
 
 # How much earlier a request counts as having arrived for each step of priority.

@@ -8,14 +8,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from cluster.admission.flow import Flow
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 
 
 class Rung(IntEnum):
     """Each rung includes those before it."""
 
     NORMAL = 0
-    # Requests of the class `batch` are held, and those that run are paused.
+    # Requests of the class `batch` stay queued, and those that run are paused.
     BATCH_PAUSED = 1
     # `max_tokens` is cut where the class allows it.
     TOKENS_CAPPED = 2
@@ -80,14 +80,14 @@ class Ladder:
             self._climb(higher, now)
             return
         is_calm = self.rung is not Rung.NORMAL and pressure < RELEASE_PART * THRESHOLDS[self.rung]
-        self._calm_since = _since(self._calm_since, now, holds=is_calm)
-        self._idle_since = _since(self._idle_since, now, holds=is_calm and pressure < IDLE_PRESSURE)
+        self._calm_since = _since(self._calm_since, now, is_true=is_calm)
+        self._idle_since = _since(self._idle_since, now, is_true=is_calm and pressure < IDLE_PRESSURE)
         patience = self._patience[self.rung]
         if _is_past(self._calm_since, RELEASE_S * patience, now) or _is_past(
             self._idle_since, IDLE_RELEASE_S * patience, now
         ):
             self._calm_since = now
-            self._idle_since = _since(None, now, holds=pressure < IDLE_PRESSURE)
+            self._idle_since = _since(None, now, is_true=pressure < IDLE_PRESSURE)
             self._left_at[self.rung] = now
             self._move(Rung(self.rung - 1))
 
@@ -111,9 +111,9 @@ class Ladder:
         self._on_change(before, rung, self.pressure)
 
 
-def _since(since: float | None, now: float, *, holds: bool) -> float | None:
-    """Return since when something holds that did so, or did not, until now."""
-    if not holds:
+def _since(since: float | None, now: float, *, is_true: bool) -> float | None:
+    """Return since when something is true that was, or was not, true until now."""
+    if not is_true:
         return None
     return now if since is None else since
 

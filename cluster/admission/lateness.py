@@ -96,6 +96,14 @@ class Lateness(NamedTuple):
         return UnattainableError(f"{because}, and {limits.shorter_text}: {remedy}")
 
 
+def ttft_limits(settings: ClassConfig, queued: QueuedRequest, now: float) -> TtftLimits:
+    """Return the limits of the time to the first token of a request."""
+    objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
+    left_s = math.inf if queued.deadline_at is None else queued.deadline_at - now
+    elapsed_s = now - queued.arrived_at
+    return TtftLimits(queued.flow, objective_s, left_s, elapsed_s, settings.refuses_unattainable)
+
+
 def wait_bound(settings: ClassConfig, queued: QueuedRequest, prefill_s: float) -> tuple[float, str]:
     """Return until when a request whose prompt takes `prefill_s` to compute may wait, and the reason, for
     people."""

@@ -1,7 +1,7 @@
 """A request between its acceptance and its replicas: who it is of, where it would go, and what it waits for.
 
 One object for all of that time. `cluster.gateway.acceptance` makes it, `RequestAdmission` places and orders
-it, and reports one outcome each time it has waited; when the request ends, `close` gives back what it held.
+it, and reports one outcome each time it has waited; when the request ends, `close` gives back what it took.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class QueuedRequest:
     # The request goes on with output it has, and waits for no turn.
     goes_at_once: bool = False
 
-    # How it is routed, and where it would go: set by `RequestAdmission.place`.
+    # How it is routed, and where it would go: set by `QueuePlacement.place`.
     route_request: RouteRequest = field(init=False)
     decision: Decision = field(init=False)
     routed_at: float = -math.inf
@@ -85,7 +85,7 @@ class QueuedRequest:
     # Called with each outcome. None until somebody is there who can submit the request.
     report: Callable[[Outcome], None] | None = None
     announcer: PromptAnnouncer | None = None
-    _holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def announce(self) -> None:
         """Let the replica for which the request waits know of it."""
@@ -94,12 +94,12 @@ class QueuedRequest:
 
     def on_close(self, release: Callable[..., object], *args: object) -> None:
         """Call this when the request ends: it gives something back that the request has taken."""
-        self._holds.callback(release, *args)
+        self._closing.callback(release, *args)
 
     def close(self) -> None:
         """Give back all that the request has taken, the last first, whatever one of the steps raises; again:
         do nothing."""
-        self._holds.close()
+        self._closing.close()
 
     @contextlib.contextmanager
     def closed_on_failure(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ GRACE_S = 1.0
 # A tenant with full buckets is forgotten after this time.
 _IDLE_S = 10.0
 # The time to a retry: it is not known when concurrent tokens come back.
-_RESERVED_RETRY_S = 1.0
+_CONCURRENT_TOKENS_RETRY_S = 1.0
 # A shorter wait is none: a client that waits just for the time it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
@@ -304,8 +304,8 @@ class Quotas:
         is that of all its samples. Returns how many tokens were reserved.
 
         Raises `QuotaError`, and `InvalidRequestError` where the request alone exceeds its limit. The prompt
-        of one that `is_free` was paid for before. Such a request holds its tokens, or is refused, as any
-        other, but for those that its former gateway is still thought to hold (`moved`).
+        of one that `is_free` was paid for before. Such a request reserves its tokens, or is refused, as any
+        other, but for those that its former gateway is still thought to reserve (`moved`).
         """
         found = self._find(tenant, now)
         if found is None:
@@ -411,7 +411,7 @@ class Quotas:
             del self._tenants[tenant]
 
     def _forget_one(self) -> None:
-        """Forget the tenant that was used least recently of those that hold nothing here."""
+        """Forget the tenant that was used least recently of those that reserve nothing here."""
         name = next((name for name, found in self._tenants.items() if not found.reserved), None)
         if name is not None:
             del self._tenants[name]
@@ -434,7 +434,7 @@ class Quotas:
                 f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
                 f"and has {num_reserved}; this request needs {num_tokens} more: wait for others to end"
             )
-            raise self._refused(found, "concurrent_tokens", because, _RESERVED_RETRY_S)
+            raise self._refused(found, "concurrent_tokens", because, _CONCURRENT_TOKENS_RETRY_S)
 
     def _num_moved(self, tenant: str, num_tokens: int, moved: MovedRequest | None) -> int:
         """Return how many of the concurrent tokens of other gateways are counted here no more."""

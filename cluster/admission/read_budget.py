@@ -1,11 +1,11 @@
 """The bytes of bodies and messages that are read, or wait to be judged: bounded for all callers together and
 for each, before the first byte is read.
 
-call --> ReadBudget.open(party) --> ReadHold.take(num_bytes) --> read, decoded --> passed_on: admission counts
-                                                                                   what it queues itself
+    call --> ReadBudget.open(party) --> ReadReservation.take(num_bytes) --> read, decoded --> pass_on:
+                                                                       admission counts what it queues itself
 
-A hold takes the length that a body announces, or grows with what arrives; a gRPC message, whose length nobody
-knows before it is read, takes the largest that is allowed, and gives back what it did not need.
+A reservation takes the length that a body announces, or grows with what arrives; a gRPC message, whose length
+nobody knows before it is read, takes the largest that is allowed, and gives back what it did not need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_S = 1.0
 # When a refused caller may try again: bodies that do not arrive are given up by then, or later.
 _RETRY_AFTER_S = 2.0
 
-_current: ContextVar[ReadHold | None] = ContextVar("read_hold", default=None)
+_current: ContextVar[ReadReservation | None] = ContextVar("read_reservation", default=None)
 
 
 class ReadBudget:
@@ -40,19 +40,19 @@ class ReadBudget:
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
     @contextlib.contextmanager
-    def open(self, party: str) -> Iterator[ReadHold]:
-        """Yield the bytes that a call of this party holds, until the block ends; `pass_on` finds it in
+    def open(self, party: str) -> Iterator[ReadReservation]:
+        """Yield the bytes that a call of this party reserves, until the block ends; `pass_on` finds it in
         between."""
-        hold = ReadHold(self, party)
-        token = _current.set(hold)
+        reservation = ReadReservation(self, party)
+        token = _current.set(reservation)
         try:
-            yield hold
+            yield reservation
         finally:
             _current.reset(token)
-            hold.release()
+            reservation.release()
 
     def num_party_bytes(self, party: str) -> int:
-        """Return the bytes that this party holds now."""
+        """Return the bytes that this party has reserved now."""
         return self._party_to_bytes[party]
 
     async def take(self, party: str, num_bytes: int) -> None:
@@ -110,8 +110,8 @@ class ReadBudget:
         )
 
 
-class ReadHold:
-    """The part of the budget that one call holds."""
+class ReadReservation:
+    """The part of the budget that one call has reserved."""
 
     __slots__ = ("_budget", "_num_parts", "_party", "is_paid", "num_bytes")
 
@@ -124,12 +124,12 @@ class ReadHold:
         self.is_paid = False
 
     async def take(self, num_bytes: int) -> None:
-        """Hold this many bytes more; raise `OverloadedError` where there is no room for them."""
+        """Reserve this many bytes more; raise `OverloadedError` where there is no room for them."""
         await self._budget.take(self._party, num_bytes)
         self.num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Hold no more than this many bytes."""
+        """Keep no more than this many bytes."""
         excess = self.num_bytes - num_bytes
         if excess > 0:
             self.num_bytes = num_bytes
@@ -145,29 +145,29 @@ class ReadHold:
         self._num_parts -= 1
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Keep nothing any more."""
         self.shrink(0)
 
 
 def pass_on() -> None:
-    """Release the part of the budget that the request of this task holds, where it came through one."""
-    if (hold := _current.get()) is not None:
-        hold.pass_on()
+    """Release the reserved part of the budget of this task's request, where it came through one."""
+    if (reservation := _current.get()) is not None:
+        reservation.pass_on()
 
 
 def divide(num_parts: int) -> None:
     """Note how many requests the call of this task consists of."""
-    if (hold := _current.get()) is not None:
-        hold.divide(num_parts)
+    if (reservation := _current.get()) is not None:
+        reservation.divide(num_parts)
 
 
 def use_paid() -> bool:
     """Return whether a request was taken from the tenant's bucket when the reading of this task's call began:
     once, for the first of its requests."""
-    hold = _current.get()
-    is_paid = hold is not None and hold.is_paid
-    if hold is not None:
-        hold.is_paid = False
+    reservation = _current.get()
+    is_paid = reservation is not None and reservation.is_paid
+    if reservation is not None:
+        reservation.is_paid = False
     return is_paid
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cluster.admission.fair_queue import FairQueue
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.service import RouterService
 
@@ -134,7 +134,7 @@ class ReplicaQueues:
     def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
         """Return the wait of a request of the flow in the order of each replica."""
         waits: dict[str, float] = {}
-        before_s = held_s = 0.0
+        before_s = total_s = 0.0
         for name, queue in self._queues.items():
             if len(queue.order) and name in self._router.members:
                 rate = queue.rate(now)
@@ -143,15 +143,15 @@ class ReplicaQueues:
                     self._router.loads.state(name).submitted_wait_s(queue.num_tokens) + ahead_s / rate
                 )
                 before_s += min(ahead_s, queue.order.cost_s)
-                held_s += queue.order.cost_s
-        return Waits(waits, before_s / held_s if held_s else 1.0)
+                total_s += queue.order.cost_s
+        return Waits(waits, before_s / total_s if total_s else 1.0)
 
     def least_wait_s(
         self, flow: Flow, weight: float, now: float, paused: ServiceClass | None, *, includes_all: bool
     ) -> float:
         """Return the least wait of all replicas that compute prompts, for what is there, for what other
-        gateways hold, and for what goes before it here; 0 where there is none. `includes_all`: also of those
-        that decode, each of which may compute one, too."""
+        gateways have queued, and for what goes before it here; 0 where there is none. `includes_all`: also
+        of those that decode, each of which may compute one, too."""
         waits = self.waits(flow, weight, now, paused).waits
         ids = self._router.members.usable_ids() if includes_all else self._compute_ids()
         return min((self._wait_s(name, waits) for name in ids), default=0.0)

@@ -1,86 +1,73 @@
-"""Requests that a replica has refused, and that wait for one that has capacity; and when clients may come
-back that the gateway has refused. Time is an argument."""
+"""Place the requests again that a replica has refused, and send them when their replicas have capacity.
+
+    replica refuses --> wait_for_capacity: route --> RetryQueue --capacity, or a replica that leaves-->
+                              ^                          |  after `CAPACITY_WAIT_S`    |             |
+                              |                          v                             v             |
+                              |                        send: route ---------------> Released         |
+                              +----------------------------------------------------------------------+
+
+Retries are not judged again: they were accepted already.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
+from cluster.admission.outcome_reporter import OutcomeReporter
 from cluster.admission.queued_request import QueuedRequest
-from kvtransfer.common.health import moving_average
+from cluster.admission.retry_queue import RetryQueue
+from kvtransfer.common.clock import Clock
+from router.messages import RouteRequest
+from router.service import RouterService
 
-# Bounds of the time between the ends of two requests, and the weight of the newest in the average.
-_LEAST_GAP_S = 1e-3
-_MOST_GAP_S = 10.0
-_GAP_WEIGHT = 0.1
-
-
-class CapacityView(Protocol):
-    """The part of `router.service.RouterService` that a queue of retries needs."""
-
-    def has_capacity(self, request_id: str) -> bool:
-        """Whether the replicas of a placed request can take it now."""
+# A retry goes to a replica without capacity after this time: its known load may be wrong.
+CAPACITY_WAIT_S = 2.0
 
 
-class RetryQueue:
-    """The retries of one gateway, in the order of the refusals. Each goes when the pair that was chosen for
-    it can take it, before any request that was never sent. Not thread-safe."""
+class Retries:
+    """Routes the retries of one gateway, and reports where each of them goes. Not thread-safe."""
 
     def __init__(
         self,
-        router: CapacityView,
-        release: Callable[[QueuedRequest], None],
-        reroute: Callable[[QueuedRequest], None],
+        router: RouterService,
+        clock: Clock,
+        call_at: Callable[[float, Callable[[], None]], object],
+        reporter: OutcomeReporter,
     ) -> None:
-        """`release` submits a request, and `reroute` places it once more: it may be put here again."""
+        """`call_at` calls at a time of the clock, in a later turn of the event loop."""
         self._router = router
-        self._release = release
-        self._reroute = reroute
-        self._waiting: dict[str, QueuedRequest] = {}
+        self._clock = clock
+        self._call_at = call_at
+        self._reporter = reporter
+        self.queue = RetryQueue(router, self._release, self._reroute)
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Place a request again that a replica has refused, and report one outcome: `Released` when the pair
+        can take it, or after `CAPACITY_WAIT_S` wherever it costs least; or `Unplaced`. Raises
+        `NoReplicaError` where there is no place at all."""
+        queued.route_request = request
+        queued.decision = self._router.route(request, is_queued=True, queued_part=0.0, prefers_capacity=True)
+        queued.refused_at = until = self._clock.now() + CAPACITY_WAIT_S
 
-    def put(self, queued: QueuedRequest) -> None:
-        """Release the request when its pair has capacity, which may be now."""
-        assert queued.request_id not in self._waiting
-        self._waiting[queued.request_id] = queued
-        self.pump()
+        def send_anyway() -> None:
+            if queued.refused_at == until and self.queue.drop(queued):
+                with self._reporter.reporting_failure(queued):
+                    self.send(queued, queued.route_request)
 
-    def drop(self, queued: QueuedRequest) -> bool:
-        """Forget a request that ended, or waits no more. Returns whether it waited."""
-        is_waiting = self._waiting.get(queued.request_id) is queued
-        if is_waiting:
-            del self._waiting[queued.request_id]
-        return is_waiting
+        self._call_at(until, send_anyway)
+        self.queue.put(queued)
 
-    def pump(self) -> None:
-        """Release the retries that can be taken now."""
-        for queued in list(self._waiting.values()):
-            if self._router.has_capacity(queued.request_id) and self.drop(queued):
-                self._release(queued)
+    def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report `Released` now, wherever the request costs least; raise `NoReplicaError` where there is no
+        place: it waits neither for its turn nor for capacity."""
+        self._reporter.released(queued, self._router.route(request, queued_part=0.0))
 
-    def leave(self, replica_id: str) -> None:
-        """Place once more the retries that wait for a replica that is gone, or should be avoided."""
-        for queued in list(self._waiting.values()):
-            if replica_id in (queued.decision.prefill, queued.decision.decode) and self.drop(queued):
-                self._reroute(queued)
+    def _release(self, queued: QueuedRequest) -> None:
+        self._router.on_submitted(queued.request_id)
+        self._reporter.released(queued, queued.decision)
 
-
-class EndRate:
-    """The rate at which requests end, each of which makes a place for another."""
-
-    def __init__(self, now: float) -> None:
-        self._last_at = now
-        # The time between two ends; 0: not known.
-        self._gap_s = 0.0
-
-    def add(self, now: float) -> None:
-        """Note that a request ended."""
-        self._gap_s = moving_average(self._gap_s, max(now - self._last_at, _LEAST_GAP_S), _GAP_WEIGHT)
-        self._last_at = now
-
-    def next_s(self, now: float) -> float:
-        """Return the seconds until the next request is likely to end: requests that have run for long may run
-        for the same time again."""
-        return min(max(self._gap_s, now - self._last_at), _MOST_GAP_S)
+    def _reroute(self, queued: QueuedRequest) -> None:
+        """Place a retry once more, one of whose replicas is gone or avoided."""
+        self._router.on_finished(queued.request_id)
+        with self._reporter.reporting_failure(queued):
+            self.wait_for_capacity(queued, queued.route_request)

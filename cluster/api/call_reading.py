@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from cluster.admission.caller_limits import CallerLimits
-from cluster.admission.read_budget import ReadBudget, ReadHold
+from cluster.admission.read_budget import ReadBudget, ReadReservation
 from cluster.api.message_fields import MAX_VALUES
 from cluster.api.message_sizes import max_body_bytes, max_message_bytes
 from cluster.config import ClusterConfig
@@ -41,7 +41,7 @@ class CallReading:
         self._message_timeout_s = gateway.message_timeout_s
 
     @contextlib.contextmanager
-    def call(self, identity: Identity, connection: Hashable = None) -> Iterator[ReadHold]:
+    def call(self, identity: Identity, connection: Hashable = None) -> Iterator[ReadReservation]:
         """Count a call of this identity, and its connection, while the block runs; yield its part of the
         budget. Raise `OverloadedError` where the caller has too many."""
         party = identity.party
@@ -52,14 +52,14 @@ class CallReading:
                 ends.callback(self.limits.disconnect, party, connection)
             yield ends.enter_context(self.budget.open(party))
 
-    async def read_message(self, context: Context, hold: ReadHold) -> bytes:
+    async def read_message(self, context: Context, reservation: ReadReservation) -> bytes:
         """Return the one message of a gRPC call, not yet parsed. Raise the `RequestError` that says why it is
         not read.
 
         gRPC does not tell the length of a message, and receives all of it once it is read; before, it
         receives no more than its window of flow control. So there must be room for the largest.
         """
-        await hold.take(self.max_message_bytes)
+        await reservation.take(self.max_message_bytes)
         try:
             async with asyncio.timeout(self._message_timeout_s):
                 message = await context.read()
@@ -70,5 +70,5 @@ class CallReading:
         if message is grpc.aio.EOF:
             raise InvalidRequestError(FieldViolation("request", "is missing; send one message"))
         assert isinstance(message, bytes)
-        hold.shrink(len(message))
+        reservation.shrink(len(message))
         return message

@@ -162,7 +162,7 @@ def usage_of(summary: Summary) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=summary.num_prompt_tokens,
         cached=_cached(summary.prefill),
-        completion_tokens=sum(item.num_tokens for item in summary.samples),
+        completion_tokens=summary.num_output_tokens,
         capped_max_tokens=summary.capped_max_tokens,
         reasoning_tokens=sum(item.num_reasoning_tokens for item in summary.samples),
         resumed_tokens=summary.num_resumed_tokens,

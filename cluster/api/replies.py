@@ -14,7 +14,8 @@ from cluster.api.status_thread import StatusThread
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import FieldViolation, InvalidRequestError
-from cluster.gateway.fleet import Fleet, FleetStats, FoundRequest, ListedRequest
+from cluster.gateway.fleet.fleet import Fleet, FleetStats, FoundRequest
+from cluster.gateway.fleet.messages import ListedRequest
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager
@@ -127,7 +128,9 @@ class StatusService:
             pools=pools_of(self._config, self._connections, stats.minute.pool_to_prompts),
             scaling_changes=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
-            demand=demand_message(replace(counters.demand, num_refused=self._requests.admission.num_refused)),
+            demand=demand_message(
+                replace(counters.demand, num_refused=self._requests.admission.refusals.num_by_load)
+            ),
             authentication=self._config.auth.mode,
             app=self._config.app,
             quotas=[

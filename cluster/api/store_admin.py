@@ -18,11 +18,7 @@ from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    MAX_OWNER_BYTES,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminAnswer,
     AdminFailed,
     AdminHello,
@@ -34,11 +30,17 @@ from kvtransfer.store.messages import (
     PurgeResult,
     StatRequest,
     StoreListing,
-    StoreRefusal,
     StoreStat,
     TierStat,
     VerifyRequest,
     VerifyResult,
+)
+from kvtransfer.store.messages.owner_codec import (
+    FROM_OWNER_CODEC,
+    MAX_OWNER_BYTES,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    StoreRefusal,
 )
 
 # A store that takes longer to report its state hangs.

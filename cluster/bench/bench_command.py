@@ -14,13 +14,7 @@ from rich.table import Table
 
 from cluster.bench.replayed_traces import bench_scaling, bench_store
 from cluster.bench.serving_command import bench_serve_command
-from cluster.cli.terminal import (
-    NONE,
-    AsJson,
-    bundled_model,
-    made_table,
-    out,
-)
+from cluster.cli.terminal import NONE, AsJson, bundled_model, made_table, out
 from cluster.dtypes import auto_dtype
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import msgspec
 import numpy as np
 
 from cluster.api.generate_options import Turn
-from cluster.bench.json_items import json_items, numbered_lines
+from cluster.bench.conversations import QuestionAnswer, read_conversations
+from cluster.bench.request_lengths import Lengths, read_lengths
 from cluster.bench.serving_load import PlannedTurn, Session, poisson_arrivals_s
 from cluster.bench.trace_file import MAX_LENGTH_TOKENS, TRACE_BLOCK_TOKENS, read_trace
 from cluster.errors import BenchError
@@ -129,65 +129,6 @@ def drawn_tokens(num: int, vocab_size: int, *key: int) -> list[int]:
 
 # ----------------------------------------------------------------------------------------------
 # Recorded conversations.
-
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
-    "system": "system",
-}
-
-
-class _Message(msgspec.Struct):
-    """A message, as ShareGPT has it (from, value) or as OpenAI has it (role, content)."""
-
-    sender: str = msgspec.field(name="from", default="")
-    value: str = ""
-    role: str = ""
-    content: str = ""
-
-
-class _Conversation(msgspec.Struct):
-    conversations: list[_Message] = []
-    messages: list[_Message] = []
-
-
-class QuestionAnswer(NamedTuple):
-    """What a user says, with the system prompt before the first, and the answer."""
-
-    asked: list[Turn]
-    answer: str
-
-
-def read_conversations(path: Path) -> Iterator[list[QuestionAnswer]]:
-    """Yield the exchanges of each conversation of a file of JSON lines, or of one JSON array; those in which
-    nobody answers a user are passed over."""
-    decoder = msgspec.json.Decoder(_Conversation)
-    for number, item in json_items(path):
-        try:
-            found = decoder.decode(item)
-            exchanges = _exchanges(found.conversations or found.messages)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise BenchError(f"{path}, line {number}: {error}") from error
-        if exchanges:
-            yield exchanges
-
-
-def _exchanges(messages: Sequence[_Message]) -> list[QuestionAnswer]:
-    """Return the exchanges up to where user and assistant no longer take turns."""
-    turns = []
-    for message in messages:
-        name = message.sender or message.role
-        if name not in _ROLES:
-            raise ValueError(f"a message is from {name[:80]!r}; expected one of {', '.join(_ROLES)}")
-        turns.append(Turn(_ROLES[name], message.value or message.content))
-    first = next((index for index, turn in enumerate(turns) if turn.role == "user"), len(turns))
-    system = [turn for turn in turns[:first] if turn.role == "system"]
-    exchanges: list[QuestionAnswer] = []
-    for asked, answer in zip(turns[first::2], turns[first + 1 :: 2], strict=False):
-        if (asked.role, answer.role) != ("user", "assistant") or not answer.content:
-            break
-        exchanges.append(QuestionAnswer([*(() if exchanges else system), asked], answer.content))
-    return exchanges
 
 
 def _recorded(
@@ -313,13 +254,6 @@ def _shared_prefix(settings: DatasetSettings, run: RunSettings, number: int, num
 # Lengths.
 
 
-class Lengths(NamedTuple):
-    """Of one request, in tokens."""
-
-    input: int
-    output: int
-
-
 def _of_lengths(dataset: Dataset, settings: DatasetSettings, run: RunSettings) -> Load:
     """Return requests of drawn tokens, whose lengths are drawn or read."""
     lengths: Iterable[Lengths]
@@ -373,23 +307,3 @@ def _repeated(path: Path) -> Iterator[Lengths]:
             yield lengths
         if not found:
             raise BenchError(f"{path} has no lengths: expected lines of INPUT,OUTPUT")
-
-
-def read_lengths(path: Path) -> Iterator[Lengths]:
-    """Yield the lengths of a CSV file whose first two columns are input and output tokens; its first line may
-    be a heading."""
-    for number, line in numbered_lines(path):
-        cells = line.decode(errors="replace").strip().split(",")
-        if cells == [""]:
-            continue
-        try:
-            lengths = Lengths(*(int(cell) for cell in cells[:2]))
-        except (TypeError, ValueError):
-            if number == 1:
-                continue
-            raise BenchError(
-                f"{path}, line {number}: expected INPUT,OUTPUT, not {','.join(cells)[:80]!r}"
-            ) from None
-        if not all(1 <= length <= MAX_LENGTH_TOKENS for length in lengths):
-            raise BenchError(f"{path}, line {number}: lengths are from 1 to {MAX_LENGTH_TOKENS} tokens")
-        yield lengths

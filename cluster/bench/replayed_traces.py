@@ -17,16 +17,11 @@ from cluster.cli.terminal import AsJson, err, made_table, out
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.measured_rates import StepCost
+from cluster.scaling.other_policies import TargetQueue, keep_counts
 from cluster.scaling.policy import decide
 from cluster.scaling.samples import DECODE, PREFILL, PoolView
-from cluster.scaling.simulation import (
-    Arrival,
-    Replayed,
-    ServiceModel,
-    TargetQueue,
-    keep_counts,
-    replay,
-)
+from cluster.scaling.scaling_replay import Replayed, replay
+from cluster.scaling.simulation import Arrival, ServiceModel
 from kvtransfer.store.policy.trace_simulation import POLICIES, Outcome, TierSizes, simulate
 
 # Requests a prefill replica that the queue target aims at: Ray Serve's default.

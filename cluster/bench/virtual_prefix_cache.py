@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, ReplicaIdentity
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents
+from kvtransfer.messages import ReplicaIdentity
 
 
 class VirtualPrefixCache:

@@ -20,8 +20,9 @@ from msgspec.structs import asdict
 from cluster.admission.flow import Flow
 from cluster.bench.virtual_prefix_cache import VirtualPrefixCache
 from cluster.bench.virtual_time import EventQueue
-from kvtransfer.common.health import moving_average
-from kvtransfer.messages import KvEvents, ReplicaIdentity
+from kvtransfer.common.moving_average import moving_average
+from kvtransfer.kv_events import KvEvents
+from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
 from workers.scheduler.step_costs import FIRST_DECODE_RATIO, NonNegativeFit
 

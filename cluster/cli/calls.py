@@ -20,7 +20,7 @@ from cluster.api.client import Client, Collector, Completion
 from cluster.api.generate_options import GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
-from cluster.cli.store import members_table, tiers_table
+from cluster.cli.store_tables import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

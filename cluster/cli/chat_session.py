@@ -1,4 +1,5 @@
-"""`tandem chat`: a conversation with the served model, on a terminal or line by line through a pipe."""
+"""`tandem chat`: the conversation with the served model, whatever shows it (`cluster.cli.chat_terminal`,
+`cluster.cli.chat_pipe`)."""
 
 from __future__ import annotations
 
@@ -6,28 +7,16 @@ import contextlib
 import json
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
-
-import typer
-from rich.console import Console
+from typing import Any, NamedTuple, Protocol
 
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import Collector, Completion
 from cluster.api.generate_options import GenerateOptions, Turn
-from cluster.cli.calls import completion_json, explain_view
-from cluster.errors import CallError, ConfigError, InvalidRequestError
+from cluster.errors import CallError, ConfigError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-
-# What a line of a pipe may hold; gateways take messages of 16 MiB by default.
-MAX_LINE_CHARS = 16 << 20
-_MAX_HISTORY_LINES = 1000
-_PROMPT = "> "
-# Of what a model says, a terminal gets no control characters beside these.
-_KEPT_CONTROLS = "\n\t"
-_BREAKS_TO_SPACES = str.maketrans(dict.fromkeys("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", " "))
 
 
 @dataclass(slots=True)
@@ -178,206 +167,6 @@ COMMANDS = {
     "Ctrl-C": "end the answer; the chat goes on",
     "Ctrl-D": "end the chat",
 }
-
-
-# ----------------------------------------------------------------------------------------------
-# On a terminal.
-
-
-class TerminalScreen:
-    """Shows answers as they come, what the model thinks in dim letters, and a line of figures after each."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._is_thinking = False
-
-    def show(self, delta: pb.Delta) -> None:
-        if delta.reasoning:
-            self._is_thinking = True
-            self._print(delta.reasoning, "dim italic")
-        if delta.text:
-            if self._is_thinking:
-                self._is_thinking = False
-                self._console.print("\n")
-            self._print(delta.text, "green")
-
-    def end(self, answer: SpokenAnswer) -> None:
-        self._is_thinking = False
-        self._console.print()
-        if answer.completion is not None:
-            self.note(stats_line(answer.completion))
-        else:
-            self.note("(the answer is not complete)")
-
-    def note(self, text: str) -> None:
-        self._console.print(printable(text), style="dim", markup=False, highlight=False, soft_wrap=True)
-
-    def explain(self, explained: pb.ExplainResponse) -> None:
-        self._console.print(explain_view(explained))
-
-    def _print(self, text: str, style: str) -> None:
-        self._console.print(
-            printable(text), end="", style=style, markup=False, highlight=False, soft_wrap=True
-        )
-
-
-def printable(text: str) -> str:
-    """Return the text without control characters, with which a model could steer the terminal."""
-    return "".join(it if it.isprintable() or it in _KEPT_CONTROLS else "\ufffd" for it in text)
-
-
-def stats_line(completion: Completion) -> str:
-    """Return `48 tokens (length), first after 0.03 s, then 120.0 a second; 64 of 80 prompt tokens cached`."""
-    usage, timing = completion.finished.usage, completion.finished.timing
-    cached = usage.cached.device + usage.cached.dram + usage.cached.nvme + usage.cached.remote
-    num_later, later_s = usage.completion_tokens - 1, (timing.e2e_ms - timing.ttft_ms) / 1e3
-    rate = f", then {num_later / later_s:.1f} a second" if num_later > 0 and later_s > 0 else ""
-    capped = f"; max_tokens was cut to {usage.capped_max_tokens}, by the room in the context or the load"
-    return (
-        f"{usage.completion_tokens} tokens ({completion.finish_reasons[0]}), first after "
-        f"{timing.ttft_ms / 1e3:.2f} s{rate}; {cached} of {usage.prompt_tokens} prompt tokens cached"
-        f"{capped if usage.capped_max_tokens else ''}"
-    )
-
-
-class LineEditor:
-    """Reads lines from a terminal, with the editing and the history that shells have."""
-
-    def __init__(self, history: Path | None, note: Callable[[str], None]) -> None:
-        import readline  # here: where standard input is no terminal, it is not needed
-
-        self._readline = readline
-        self._history = history
-        self._note = note
-        self._num_new = 0
-        if history is not None and history.exists():
-            try:
-                readline.read_history_file(history)
-            except OSError as error:
-                self._forget(error)
-
-    def lines(self) -> Iterator[str]:
-        """Yield each line until Ctrl-D; Ctrl-C discards what was typed."""
-        while True:
-            try:
-                line = input(_PROMPT)
-            except EOFError:
-                self._note("")
-                return
-            except KeyboardInterrupt:
-                self._note("\nCtrl-D ends the chat")
-                continue
-            self._num_new += bool(line)
-            if line.strip():
-                yield line
-
-    def save(self) -> None:
-        """Append what was typed to the file."""
-        if self._history is None or self._num_new == 0:
-            return
-        try:
-            self._history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._history.touch(mode=0o600)
-            self._readline.set_history_length(_MAX_HISTORY_LINES)
-            self._readline.append_history_file(self._num_new, self._history)
-        except OSError as error:
-            self._forget(error)
-
-    def _forget(self, error: OSError) -> None:
-        self._note(f"no history: {self._history}: {error.strerror}")
-        self._history = None
-
-
-def chat_on_terminal(
-    client: BlockingClient,
-    options: GenerateOptions,
-    console: Console,
-    *,
-    system: str,
-    timeout_s: float | None,
-    history: Path | None,
-) -> None:
-    """Chat until Ctrl-D. A request that fails is shown, and the chat continues without it."""
-    model = chat_model(client.models(), options.model)
-    screen = TerminalScreen(console)
-    chat = ChatSession(client, options, screen, timeout_s, system)
-    screen.note(f"{model.name}, {model.max_context_tokens} tokens of context; /help lists the commands")
-    editor = LineEditor(history, screen.note)
-    try:
-        for line in editor.lines():
-            try:
-                chat.take(line)
-            except (CallError, InvalidRequestError) as error:
-                console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-                screen.note("the chat is as before that message; /reset begins anew")
-            except KeyboardInterrupt:
-                screen.note("interrupted")
-    finally:
-        editor.save()
-
-
-# ----------------------------------------------------------------------------------------------
-# Through a pipe.
-
-
-class PipeScreen:
-    """Writes one line for each answer, and nothing else: its text, in which line breaks are spaces, or one
-    JSON object."""
-
-    def __init__(self, output: TextIO, errors: Console, *, as_json: bool) -> None:
-        self._output = output
-        self._errors = errors
-        self._as_json = as_json
-
-    def show(self, delta: pb.Delta) -> None:
-        if not self._as_json:
-            self._output.write(delta.text.translate(_BREAKS_TO_SPACES))
-            self._output.flush()
-
-    def end(self, answer: SpokenAnswer) -> None:
-        if not self._as_json:
-            self._output.write("\n")
-        elif answer.completion is not None:
-            self._output.write(f"{json.dumps(completion_json(answer.completion))}\n")
-        self._output.flush()
-
-    def note(self, text: str) -> None:
-        self._errors.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def explain(self, explained: pb.ExplainResponse) -> None:
-        self._errors.print(explain_view(explained))
-
-
-def chat_through_pipe(
-    client: BlockingClient,
-    options: GenerateOptions,
-    source: TextIO,
-    screen: PipeScreen,
-    *,
-    system: str,
-    timeout_s: float | None,
-) -> None:
-    """Answer each line that is not empty; the first request that fails ends the chat, and so does Ctrl-C."""
-    chat_model(client.models(), options.model)
-    chat = ChatSession(client, options, screen, timeout_s, system)
-    for line in pipe_lines(source):
-        answer = chat.take(line)
-        if answer is not None and answer.completion is None:
-            raise KeyboardInterrupt
-
-
-def pipe_lines(source: TextIO) -> Iterator[str]:
-    """Yield each line that is not empty; a usage error for one that is too long, or no UTF-8."""
-    try:
-        while line := source.readline(MAX_LINE_CHARS + 1):
-            if len(line) > MAX_LINE_CHARS:
-                raise typer.BadParameter(
-                    f"a line of standard input is longer than {MAX_LINE_CHARS} characters"
-                )
-            if line.strip():
-                yield line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is not UTF-8: {error}") from error
 
 
 def chat_model(models: list[pb.Model], name: str) -> pb.Model:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from cluster.api.client import Client, Collector
 from cluster.api.generate_options import GenerateOptions
-from cluster.cli.terminal import NONE, made_table, progress_to, stages
+from cluster.cli.progress_report import progress_to, stages
+from cluster.cli.terminal import NONE, made_table
 from cluster.config import default_config
 from cluster.errors import StartError
 from cluster.proto.tandem.v1 import inference_pb2 as pb

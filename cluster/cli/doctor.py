@@ -17,25 +17,15 @@ from rich.text import Text
 from cluster.api.channel import ClientCredentials
 from cluster.cli.gateway_options import CallerOptions, gateway_options
 from cluster.cli.model_download import fetched
-from cluster.cli.terminal import BUNDLED_MODEL, AsJson, RayVariable, err, out, ray_choice, run
+from cluster.cli.ray_choice import ray_choice
+from cluster.cli.terminal import BUNDLED_MODEL, AsJson, RayVariable, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
-from cluster.doctor.checks import (
-    C,
-    Check,
-    CheckContext,
-    Expected,
-    Finding,
-    Live,
-    Severity,
-    as_json,
-    error,
-    exit_status,
-    look,
-    worst_first,
-)
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import C, Finding, Severity, as_json, error, exit_status, worst_first
+from cluster.doctor.live_cluster import Expected, Live, look
 from cluster.errors import CallError, ConfigError, StartError
+from cluster.serve.auto_kv import planned_needs
 from cluster.serve.machine import Machine
-from cluster.serve.memory import needs_of
 from cluster.serve.serve_runs import living_runs, only_run
 from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
@@ -184,7 +174,7 @@ def machine_context(
     """Return this machine, and what is to run on it, for the checks."""
     machine = Machine()
     try:
-        needs = needs_of(config, machine, is_running=is_running)
+        needs = planned_needs(config, machine, is_running=is_running)
     except CheckpointError:
         needs = None  # the checks of the model report it
     return CheckContext(
@@ -232,12 +222,13 @@ async def _cluster(
 
 def machine_checks() -> tuple[Check[CheckContext], ...]:
     """Return the checks of a machine, in the order in which they run."""
-    from cluster.doctor import access, hardware, limits, model, network, redis, storage, tls
+    from cluster.doctor import access, devices, hardware, limits, model, network, redis, storage, tls
 
     return (
         *model.CHECKS,
         *limits.CHECKS,
         *hardware.CHECKS,
+        *devices.CHECKS,
         *storage.CHECKS,
         *network.CHECKS,
         *access.CHECKS,

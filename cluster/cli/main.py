@@ -16,7 +16,8 @@ import typer
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.generate_options import Turn, generate_request
 from cluster.cli import calls
-from cluster.cli.chat_session import PipeScreen, chat_on_terminal, chat_through_pipe
+from cluster.cli.chat_pipe import PipeScreen, chat_through_pipe
+from cluster.cli.chat_terminal import chat_on_terminal
 from cluster.cli.command_group import LazyCommands
 from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
 from cluster.cli.sampling_options import SamplingOptions, sampling_options

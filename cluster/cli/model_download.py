@@ -15,7 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from cluster.cli.terminal import err, stages
+from cluster.cli.progress_report import stages
+from cluster.cli.terminal import err
 from cluster.model_source.fetch_context import FetchContext, FetchProgress
 from cluster.model_source.source import ModelSource
 

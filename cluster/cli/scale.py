@@ -6,40 +6,23 @@ tandem scale --Admin.Scale--> gateway --> scaler --> Ray Serve
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from cluster.api.admin_client import AdminClient
-from cluster.api.replies import scale_reply
 from cluster.cli.gateway_options import AdminOptions, gateway_options
-from cluster.cli.scale_plan import parse_orders, plan_json, plan_scale, plan_view
-from cluster.cli.terminal import (
-    AsJson,
-    err,
-    out,
-    progress_line,
-    run,
-    stages,
-)
+from cluster.cli.scale_plan import parse_orders
+from cluster.cli.scale_target import DashboardTarget, GatewayTarget
+from cluster.cli.scale_work import ScaleWork
+from cluster.cli.terminal import AsJson, out, run
 from cluster.errors import (
-    CallError,
     ConfigError,
-    DashboardError,
-    PinError,
-    ScaleTimeoutError,
-    UnknownPoolError,
 )
-from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from cluster.scaling.orders import plan_order
 from cluster.scaling.serve_client import ServeClient
 from cluster.serve.serve_runs import living_runs
-from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.clock import SystemClock
 
 DEFAULT_APP = "tandem"
 _SCHEMES = ("http://", "https://")
@@ -119,125 +102,3 @@ def read_token(token: str, file: Path | None) -> str:
         if file is not None:
             raise ConfigError(f"the Ray token cannot be read from {file}: {error}") from error
         return ""
-
-
-# ----------------------------------------------------------------------------------------------
-# Who takes the orders.
-
-
-class ScaleTarget(Protocol):
-    """Takes orders for the pools of one application."""
-
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
-        """Order the counts, or only say what that would change; of all pools where none is named."""
-
-    async def release(self, pools: Sequence[str]) -> None:
-        """Let the autoscaler change these pools again."""
-
-    async def status(self) -> admin_pb.StatusResponse | None:
-        """Return what runs on the replicas; None: not known."""
-
-
-class GatewayTarget:
-    """A gateway, which passes the orders on under the name of who gives them."""
-
-    def __init__(self, client: AdminClient) -> None:
-        self._client = client
-
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
-        return await self._client.scale(counts, dry_run=dry_run)
-
-    async def release(self, pools: Sequence[str]) -> None:
-        await self._client.release(pools)
-
-    async def status(self) -> admin_pb.StatusResponse | None:
-        return await self._client.status()
-
-
-class DashboardTarget:
-    """Ray Serve itself. The scaler, if one runs, takes its targets for orders of an unnamed operator."""
-
-    def __init__(self, client: ServeClient, app: str) -> None:
-        self._client = client
-        self._app = app
-
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
-        seen = await self._client.application()
-        if seen is None:
-            problem = f"has no application {self._app!r}; --app names another"
-            raise UnknownPoolError(f"Ray Serve at {self._client.url} {problem}")
-        done = await plan_order(self._client, self._app, seen, counts)
-        ordered: list[str] = []
-        for change in () if dry_run else done.changes:
-            if change.is_pin:
-                continue
-            try:
-                await self._client.scale(change.pool, change.after)
-            except DashboardError as error:
-                if not ordered:
-                    raise
-                names = ", ".join(ordered)
-                raise DashboardError(f"{names} was ordered, {change.pool} not: {error}") from error
-            ordered.append(f"{change.pool}={change.after}")
-        return scale_reply(done)
-
-    async def release(self, pools: Sequence[str]) -> None:
-        raise PinError("Ray Serve knows no pins: pools are released through a gateway, without --dashboard")
-
-    async def status(self) -> admin_pb.StatusResponse | None:
-        return None
-
-
-# ----------------------------------------------------------------------------------------------
-# What `tandem scale` does: order, release, wait.
-
-_POLL_S = 0.5
-
-
-class ScaleWork:
-    """Carries out one call of the command."""
-
-    def __init__(self, target: ScaleTarget, console: Console, clock: Clock, *, as_json: bool) -> None:
-        self._target = target
-        self._console = console
-        self._clock = clock
-        self._as_json = as_json
-
-    async def scale(
-        self, counts: Mapping[str, int], released: Sequence[str], *, dry_run: bool, wait_s: float | None
-    ) -> None:
-        status = await self._target.status()
-        reply = await self._target.scale(counts, dry_run=dry_run) if counts else admin_pb.ScaleResponse()
-        if released and not dry_run:
-            await self._target.release(released)
-        plan = plan_scale(reply, status, released)
-        if not self._as_json:
-            self._console.print(plan_view(plan))
-        if not dry_run and wait_s is not None and counts:
-            await self._wait(counts, wait_s)
-        if self._as_json:
-            print(json.dumps({"dry_run": dry_run, **plan_json(plan)}))
-        elif dry_run:
-            self._console.print("nothing was changed: a dry run")
-
-    async def _wait(self, counts: Mapping[str, int], wait_s: float) -> None:
-        """Return when Serve runs as many, and no replica starts or stops."""
-        deadline = self._clock.now() + wait_s
-        running = {pool: {"RUNNING": num} if num else {} for pool, num in counts.items()}
-        with stages(err, "waiting") as report:
-            while True:
-                # The dashboard, or this gateway, may move or restart meanwhile.
-                with contextlib.suppress(DashboardError, CallError):
-                    reply = await self._target.scale({}, dry_run=True)
-                    pools = {seen.name: seen for seen in reply.pools if seen.name in counts}
-                    ready = {pool: (seen.num_running, counts[pool]) for pool, seen in pools.items()}
-                    report(progress_line("waiting", ready))
-                    if all(dict(seen.states) == running[pool] for pool, seen in pools.items()):
-                        return
-                    if overruled := [pool for pool, seen in pools.items() if seen.before != counts[pool]]:
-                        raise ScaleTimeoutError(f"somebody ordered another count of {overruled[0]} meanwhile")
-                if self._clock.now() >= deadline:
-                    raise ScaleTimeoutError(
-                        f"not reached within {wait_s:g} s; Serve continues (`tandem status` shows how far)"
-                    )
-                await self._clock.sleep(_POLL_S)

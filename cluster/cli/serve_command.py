@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli.model_download import fetched
+from cluster.cli.progress_report import progress_to, stages
+from cluster.cli.ray_choice import ray_choice
 from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import (
     ServeOptions,
@@ -18,16 +20,7 @@ from cluster.cli.serve_options import (
     named_by_options,
     serve_options,
 )
-from cluster.cli.terminal import (
-    RayVariable,
-    catch_signals,
-    die,
-    err,
-    out,
-    progress_to,
-    ray_choice,
-    stages,
-)
+from cluster.cli.terminal import RayVariable, catch_signals, die, err, out
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import StartError
 from cluster.shown_urls import HIDDEN

@@ -1,29 +1,23 @@
-"""What all commands share: consoles, common options, tables, progress, interruption and exit."""
+"""What all commands share: consoles, common options, tables, interruption and exit."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from kvtransfer.common.clock import Clock, SystemClock
-
-if TYPE_CHECKING:  # its module imports Ray, which takes seconds
-    from cluster.serve.launcher import StartProgress
 
 out, err = Console(), Console(stderr=True)
 
@@ -105,69 +99,6 @@ def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-# ----------------------------------------------------------------------------------------------
-# What is going on while a command waits.
-
-
-_DETAIL_S = 10.0
-_SYSTEM_CLOCK = SystemClock()
-
-
-def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
-    """Return `loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
-    pools = ", ".join(f"{name} {num} of {wanted}" for name, (num, wanted) in ready.items())
-    return f"{stage}: {pools}" if pools else stage
-
-
-class Report(Protocol):
-    """Shows what goes on; `detail` changes more often than the stage."""
-
-    def __call__(self, stage: str, detail: str = "") -> None: ...
-
-
-@contextlib.contextmanager
-def stages(console: Console, first: str, clock: Clock = _SYSTEM_CLOCK) -> Iterator[Report]:
-    """Show the stage: by a spinner on a terminal, otherwise by a line whenever the stage changes, and with
-    the detail every `_DETAIL_S`."""
-    if console.is_terminal:
-        with console.status(first) as status:
-            yield lambda stage, detail="": status.update(f"{stage}; {escape(detail)}" if detail else stage)
-        return
-    last, said_at = "", clock.now()
-
-    def report(stage: str, detail: str = "") -> None:
-        nonlocal last, said_at
-        is_due = bool(detail) and clock.now() >= said_at + _DETAIL_S
-        if stage != last or is_due:
-            last, said_at = stage, clock.now()
-            text = f"{stage}; {detail}" if is_due else stage
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-    report(first)
-    yield report
-
-
-def progress_to(report: Report) -> Callable[[StartProgress], None]:
-    """Return what shows the progress of a start or an update."""
-    return lambda it: report(progress_line(it.stage, it.ready), it.detail)
-
-
-class RayChoice(NamedTuple):
-    """Represents which Ray cluster a command was told to use."""
-
-    # As given; "": nothing was.
-    address: str
-    # "; RAY_ADDRESS names it", where that is why.
-    reason: str = ""
-
-
-def ray_choice(option: str | None, variable: str) -> RayChoice:
-    """Return the option, which goes before the environment variable RAY_ADDRESS."""
-    if option is None and variable:
-        return RayChoice(variable, "; RAY_ADDRESS names it")
-    return RayChoice(option or "")
 
 
 def traffic_line(shares: Mapping[str, float]) -> str:

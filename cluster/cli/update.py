@@ -13,19 +13,11 @@ from rich.console import Group
 from rich.table import Table
 
 from cluster.cli.model_download import fetched
+from cluster.cli.progress_report import progress_to, stages
+from cluster.cli.ray_choice import ray_choice
 from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
-from cluster.cli.terminal import (
-    AsJson,
-    RayVariable,
-    catch_signals,
-    err,
-    made_table,
-    out,
-    progress_to,
-    ray_choice,
-    stages,
-)
+from cluster.cli.terminal import AsJson, RayVariable, catch_signals, err, made_table, out
 from cluster.config import ClusterConfig
 from kvtransfer.common.clock import SystemClock
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from cluster.api.json_text import as_dict, status_json
-from cluster.api.replies import Fresh, StatusService
-from cluster.api.store_admin import STAT_S, StoreAdmin
+from cluster.api.replies import Fresh
+from cluster.api.store_admin import STAT_S
 from cluster.config import ClusterConfig
+from cluster.console.console_services import ConsoleServices
 from cluster.errors import DashboardAwayError, FieldViolation, InvalidRequestError
-from cluster.gateway.fleet import Fleet, ListedRequest
+from cluster.gateway.fleet.messages import ListedRequest
 from cluster.metrics.curves import CURVE_S
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.metrics.trends import LONG, Trends
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
 # Requests of each kind, running and ended, in one answer.
@@ -37,7 +36,6 @@ MAX_PATHS = 10_000
 _TOTALS = ("num_running", "num_finished", "num_failed", "num_cancelled")
 
 # Sets and counts everything that the gateway exports.
-Export = Callable[[GatewayMetrics], Awaitable[None]]
 
 
 class ConsoleApi:
@@ -45,22 +43,15 @@ class ConsoleApi:
 
     def __init__(
         self,
-        *,
         gateway_id: str,
         config: ClusterConfig,
-        status: StatusService,
-        fleet: Fleet,
-        stores: StoreAdmin,
-        operations: Operations | None,
+        services: ConsoleServices,
         trends: Trends,
-        export: Export,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._config = config
-        self._status_service = status
-        self._fleet = fleet
-        self._operations = operations
+        self._services = services
         self._trends = trends
         self._clock = clock
         # The JSON of `tandem status --json`, without the paths.
@@ -68,10 +59,9 @@ class ConsoleApi:
         # JSON with the paths of as many replicas as fit into `MAX_PATHS`, and the number of the others.
         self.paths = Fresh(self._make_paths, _PATHS_AGE_S, clock)
         self._store_stat: Fresh[admin_pb.StoreStatResponse] = Fresh(
-            lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
+            lambda: services.stores.stat(STAT_S), _STORES_AGE_S, clock
         )
 
-        self._export = export
         self._scraped = ScrapedRegistry(app=config.app, gateway=gateway_id, model=config.model_name)
         self._exporter = GatewayMetrics(self._scraped, config.transfer.min_gb_s)
         # The gateway's metrics in Prometheus' text format.
@@ -93,19 +83,19 @@ class ConsoleApi:
 
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of all gateways, the latest first."""
-        found = await self._fleet.latest(MAX_REQUESTS, None)
+        found = await self._services.fleet.latest(MAX_REQUESTS, None)
         now = self._clock.now()
         requests = [_request(gateway_id, request, now) for gateway_id, request in found.requests]
         return {"requests": requests, "missing": found.missing}
 
     async def explain(self, request_id: str, tenant: str | None) -> dict[str, Any]:
         """Return the output of `tandem explain --json`; `UnknownRequestError` for an unknown request."""
-        return as_dict(await self._status_service.explain(request_id, tenant))
+        return as_dict(await self._services.status.explain(request_id, tenant))
 
     async def curves(self) -> dict[str, Any]:
         """Return TTFT and ITL at all gateways together, second by second, the sums of the last minute, and
         the totals of each gateway. A point is [Unix time, p50, p90, p99], in seconds."""
-        stats = await self._status_service.stats.get()
+        stats = await self._services.status.stats.get()
         return {
             "at": self._clock.wall(),
             "span_s": CURVE_S,
@@ -134,28 +124,28 @@ class ConsoleApi:
         }
 
     async def _dashboard_url(self) -> str:
-        if self._operations is None:
+        if self._services.operations is None:
             return ""
         try:
-            return await self._operations.dashboard_url()
+            return await self._services.operations.dashboard_url()
         except DashboardAwayError:
             return ""
 
     async def _make_status(self) -> str:
-        reply = await self._status_service.status()
+        reply = await self._services.status.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
         # A thread is used because with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
 
     async def _make_metrics(self) -> bytes:
         self._scraped.clear()
-        await self._export(self._exporter)
+        await self._services.export(self._exporter)
         return self._scraped.text()
 
     async def _make_paths(self) -> str:
         shown: list[admin_pb.ReplicaPaths] = []
         num_paths = num_left_out = 0
-        async for replica in self._status_service.paths(()):
+        async for replica in self._services.status.paths(()):
             if num_paths + len(replica.paths) > MAX_PATHS:
                 num_left_out += 1
                 continue

@@ -8,17 +8,16 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from cluster.api.grpc_server import Certificate
-from cluster.api.replies import StatusService
-from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.console_data import ConsoleApi, Export
+from cluster.console.console_data import ConsoleApi
+from cluster.console.console_services import ConsoleServices
 from cluster.console.trend_recorder import TrendRecorder
 from cluster.errors import (
     HTTP_STATUS,
@@ -31,18 +30,15 @@ from cluster.errors import (
     is_failure,
     to_grpc_status,
 )
-from cluster.gateway.fleet import Fleet
-from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.http.guards import refused_host
-from cluster.http.port import VERSIONLESS, HttpBounds, HttpPort, is_versionless
-from cluster.identity.access_control import AccessControl
+from cluster.http.port import VERSIONLESS, HttpBounds, HttpPort, ListenAddress, is_versionless
 from cluster.identity.api_keys import split_key
 from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditKind
 from cluster.identity.authenticator import HEADER, Credentials, require
 from cluster.identity.identity import Identity, Role
 from cluster.identity.sessions import MAX_COOKIE_CHARS
 from cluster.metrics.scraped_registry import CONTENT_TYPE
-from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
+from cluster.scaling.orders import MAX_REPLICAS, ScalerOrders
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
 
@@ -83,18 +79,6 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
 }
 
 
-class ConsoleServices(NamedTuple):
-    """The parts of its gateway that the console needs."""
-
-    status: StatusService
-    fleet: Fleet
-    connections: ReplicaConnections
-    stores: StoreAdmin
-    operations: Operations | None
-    access: AccessControl
-    export: Export
-
-
 def open_console(
     gateway_id: str, config: ClusterConfig, services: ConsoleServices, clock: Clock
 ) -> Console | None:
@@ -109,17 +93,7 @@ def open_console(
         lambda pool: num_gpus.get(pool, 0) > 0,
         clock,
     )
-    api = ConsoleApi(
-        gateway_id=gateway_id,
-        config=config,
-        status=services.status,
-        fleet=services.fleet,
-        stores=services.stores,
-        operations=services.operations,
-        trends=recorder.trends,
-        export=services.export,
-        clock=clock,
-    )
+    api = ConsoleApi(gateway_id, config, services, recorder.trends, clock)
     return Console(config, port, api, recorder, services)
 
 
@@ -197,12 +171,9 @@ class Console:
         self.app = app
         self._listener = HttpPort(
             app,
-            gateway.host,
-            port,
-            field="gateway.console_port",
+            ListenAddress(gateway.host, port, "gateway.console_port", gateway.takes_over),
             bounds=HttpBounds(_MAX_HEADER_BYTES, _IDLE_S),
             certificate=self._certificate,
-            takes_over=gateway.takes_over,
         )
 
     async def start(self, *, is_shared: bool = False) -> int:

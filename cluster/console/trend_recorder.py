@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from cluster.errors import failures_logged
-from cluster.gateway.fleet import FleetStats
+from cluster.gateway.fleet.fleet import FleetStats
 from cluster.gateway.replica_connections import ReplicaView
 from cluster.metrics.trends import FINE, Gauges, Trends
 from kvtransfer.common.clock import Clock

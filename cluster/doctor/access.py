@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, error, note, ok, warning
 from cluster.errors import ConfigError, StartError
 from cluster.identity.api_keys import KeyEntry, read_keys
 from cluster.identity.audit import check_audit_folder

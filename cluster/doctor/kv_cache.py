@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
+from cluster.doctor.check_context import Check
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.live_cluster import Live
 
 _TRANSFER, _STORE = "transfer", "store"
 

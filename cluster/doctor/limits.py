@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
+from cluster.serve.container_memory import huge_pages_suffice
 from cluster.serve.machine import read
-from cluster.serve.memory import RAY_BYTES, ClusterNeed, PoolNeed, gb, huge_pages_suffice
+from cluster.serve.resource_needs import RAY_BYTES, ClusterNeed, PoolNeed, gb
 from cluster.served_model import described_model
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from workers.model.model_config import read_model_config

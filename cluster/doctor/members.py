@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from cluster.api.admission_shares import reasons_text, tenant_shares
 from cluster.config import LOOPBACK
-from cluster.doctor.checks import Check, CheckResult, Figures, GatewayReply, Live, error, note, ok, warning
+from cluster.doctor.check_context import Check
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.live_cluster import GatewayReply, Live
 from cluster.gateway.circuit_breaker import NOTE as BREAKER
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

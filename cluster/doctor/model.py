@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import PoolConfig
-from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, error, note, ok, warning
 from cluster.errors import ConfigError
-from cluster.serve.memory import gb
+from cluster.serve.resource_needs import gb
 from cluster.served_model import described_model
 from cluster.text.chat_template import load_chat_template
 from cluster.text.tokenizer import ModelText

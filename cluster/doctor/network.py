@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import LOOPBACK
-from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, error, note, ok, warning
 from cluster.serve.serve_runs import ServeRun, living_runs
 
 GROUP = "network and Ray"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, CheckResult, Live, ok, warning
+from cluster.doctor.check_context import Check
+from cluster.doctor.checks import CheckResult, ok, warning
+from cluster.doctor.live_cluster import Live
 from cluster.doctor.serving import GROUP, Cause
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from cluster.config import LOOPBACK
 from cluster.doctor import limits, model, network, storage
-from cluster.doctor.checks import Check, CheckContext, Finding, Severity
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import Finding, Severity
 
 # Wherever the replicas run, their nodes have the model's folder at the same path.
 _OF_THE_MODEL = model.CHECKS

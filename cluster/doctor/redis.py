@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
-from cluster.serve.memory import gb
+from cluster.serve.resource_needs import gb
 from cluster.served_model import described_model
 from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
+from cluster.doctor.check_context import Check
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.live_cluster import Live
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 

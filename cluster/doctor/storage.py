@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import nearest_folder
-from cluster.serve.memory import gb
+from cluster.serve.resource_needs import gb
 
 GROUP = "disk"
 _PAGE_BYTES = 4096

@@ -14,7 +14,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.config import LOOPBACK
 from cluster.doctor.access import DAY_S, GROUP, SOON_DAYS
-from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
+from cluster.doctor.check_context import Check, CheckContext
+from cluster.doctor.checks import CheckResult, error, note, ok, warning
 
 _RENEW = "renew the files: a running process reads them again"
 # What was read after the results that were found on the way; empty: it could not be read.

@@ -147,13 +147,13 @@ class Acceptance:
                 charge, waits_here = Charge(resume_digest(request)), False
             else:
                 # They all come at once when another gateway ends.
-                self.running.check_number(queued.flow, self.admission.refuse, now, factor=2)
+                self.running.check_number(queued.flow, self.admission.refusals, now, factor=2)
                 charge = await self.resumes.charge(request, call.identity, now)
                 older = self.running.find((call.tenant, request.request_id))
                 waits_here = older is not None and older.waiting_since is not None
             if not charge.is_free and not waits_here:
-                self.running.check_number(queued.flow, self.admission.refuse, now)
-                self.admission.check_early(queued, request.ByteSize())
+                self.running.check_number(queued.flow, self.admission.refusals, now)
+                self.admission.checks.check_early(queued, request.ByteSize())
         if charge.is_free and is_charged:  # when its body was read
             self.charges.quotas.withdraw(call.tenant, 0, now)
         elif not charge.is_free and not is_charged:
@@ -188,18 +188,20 @@ class Acceptance:
         if request.resume:
             self._take_over(call, key, queued, charge)
         else:
-            cap = self.admission.max_tokens(queued.flow.service_class, prepared.sampling.max_tokens)
+            cap = self.admission.degradation.max_tokens(
+                queued.flow.service_class, prepared.sampling.max_tokens
+            )
         is_cut = not request.resume and 0 < cap < prepared.sampling.max_tokens
         prepared = prepared.capped(cap)
         self.admission.bytes.count(queued, num_bytes + prepared.num_bytes)
         if not queued.goes_at_once:
             self._place(queued, prepared, charge)
         self._take_tokens(queued, prepared, charge)
-        self.admission.counts.num_capped += is_cut
+        self.admission.degradation.num_capped += is_cut
         token = self.resumes.tokens.issue(
             call.identity, *key, prepared.seed, charge.digest, prepared.capped_max_tokens
         )
-        due_at = call.arrived_at + self.admission.aging_s(queued.flow.service_class)
+        due_at = call.arrived_at + self.admission.config.of(queued.flow.service_class).aging_s
         return AcceptedRequest(call, key, prepared, texts, queued, charge, due_at, token)
 
     async def _prepare(

@@ -19,20 +19,6 @@ MAX_AGE_S = 600.0
 NUM_TENANTS = 8
 
 
-class _Done(NamedTuple):
-    """A finished request; times are milliseconds."""
-
-    at: float
-    ttft_ms: float
-    queue_ms: float
-    prefill_ms: float
-    transfer_ms: float
-    tpot_ms: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_attempts: int
-
-
 class _Hits(NamedTuple):
     """Prompt tokens of a tenant's finished requests: looked at, of them known, of them cached."""
 
@@ -47,12 +33,12 @@ class RequestHistory:
     def __init__(self, block_tokens: int, clock: Clock) -> None:
         self._clock = clock
         self._prefixes = PrefixTracker(block_tokens)
-        self._done: deque[_Done] = deque(maxlen=MAX_REQUESTS)
+        self._done: deque[Summary] = deque(maxlen=MAX_REQUESTS)
         self._hits: RecentMap[str, deque[_Hits]] = RecentMap(MAX_TENANTS)
 
     def ended(self, request: EndedRequest) -> None:
         """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
-        then nothing is kept of it besides times."""
+        then nothing is kept of it besides times and counts."""
         prepared, summary = request.prepared, request.summary
         if prepared is None:
             return  # refused
@@ -67,35 +53,35 @@ class RequestHistory:
             )
         if request.state != "finished" or summary is None or summary.prefill is None:
             return  # also a resumed request that missed nothing
-        self._done.append(_done(summary, request.ended_at))
+        self._done.append(summary)
         if prepared.facts.is_private:
             return
-        num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
+        num_cached = min(summary.num_cached_tokens, num_tokens)
         hits = self._hits.use(prepared.facts.tenant, lambda: deque(maxlen=MAX_REQUESTS))
         hits.append(_Hits(num_tokens, num_known, num_cached))
 
     def summary(self) -> admin_pb.RecentRequests:
         """Return percentiles, and the stages of slow requests, of the last ten minutes."""
         oldest = self._clock.now() - MAX_AGE_S
-        done = [item for item in self._done if item.at >= oldest]
+        done = [item for item in self._done if item.finished_at >= oldest]
         if not done:
             return admin_pb.RecentRequests()
-        by_ttft = sorted(done, key=lambda item: item.ttft_ms)
+        by_ttft = sorted(done, key=lambda item: item.ttft_s)
         slow = by_ttft[-max(len(done) // 10, 1) :]
-        tpots = sorted(item.tpot_ms for item in done if item.tpot_ms)
+        tpots_s = sorted(tpot_s for item in done if (tpot_s := item.tpot_s))
         return admin_pb.RecentRequests(
             num_requests=len(done),
-            window_s=self._clock.now() - done[0].at,
-            ttft_p50_ms=percentile([item.ttft_ms for item in by_ttft], 0.5),
-            ttft_p90_ms=percentile([item.ttft_ms for item in by_ttft], 0.9),
-            tpot_p50_ms=percentile(tpots, 0.5),
-            tpot_p90_ms=percentile(tpots, 0.9),
-            slow_ttft_ms=_mean([item.ttft_ms for item in slow]),
-            slow_queue_ms=_mean([item.queue_ms for item in slow]),
-            slow_prefill_ms=_mean([item.prefill_ms for item in slow]),
+            window_s=self._clock.now() - done[0].finished_at,
+            ttft_p50_ms=1e3 * percentile([item.ttft_s for item in by_ttft], 0.5),
+            ttft_p90_ms=1e3 * percentile([item.ttft_s for item in by_ttft], 0.9),
+            tpot_p50_ms=1e3 * percentile(tpots_s, 0.5),
+            tpot_p90_ms=1e3 * percentile(tpots_s, 0.9),
+            slow_ttft_ms=1e3 * _mean([item.ttft_s for item in slow]),
+            slow_queue_ms=1e3 * _mean([item.queue_s for item in slow]),
+            slow_prefill_ms=1e3 * _mean([item.prefill_s for item in slow]),
             slow_prompt_tokens=round(_mean([item.num_prompt_tokens for item in slow])),
             slow_cached_tokens=round(_mean([item.num_cached_tokens for item in slow])),
-            transfer_p90_ms=percentile(sorted(item.transfer_ms for item in done), 0.9),
+            transfer_p90_ms=1e3 * percentile(sorted(item.transfer_s for item in done), 0.9),
             num_retried=sum(item.num_attempts > 1 for item in done),
         )
 
@@ -111,25 +97,6 @@ class RequestHistory:
             num_finished_known_tokens=sum(item.num_known for item in hits),
             num_cached_tokens=sum(item.num_cached for item in hits),
         )
-
-
-def _done(summary: Summary, ended_at: float) -> _Done:
-    num_after_first = sum(item.num_tokens for item in summary.samples) - len(summary.samples)
-    assert summary.prefill is not None
-    return _Done(
-        at=ended_at,
-        ttft_ms=1e3 * summary.ttft_s,
-        queue_ms=1e3 * summary.queue_s,
-        prefill_ms=1e3 * summary.prefill_s,
-        transfer_ms=1e3 * summary.transfer_s,
-        # Samples are decoded in parallel.
-        tpot_ms=1e3 * summary.decode_s * len(summary.samples) / num_after_first
-        if num_after_first > 0
-        else 0.0,
-        num_prompt_tokens=summary.num_prompt_tokens,
-        num_cached_tokens=summary.prefill.num_cached_tokens,
-        num_attempts=summary.num_attempts,
-    )
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -20,13 +20,8 @@ from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import Backoff
 from kvtransfer.errors import PeerGoneError, TransferError, WireError
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    KvEvents,
-    KvSnapshot,
-    KvSnapshotRequest,
-    ReplicaIdentity,
-)
+from kvtransfer.kv_events import KvEvents, KvSnapshot, KvSnapshotRequest
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
 from router.membership import ROLES

@@ -329,25 +329,24 @@ class RequestManager:
         else:
             state = "failed"
             _log.info("request %s failed: %s", key[1], reason, extra={"request_id": key[1]})
-        self._records.ended(key, task, state, reason, now)
-        self.admission.pump()
-        self._observe(
-            EndedRequest(
-                request_id=key[1],
-                wire_id=accepted.prepared.request_id,
-                tenant=accepted.prepared.facts.tenant,
-                caller=accepted.call.caller,
-                state=state,
-                code=to_grpc_status(error).code.name if error else "OK",
-                reason=reason,
-                started_at=request.started_at,
-                ended_at=now,
-                summary=request.summary(now),
-                decisions=tuple(request.decisions),
-                timeline=tuple(request.timeline),
-                prepared=accepted.prepared,
-            )
+        ended = EndedRequest(
+            request_id=key[1],
+            wire_id=accepted.prepared.request_id,
+            tenant=accepted.prepared.facts.tenant,
+            caller=accepted.call.caller,
+            state=state,
+            code=to_grpc_status(error).code.name if error else "OK",
+            reason=reason,
+            started_at=request.started_at,
+            ended_at=now,
+            summary=request.summary(now),
+            decisions=tuple(request.decisions),
+            timeline=tuple(request.timeline),
+            prepared=accepted.prepared,
         )
+        self._records.ended(key, ended)
+        self.admission.pump()
+        self._observe(ended)
 
     def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:

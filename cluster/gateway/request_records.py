@@ -7,7 +7,7 @@ from itertools import islice
 from cluster.errors import UnknownRequestError
 from cluster.gateway.request_task import RequestTask
 from cluster.gateway.resumed_calls import RequestKey
-from cluster.metrics.ended_request import RequestInfo
+from cluster.metrics.ended_request import EndedRequest, RequestInfo, request_info
 from kvtransfer.common.recent_map import RecentMap
 
 # Ended requests that are remembered.
@@ -21,16 +21,16 @@ class RequestRecords:
         self._running = running
         self._ended: RecentMap[RequestKey, RequestInfo] = RecentMap(NUM_RECORDS)
 
-    def ended(self, key: RequestKey, task: RequestTask, state: str, reason: str, now: float) -> None:
-        """Remember how a request has ended."""
-        self._ended.put(key, _record(key, task, state, reason, now))
+    def ended(self, key: RequestKey, request: EndedRequest) -> None:
+        """Remember how an accepted request has ended, without its prompt."""
+        self._ended.put(key, request.info())
 
     def find(self, request_id: str, tenant: str | None) -> RequestInfo:
         """Return the known facts of a running or recent request of the tenant, or raise
         `UnknownRequestError`. `tenant` None: the latest of any tenant."""
         keys = [(tenant, request_id)] if tenant is not None else self._keys_of(request_id)
         found = [
-            _record(key, task, "running", "") if (task := self._running.get(key)) else self._ended[key]
+            _running(key, task) if (task := self._running.get(key)) else self._ended[key]
             for key in keys
             if key in self._running or key in self._ended
         ]
@@ -47,7 +47,7 @@ class RequestRecords:
             return tenant is None or key[0] == tenant
 
         latest = ((key, task) for key, task in reversed(self._running.items()) if is_asked(key))
-        running = [_record(key, task, "running", "") for key, task in islice(latest, limit)]
+        running = [_running(key, task) for key, task in islice(latest, limit)]
         ended = (
             record
             for key, record in reversed(self._ended.items())
@@ -60,21 +60,7 @@ class RequestRecords:
         return [key for key in {*self._running, *self._ended} if key[1] == request_id]
 
 
-def _record(
-    key: RequestKey, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
-) -> RequestInfo:
-    request = task.state
-    return RequestInfo(
-        request_id=key[1],
-        state=state,
-        reason=reason,
-        started_at=request.started_at,
-        decisions=tuple(request.decisions),
-        timeline=tuple(request.timeline),
-        tenant=request.prepared.facts.tenant,
-        num_prompt_tokens=request.prepared.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        first_token_at=request.first_token_at,
-        ended_at=ended_at,
-    )
+def _running(key: RequestKey, task: RequestTask) -> RequestInfo:
+    tenant, request_id = key
+    state = task.state
+    return request_info(request_id, tenant, "running", "", task.summary(), state.decisions, state.timeline)

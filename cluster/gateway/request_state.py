@@ -39,7 +39,7 @@ from workers.messages.link import (
     TokenDelta,
 )
 
-_MAX_HELD_DELTAS = 4096
+_MAX_EARLY_DELTAS = 4096
 _MAX_TIMELINE = 200
 _FLOAT_BYTES = 4
 _UNREADABLE = "sent a stream that cannot be read"
@@ -67,7 +67,7 @@ class RequestState:
                                                                                      --> ENDED (fail)
 
     An attempt is one placement by the router. Its first tokens come from the prefill replica, the others
-    from the decode replica, on two connections, so that deltas may arrive early; `SampleOutput` holds them.
+    from the decode replica, on two connections, so that deltas may arrive early; `SampleOutput` keeps them.
     Deltas of another attempt, and indices that are there already, are dropped. A failed attempt is cancelled
     where it ran, and its unfinished samples are submitted again with the output they have: samples without
     any output together, each other one by itself. Replicas know a submission by its number alone (the field
@@ -127,11 +127,6 @@ class RequestState:
         """The output tokens of all samples, including those that a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """The tokens of the prompt that were not computed in the last attempt."""
-        return self._prefill_report.num_cached_tokens if self._prefill_report else 0
-
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
         return self.phase is RequestPhase.RUNNING and number in self._numbers
@@ -149,7 +144,7 @@ class RequestState:
             num_prompt_tokens=self.prepared.num_prompt_tokens,
             num_attempts=self.attempt,
             started_at=self.started_at,
-            first_token_at=self.first_token_at or now,
+            first_token_at=self.first_token_at,
             finished_at=now,
             prefill_replica=self._computed_at.replica_id if self._computed_at else "",
             decode_replica=self._migration.decode.replica_id if self._migration.decode else "",
@@ -301,7 +296,7 @@ class RequestState:
             return
         # The content of the first token comes after all requested values of the prompt.
         is_early = delta.first_index == 0 and not self._prompt.is_whole
-        if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
+        if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.early) >= _MAX_EARLY_DELTAS:
             self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
             return
         if source == self._migration.decode:

@@ -69,6 +69,16 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
+class RetryPlacement(Protocol):
+    """The part of `cluster.admission.retries.Retries` that a request needs."""
+
+    def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report an outcome of a request that a replica has refused, now or later; `NoReplicaError`."""
+
+    def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report `Released` now; `NoReplicaError`."""
+
+
 class PlacementQueue(Protocol):
     """The part of `cluster.admission.admission.RequestAdmission` that a request needs."""
 
@@ -76,17 +86,15 @@ class PlacementQueue(Protocol):
     def bytes(self) -> QueuedBytes:
         """Counts the requests that are not submitted."""
 
+    @property
+    def retries(self) -> RetryPlacement:
+        """Places requests that were submitted before."""
+
     def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
         """Find a place where the request waits for its turn; `NoReplicaError` where there is none."""
 
     def wait(self, queued: QueuedRequest) -> None:
         """Report an outcome of a placed request, now or later."""
-
-    def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Report an outcome of a request that a replica has refused, now or later; `NoReplicaError`."""
-
-    def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Report `Released` now; `NoReplicaError`."""
 
 
 @contextlib.contextmanager
@@ -329,9 +337,9 @@ class RequestTask:
                 self.state.on_placed()
                 admission.wait(queued)
             elif needs_capacity:
-                admission.wait_for_capacity(queued, request)
+                admission.retries.wait_for_capacity(queued, request)
             else:
-                admission.send(queued, request)
+                admission.retries.send(queued, request)
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
         except RequestError as error:

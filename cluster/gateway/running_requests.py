@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NoReturn, Protocol
 
+from cluster.admission.end_rate import EndRate
 from cluster.admission.flow import Flow
-from cluster.admission.retries import EndRate
+from cluster.admission.overload_refusals import OverloadRefusals
 from cluster.gateway.request_task import RequestTask
 from cluster.gateway.resumed_calls import RequestKey
 from cluster.identity.resume_tokens import draw_request_id
-
-
-class Refuse(Protocol):
-    """Counts and raises a refusal (`RequestAdmission.refuse`)."""
-
-    def __call__(self, reason: str, flow: Flow, because: str, drain_s: float) -> NoReturn: ...
 
 
 class RunningRequests:
@@ -62,9 +56,9 @@ class RunningRequests:
         finally:
             self._num_arriving -= 1
 
-    def check_number(self, flow: Flow, refuse: Refuse, now: float, *, factor: int = 1) -> None:
-        """Refuse a request where there are `factor` times as many as may run."""
+    def check_number(self, flow: Flow, refusals: OverloadRefusals, now: float, *, factor: int = 1) -> None:
+        """Raise `OverloadedError` where there are `factor` times as many requests as may run."""
         most = factor * self.max_requests
         if len(self.tasks) + self._num_arriving >= most:
             because = f"this gateway has {most} requests, the most it takes (gateway.max_requests)"
-            refuse("requests", flow, because, self._ends.next_s(now))
+            raise refusals.overloaded("requests", flow, because, self._ends.next_s(now))

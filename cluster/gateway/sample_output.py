@@ -92,7 +92,7 @@ class SampleOutput:
         self.seed = start.seed
         self.tokens = bytearray(start.output)
         self.finish = start.finish
-        self.held: dict[int, TokenDelta] = {}
+        self.early: dict[int, TokenDelta] = {}
         self.is_decoding = False
         # A stop string, which the replica does not know, ended the sample.
         self.was_cut = False
@@ -118,32 +118,32 @@ class SampleOutput:
 
     def begin_attempt(self) -> None:
         """Forget the state that belongs to the previous attempt only."""
-        self.held.clear()
+        self.early.clear()
         self.is_decoding = False
         self._num_tokens_before = self.num_tokens
 
     def take(self, delta: TokenDelta) -> list[OutputDelta]:
         """Take a delta in any order, and return all output that is complete up to there."""
-        if not self.held and delta.first_index == self.num_tokens and (delta.tokens or delta.finish):
+        if not self.early and delta.first_index == self.num_tokens and (delta.tokens or delta.finish):
             return [self._append(delta)]
-        self._hold(delta)
+        self._keep(delta)
         output = []
         while (ready := self._next_delta()) is not None:
             output.append(self._append(ready))
         return output
 
-    def _hold(self, delta: TokenDelta) -> None:
+    def _keep(self, delta: TokenDelta) -> None:
         """Keep the delta until its turn; of two at the same index, keep the longer one."""
-        known = self.held.get(delta.first_index)
+        known = self.early.get(delta.first_index)
         if known is None or (len(known.tokens), known.finish) < (len(delta.tokens), delta.finish):
-            self.held[delta.first_index] = delta
+            self.early[delta.first_index] = delta
 
     def _next_delta(self) -> TokenDelta | None:
         """Return the continuation of the output, cut to the new tokens; drop those that are there already."""
-        for first_index in sorted(self.held):
+        for first_index in sorted(self.early):
             if self.finish or first_index > self.num_tokens:
                 return None
-            delta = self.held.pop(first_index)
+            delta = self.early.pop(first_index)
             num_known = self.num_tokens - first_index
             num_new = len(delta.tokens) // TOKEN_BYTES - num_known
             if num_new > 0 or (num_new == 0 and delta.finish):
@@ -169,7 +169,7 @@ class SampleOutput:
             self.mask_digest = delta.mask_digest
         self.finish = step.finish
         if self.finish:
-            self.held.clear()
+            self.early.clear()
         return OutputDelta(
             sample=self.index,
             first_index=delta.first_index,

@@ -9,18 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.http.answers import (
-    FINISH_NAMES,
-    CallOutput,
-    Maker,
-    SampleAnswer,
-    Usage,
-    encode,
-    matched_stop,
-    openai_usage,
-)
+from cluster.http.answers import FINISH_NAMES, Maker, encode
+from cluster.http.call_output import CallOutput, SampleAnswer, matched_stop
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, bad_field, openai_error
+from cluster.http.field_types import TokenId
 from cluster.http.logprobs import (
     CompletionLogprobs,
     LogprobLists,
@@ -30,8 +23,9 @@ from cluster.http.logprobs import (
     TextOffsets,
 )
 from cluster.http.prompts import renamer, sampled_request
-from cluster.http.schemas import CompletionRequest, TokenId
+from cluster.http.schemas import CompletionRequest
 from cluster.http.sse import DONE, event
+from cluster.http.usage import Usage, openai_usage
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.tokenizer import Detokenizer
 

@@ -18,8 +18,18 @@ from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
 from cluster.errors import InternalError, UnknownModelError, is_failure, own_cancellations
 from cluster.gateway.output_buffer import UnreadOutput
-from cluster.http import chat, completions, embeddings, messages, responses
+from cluster.http import (
+    chat,
+    chat_answer,
+    completions,
+    embeddings,
+    messages,
+    messages_answer,
+    messages_schemas,
+    responses,
+)
 from cluster.http.answers import Answer, Maker, encode
+from cluster.http.body_decoding import B, decode
 from cluster.http.call import AbortedCall, HttpCall
 from cluster.http.config import HttpConfig
 from cluster.http.errors import HttpProblem, Rename
@@ -28,13 +38,11 @@ from cluster.http.kept_output import KeptOutput, WholeAnswer
 from cluster.http.model_list import model_list, model_of
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.schemas import (
-    B,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
-    decode,
 )
 from cluster.http.sse import EventStream
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -125,7 +133,9 @@ class Endpoints:
 
     async def _chat(self, served: Served) -> web.StreamResponse:
         body, calls = await self._read(served, ChatRequest, chat.translate)
-        return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
+        return await self._generate(
+            served, calls, chat_answer.ChatAnswer(body, self._maker()), bool(body.stream)
+        )
 
     async def _completions(self, served: Served) -> web.StreamResponse:
         translate = functools.partial(completions.translate, max_inputs=self._settings.max_inputs)
@@ -139,9 +149,9 @@ class Endpoints:
         return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
 
     async def _messages(self, served: Served) -> web.StreamResponse:
-        body, calls = await self._read(served, messages.MessagesRequest, messages.translate)
+        body, calls = await self._read(served, messages_schemas.MessagesRequest, messages.translate)
         return await self._generate(
-            served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
+            served, calls, messages_answer.MessagesAnswer(body, self._maker()), bool(body.stream)
         )
 
     def _maker(self) -> Maker:
@@ -267,11 +277,11 @@ class Endpoints:
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
-        _, counted = await self._read(served, messages.CountTokensRequest, messages.count_request)
+        _, counted = await self._read(served, messages_schemas.CountTokensRequest, messages.count_request)
         request, rename = counted
         with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
-        return _json(encode(messages.TokenCount(len(reply.token_ids))))
+        return _json(encode(messages_answer.TokenCount(len(reply.token_ids))))
 
     # ----------------------------------------------------------------------------------------- models
 

@@ -50,31 +50,36 @@ def refused_in_words(status: int, problem: str) -> web.Response:
     return web.Response(status=status, text=problem)
 
 
+class ListenAddress(NamedTuple):
+    """The address of a server. `field` is the setting of the port, for errors."""
+
+    host: str
+    port: int
+    field: str
+    # Whether a server that starts shares the port with the one that it replaces.
+    takes_over: bool
+
+
 class HttpPort:
     """Serves one application from `start` to `stop`. Requests are not logged: headers carry credentials.
 
-    `field` is the setting of the port, for errors. `cancels_handlers`: a handler ends when its client goes.
+    `cancels_handlers`: a handler ends when its client goes.
     `refuse` answers what no handler gets to see.
     """
 
     def __init__(
         self,
         app: web.Application,
-        host: str,
-        port: int,
+        address: ListenAddress,
         *,
-        field: str,
         bounds: HttpBounds,
         certificate: Certificate | None,
-        takes_over: bool,
         cancels_handlers: bool = False,
         refuse: Refuse = refused_in_words,
     ) -> None:
-        self._host = host
-        self._port = port
-        self._field = field
+        self._address = address
         self._certificate = certificate
-        self._may_share = takes_over and port != 0
+        self._may_share = address.takes_over and address.port != 0
         self._site: web.TCPSite | None = None
         self._runner = _Runner(
             app,
@@ -97,17 +102,16 @@ class HttpPort:
         takes over from listens there."""
         await self._runner.setup()
         tls = None if self._certificate is None else self._certificate.ssl_context()
+        host, port = self._address.host, self._address.port
         try:
             if self._may_share and not is_shared:
-                check_free(self._host, self._port)
-            self._site = web.TCPSite(
-                self._runner, self._host, self._port, reuse_port=self._may_share, ssl_context=tls
-            )
+                check_free(host, port)
+            self._site = web.TCPSite(self._runner, host, port, reuse_port=self._may_share, ssl_context=tls)
             await self._site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(
-                f"{self._field}: cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                f"{self._address.field}: cannot listen on {host}:{port}: {error.strerror or error}; "
                 "choose another port, 0 for a free one, or null for none"
             ) from error
         return int(self._runner.addresses[0][1])

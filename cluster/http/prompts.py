@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 
 from cluster.http.errors import Rename, bad_field
-from cluster.http.schemas import (
+from cluster.http.request_parts import (
     ChatMessage,
     ContentPart,
     NamedTool,
     ResponseFormat,
-    SampledRequest,
     StructuredOutputs,
     TagStructure,
     ToolDefinition,
 )
+from cluster.http.schemas import SampledRequest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 ROLES: Mapping[str, pb.Role] = {

@@ -8,20 +8,14 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.http.answers import (
-    CallOutput,
-    Maker,
-    capped_max_tokens,
-    encode,
-    num_cached,
-    num_text_bytes,
-    split_calls,
-)
+from cluster.http.answers import Maker, encode
+from cluster.http.call_output import CallOutput, num_text_bytes, split_calls
 from cluster.http.errors import HttpProblem
 from cluster.http.logprobs import ContentLogprob, NoLogprobs, content_logprobs
+from cluster.http.request_parts import NamedTool
 from cluster.http.responses import ResponsesRequest, wants_logprobs
-from cluster.http.schemas import NamedTool
 from cluster.http.sse import named_event
+from cluster.http.usage import capped_max_tokens, num_cached
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _TOO_MANY, _SERVER_ERRORS = 429, 500

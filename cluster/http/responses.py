@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.http.body_decoding import Body
 from cluster.http.chat import Translated
 from cluster.http.errors import bad_field
+from cluster.http.field_types import Ignored, Int32
 from cluster.http.prompts import (
     DEFAULT_TEMPERATURE,
     NAMES,
@@ -21,7 +23,7 @@ from cluster.http.prompts import (
     set_tool_choice,
     template_args,
 )
-from cluster.http.schemas import Body, ContentPart, Ignored, Int32, NamedTool, StreamOptions
+from cluster.http.request_parts import ContentPart, NamedTool, StreamOptions
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _NAMES: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from aiohttp import web
 
 from cluster.admission.quotas import Quotas
-from cluster.admission.read_budget import ReadHold
+from cluster.admission.read_budget import ReadReservation
 from cluster.api.authentication import set_caller
 from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import Certificate
@@ -43,6 +43,7 @@ from cluster.http.port import (
     VERSIONLESS,
     HttpBounds,
     HttpPort,
+    ListenAddress,
     ends_connection,
     is_versionless,
     own_connection,
@@ -155,12 +156,9 @@ class HttpFront:
         self.app = app
         self._port = HttpPort(
             app,
-            gateway.host,
-            port,
-            field="gateway.http.port",
+            ListenAddress(gateway.host, port, "gateway.http.port", gateway.takes_over),
             bounds=HttpBounds(gateway.http.max_header_bytes, gateway.http.idle_timeout_s),
             certificate=certificate,
-            takes_over=gateway.takes_over,
             cancels_handlers=True,
             refuse=_refused_unread,
         )
@@ -256,16 +254,16 @@ class HttpFront:
 
         try:
             own_connection(request, identity.party, self._reading.limits)
-            with self._reading.call(identity) as hold:
+            with self._reading.call(identity) as reservation:
                 body = b""
                 if request.method == "POST":
                     if not identity.may_use(self._model_name):
                         raise UnknownModelError(_UNKNOWN_MODEL)
                     # A body that never arrives has its price, too.
                     await self._servicer.charge(identity.tenant)
-                    hold.is_paid = True
+                    reservation.is_paid = True
                     try:
-                        body = await self._body(request, hold)
+                        body = await self._body(request, reservation)
                     except OverloadedError:
                         self._servicer.give_back_requests(identity.tenant)
                         raise
@@ -296,7 +294,7 @@ class HttpFront:
             )
         )
 
-    async def _body(self, request: web.Request, hold: ReadHold) -> bytes:
+    async def _body(self, request: web.Request, reservation: ReadReservation) -> bytes:
         """Return the body; refuse a wrong or long one before it is read, and one that comes too slowly."""
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -306,23 +304,23 @@ class HttpFront:
             raise HttpProblem(415, "the body must not be compressed; remove Content-Encoding")
         if (request.content_length or 0) > self._reading.max_body_bytes:
             raise self._too_long()
-        await hold.take(_PIECE_BYTES if request.content_length is None else request.content_length)
+        await reservation.take(_PIECE_BYTES if request.content_length is None else request.content_length)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                body = await self._parts(request, hold)
+                body = await self._parts(request, reservation)
         except TimeoutError:
             raise HttpProblem(
                 408, f"the body did not arrive within {self._settings.body_timeout_s:g} s", code="timeout"
             ) from None
         except web.RequestPayloadError as error:
             raise HttpProblem(400, f"the body cannot be read: {error}") from error
-        hold.shrink(len(body))
+        reservation.shrink(len(body))
         return body
 
-    async def _parts(self, request: web.Request, hold: ReadHold) -> bytes:
+    async def _parts(self, request: web.Request, reservation: ReadReservation) -> bytes:
         """Read the body in parts, for each of which there is room."""
         parts, num_bytes = [], 0
         while part := await request.content.readany():
@@ -330,8 +328,8 @@ class HttpFront:
             num_bytes += len(part)
             if num_bytes > self._reading.max_body_bytes:
                 raise self._too_long()
-            if num_bytes > hold.num_bytes:
-                await hold.take(max(_PIECE_BYTES, num_bytes - hold.num_bytes))
+            if num_bytes > reservation.num_bytes:
+                await reservation.take(max(_PIECE_BYTES, num_bytes - reservation.num_bytes))
         return b"".join(parts)
 
     def _too_long(self) -> HttpProblem:

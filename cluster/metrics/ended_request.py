@@ -1,8 +1,8 @@
-"""The known facts of a request when it has ended, for every part that counts, logs or traces requests."""
+"""The record of a request that has ended, for every part that counts, logs, traces or lists requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,13 +40,16 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A finished request. The reports are the last attempt's; None: not received (or nothing moved)."""
+    """The outcome of a request: what replicas and gateway measured until it finished, or until now. The
+    reports are the last attempt's; None: not received (or nothing moved)."""
 
     samples: tuple[SampleResult, ...]
     num_prompt_tokens: int
     num_attempts: int
     started_at: float
+    # 0: there is none yet.
     first_token_at: float
+    # When the request ended; the time of this summary while it runs.
     finished_at: float
     prefill_replica: str
     decode_replica: str
@@ -60,9 +63,19 @@ class Summary:
     num_resumed_tokens: int = 0
 
     @property
+    def num_output_tokens(self) -> int:
+        """The output tokens of all samples, including those that a resumed request came with."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The tokens of the prompt that were not computed in the last attempt."""
+        return self.prefill.num_cached_tokens if self.prefill else 0
+
+    @property
     def ttft_s(self) -> float:
-        """The time from acceptance to the first token."""
-        return self.first_token_at - self.started_at
+        """The time from acceptance to the first token, or to the end without one."""
+        return (self.first_token_at or self.finished_at) - self.started_at
 
     @property
     def e2e_s(self) -> float:
@@ -71,7 +84,14 @@ class Summary:
     @property
     def decode_s(self) -> float:
         """The time from the first token to the end."""
-        return self.finished_at - self.first_token_at
+        return self.finished_at - (self.first_token_at or self.finished_at)
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time of an output token after the first, samples being decoded in parallel; 0: there is
+        none."""
+        num_after_first = self.num_output_tokens - len(self.samples)
+        return self.decode_s * len(self.samples) / num_after_first if num_after_first > 0 else 0.0
 
     @property
     def queue_s(self) -> float:
@@ -106,8 +126,8 @@ class RoutedAttempt(Part, frozen=True):
 
 
 class RequestInfo(Part, frozen=True):
-    """The known facts of a request. `state` is "running", "finished", "cancelled" or "failed"; times are
-    those of the gateway's clock."""
+    """The known facts of a request, as gateways send them to each other. `state` is "running", "finished",
+    "cancelled" or "failed"; times are those of the gateway's clock."""
 
     request_id: str
     state: str
@@ -128,7 +148,8 @@ class RequestInfo(Part, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended. Times are seconds of the gateway's monotonic clock."""
+    """A request that has ended: the record from which logs, metrics, traces and answers are made. Times are
+    seconds of the gateway's monotonic clock."""
 
     # The client's, or the one it was given; "" when it was refused without one.
     request_id: str
@@ -155,11 +176,18 @@ class EndedRequest:
         """The time from acceptance to the first token."""
         if self.summary is None or not self.num_output_tokens:
             return None
-        return self.summary.first_token_at - self.started_at
+        return self.summary.ttft_s
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(sample.num_tokens for sample in self.summary.samples) if self.summary else 0
+        return self.summary.num_output_tokens if self.summary else 0
+
+    def info(self) -> RequestInfo:
+        """Return the facts for lists and explanations; the request was accepted."""
+        assert self.summary is not None
+        return request_info(
+            self.request_id, self.tenant, self.state, self.reason, self.summary, self.decisions, self.timeline
+        )
 
 
 class RelayedRequest(NamedTuple):
@@ -175,6 +203,32 @@ class RelayedRequest(NamedTuple):
 
 # Receives every ended request on the gateway's event loop: it must not block.
 Observer = Callable[[EndedRequest], None]
+
+
+def request_info(
+    request_id: str,
+    tenant: str,
+    state: str,
+    reason: str,
+    summary: Summary,
+    decisions: Iterable[RoutedAttempt],
+    timeline: Iterable[TimelineEntry],
+) -> RequestInfo:
+    """Return the facts for lists and explanations of a request that was accepted; `state` as there."""
+    return RequestInfo(
+        request_id=request_id,
+        state=state,
+        reason=reason,
+        started_at=summary.started_at,
+        decisions=tuple(decisions),
+        timeline=tuple(timeline),
+        tenant=tenant,
+        num_prompt_tokens=summary.num_prompt_tokens,
+        num_output_tokens=summary.num_output_tokens,
+        num_cached_tokens=summary.num_cached_tokens,
+        first_token_at=summary.first_token_at,
+        ended_at=0.0 if state == "running" else summary.finished_at,
+    )
 
 
 def _span_s(start: float, end: float) -> float:

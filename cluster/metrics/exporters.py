@@ -14,7 +14,7 @@ from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from kvtransfer.store.messages import StoreStat
+from kvtransfer.store.messages.admin_requests import StoreStat
 from workers.stats_record import ReplicaStats
 
 _GB = 1e9

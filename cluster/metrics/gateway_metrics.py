@@ -127,9 +127,8 @@ REQUESTS = (
         "attempt_failures_total",
         "num_attempt_failures",
         "attempts",
-        "Attempts that failed at a replica, by code: refused (no capacity), peer, internal, "
-        "leaving, crowded (another gateway was faster), deadline, invalid. Most are placed again and the "
-        "client does not notice.",
+        "Attempts that failed at a replica: refused (no capacity), peer, internal, leaving, crowded (another "
+        "gateway was faster), deadline, invalid. Most are placed again, unnoticed by clients.",
         by="code",
         why_empty=NEEDS_FAULT,
     ),
@@ -199,9 +198,8 @@ CLASSES = (
         "class_refused_requests_total",
         "num_refused",
         "requests",
-        "Refused requests by reason: late (it would miss its objective), unattainable (its prompt alone "
-        "takes longer than that), aged (it has waited as long as it may), shed (low weight under load), "
-        "bytes (too much waits), requests (`gateway.max_requests`).",
+        "Refused requests: late (would miss its objective), unattainable (its prompt alone would), aged "
+        "(waited too long), shed (low weight), bytes (too much waits), requests (`gateway.max_requests`).",
         by="class reason",
         why_empty=NEEDS_OVERLOAD,
     ),

@@ -122,7 +122,6 @@ def access_fields(ended: EndedRequest) -> dict[str, object]:
     """Return the fields of a request's line, by the names that JSON lines use. Counts are 0 and replicas ""
     where the request ended before; `ttft_ms` is None without a token."""
     summary = ended.summary
-    prefill = summary.prefill if summary else None
     moved = summary.hand_over if summary else None
     return {
         "wire_id": ended.wire_id,
@@ -132,7 +131,7 @@ def access_fields(ended: EndedRequest) -> dict[str, object]:
         "tenant": ended.tenant,
         "peer": ended.caller.peer,
         "prompt_tokens": summary.num_prompt_tokens if summary else 0,
-        "cached_tokens": prefill.num_cached_tokens if prefill else 0,
+        "cached_tokens": summary.num_cached_tokens if summary else 0,
         "output_tokens": ended.num_output_tokens,
         "ttft_ms": None if ended.ttft_s is None else round(1e3 * ended.ttft_s, 3),
         "e2e_ms": round(1e3 * (ended.ended_at - ended.started_at), 3),

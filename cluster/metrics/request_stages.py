@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cluster.metrics.ended_request import EndedRequest, Summary, TimelineEntry
-
-if TYPE_CHECKING:
-    pass
-
 
 _LEAST_S = 1e-9
 _ENDS = ("finished", "failed")
@@ -183,7 +178,7 @@ def _request_attributes(ended: EndedRequest) -> dict[str, str | int | float]:
             "tandem.moves": summary.num_moves,
             "tandem.prefill_replica": summary.prefill_replica,
             "tandem.decode_replica": summary.decode_replica,
-            "tandem.cached_tokens": summary.prefill.num_cached_tokens if summary.prefill else 0,
+            "tandem.cached_tokens": summary.num_cached_tokens,
             "gen_ai.usage.input_tokens": summary.num_prompt_tokens,
             "gen_ai.usage.output_tokens": ended.num_output_tokens,
         }

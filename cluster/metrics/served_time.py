@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from cluster.metrics.admission_stats import FlowStats
 from cluster.metrics.tenant_usage import OTHERS
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 
 # The age at which given time counts 1/e: a tenant that is given half of a replica has 30 s.
 SERVED_S = 60.0

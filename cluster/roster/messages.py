@@ -62,7 +62,7 @@ class GatewayRecord(Message, frozen=True):
     admin: str = ""
     # PEM chain that it shows to clients; "": it speaks no TLS. Other gateways trust this chain alone.
     certificate: str = ""
-    # host:port where the other gateways ask it (`cluster.gateway.fleet`).
+    # host:port where the other gateways ask it (`cluster.gateway.fleet.gateway_port`).
     fleet: str = ""
     # host:port where it answers over HTTP; "": nowhere.
     http: str = ""

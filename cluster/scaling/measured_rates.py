@@ -19,7 +19,7 @@ from cluster.scaling.samples import (
     ScalingSample,
     kind_of,
 )
-from kvtransfer.common.health import kept_share
+from kvtransfer.common.moving_average import kept_share
 
 # The share of a step's time that is taken to be independent of the batch until batches of several sizes were
 # seen.

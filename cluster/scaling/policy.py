@@ -12,17 +12,9 @@ from typing import NamedTuple
 
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.forecast_replicas import ReplicaNeed
-from cluster.scaling.policy_input import (
-    HYSTERESIS,
-    OTHER_ROLE,
-    PolicyView,
-    PoolMove,
-    ReplicaKind,
-    RoleAssignment,
-    RoleReturn,
-    ScalingPlan,
-)
+from cluster.scaling.policy_input import HYSTERESIS, OTHER_ROLE, PolicyView, ReplicaKind
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
+from cluster.scaling.scaling_plan import PoolMove, RoleAssignment, RoleReturn, ScalingPlan
 
 __all__ = ["Policy", "PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 

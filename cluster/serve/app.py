@@ -33,12 +33,12 @@ from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.secret_files import read_trust, trust_files
 from cluster.serve.allocator import return_large_blocks
+from cluster.serve.auto_kv import NodeResources, engine_config
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.collector import leave_out_started
 from cluster.serve.deployed import Deployed, remember
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import Gateway, GatewayHosts
 from cluster.serve.machine import Machine
-from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import bind_serve_to_loopback, with_version
 from cluster.serve.rollout import gateway_version, pool_version, with_replicas
@@ -329,8 +329,7 @@ class GatewayActor:
             clock=self._clock,
             operations=Operations(dashboard_url, self._scaler.order),
             open_roster=find_roster,
-            advertised_host=self._host,
-            inner_host=self._inner_host,
+            hosts=GatewayHosts(self._host, self._inner_host),
         )
         self._port = await self._gateway.start()
         _keep_responsive()

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.ladder import Rung
@@ -24,12 +25,16 @@ from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.http_server import ConsoleServices, open_console
+from cluster.console.console_services import ConsoleServices
+from cluster.console.http_server import open_console
 from cluster.gateway.acceptance import Acceptance
 from cluster.gateway.call_charges import CallCharges
-from cluster.gateway.fleet import Fleet
+from cluster.gateway.fleet.fleet import Fleet
+from cluster.gateway.fleet.fleet_answers import FleetAnswers
+from cluster.gateway.fleet.gateway_port import GatewayPort
+from cluster.gateway.fleet.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange
+from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.gateway.history import RequestHistory
-from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange, PlacementFeed
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.resume_charges import ResumeCharges
@@ -71,6 +76,26 @@ _TAKE_OVER_S = 10.0
 _AGE_JITTER = 1.1
 
 
+class GatewayHosts(NamedTuple):
+    """The hosts of a gateway. `advertised` is where clients reach it, "" where it listens (`gateway.host`);
+    `inner` is where it listens for the other gateways, "" where ranks listen for KV."""
+
+    advertised: str = ""
+    inner: str = ""
+
+
+class Randomness(NamedTuple):
+    """The sources of a gateway's random numbers. `draw_bytes` draws the key root of a gateway that has no
+    file of roots."""
+
+    seeds: Callable[[], int] = draw_seed
+    draw_bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+_WHERE_IT_LISTENS = GatewayHosts()
+_OF_THE_SYSTEM = Randomness()
+
+
 class Gateway:
     """One gateway, from `start` to `stop`. Each call of a client or an operator is authenticated first
     (`cluster.api.authentication`).
@@ -81,10 +106,7 @@ class Gateway:
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
     `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
-    application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
-    other gateways; "": where ranks listen for KV. `draw_bytes` draws the key root of a gateway that has no
-    file of roots.
+    application, to which requests may be forwarded; None: all are answered here.
     """
 
     def __init__(
@@ -96,16 +118,15 @@ class Gateway:
         roster: ScalingRoster,
         trust: Trust,
         clock: Clock,
-        seeds: Callable[[], int] = draw_seed,
-        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        hosts: GatewayHosts = _WHERE_IT_LISTENS,
+        randomness: Randomness = _OF_THE_SYSTEM,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
-        advertised_host: str = "",
-        inner_host: str = "",
     ) -> None:
         self._gateway_id = gateway_id
-        self._advertised_host = advertised_host or config.gateway.host
-        self._inner_host = inner_host or config.transfer.data_host
+        self._advertised_host = hosts.advertised or config.gateway.host
+        self._inner_host = hosts.inner or config.transfer.data_host
+        seeds, draw_bytes = randomness
         self._roster = roster
         self._config = config
         self._clock = clock
@@ -132,16 +153,9 @@ class Gateway:
         self.reading = CallReading(config, self._preprocessor.limits(0).max_context_tokens)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
         self._quotas = self._open_shared_quotas(quotas, trust)
-        self.fleet = Fleet(
-            gateway_id,
-            self.requests,
-            self.connections,
-            access.sessions,
-            self.exchange,
-            self._quotas,
-            trust,
-            clock,
-        )
+        answers = FleetAnswers(self.requests, access.sessions, self.exchange, self._quotas, clock)
+        fleet_port = GatewayPort(gateway_id, answers.serve, self.exchange.serve, trust, clock)
+        self.fleet = Fleet(gateway_id, answers, self.connections, fleet_port, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(

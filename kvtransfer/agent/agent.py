@@ -22,26 +22,23 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.host import host_id
 from kvtransfer.errors import PathError
-from kvtransfer.messages import (
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.protocol.fence import PushFence
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import (
     CloseLanding,
     ClosePeer,
     ConnectPeer,
     OpenLanding,
     PieceCheck,
     PushOrder,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
     StopPush,
     TransferOrder,
-    TransferReport,
     TransferSettings,
-    Verified,
     VerifyOrder,
 )
-from kvtransfer.protocol.fence import PushFence
-from kvtransfer.protocol.gate import Gate
-from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_reports import TransferReport, Verified
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from kvtransfer.agent.path_health import PathHealth, PathKey
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, TransferError
-from kvtransfer.messages import ConnectPeer, Lane, LanePath
+from kvtransfer.transfer_orders import ConnectPeer, Lane
+from kvtransfer.transfer_reports import LanePath
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Measured, WriterRank
 

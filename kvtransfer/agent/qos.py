@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, get_args
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.messages import TrafficClass, TransferSettings
+from kvtransfer.transfer_orders import TrafficClass, TransferSettings
 
 # The most urgent first.
 CLASSES: tuple[TrafficClass, ...] = get_args(TrafficClass)

@@ -20,19 +20,17 @@ from dataclasses import dataclass, field
 from kvtransfer.agent.lanes import OpenLane, Paths, WriterContext
 from kvtransfer.agent.qos import ClassQueue, TakeTurn, TrafficGovernor
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import (
-    BlockMove,
-    ConnectPeer,
+from kvtransfer.peer_messages import PieceSum
+from kvtransfer.protocol.fence import PushFence
+from kvtransfer.transfer_orders import BlockMove, ConnectPeer, PushOrder
+from kvtransfer.transfer_reports import (
     PeerConnected,
     PeerConnectFailed,
     PeerLost,
-    PieceSum,
     PushDone,
     PushFailed,
-    PushOrder,
     TransferReport,
 )
-from kvtransfer.protocol.fence import PushFence
 
 _log = logging.getLogger(__name__)
 

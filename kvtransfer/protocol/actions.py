@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvtransfer.messages import PeerMessage, ReplicaIdentity, TransferOrder
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.peer_messages import PeerMessage
+from kvtransfer.transfer_orders import TransferOrder
 
 
 class ToWriter(NamedTuple):

@@ -16,14 +16,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtransfer.messages import (
-    PushDone,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    TransferReport,
-)
 from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.transfer_orders import PushOrder
+from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped, TransferReport
 
 _LANDING_STOPPED = "its landing was stopped"
 

@@ -9,14 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvtransfer.messages import (
-    LandingClosed,
-    OpenLanding,
-    ReplicaIdentity,
-    TransferReport,
-    WriterGone,
-)
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.transfer_orders import OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 
 # A connection waits this long for the order that opens a landing: the writer may be faster than it.
 EARLY_WAIT_S = 5.0

@@ -22,26 +22,23 @@ from typing import Protocol
 
 from kvtransfer.common.group_shares import Claimant, ShareClaim
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    CloseLanding,
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
-    LandingClosed,
     LandingGrant,
     LandingProgress,
     LandingRefusal,
     LandingRequest,
     LandingResult,
     Manifest,
-    OpenLanding,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    WriterGone,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.gate import RecentIds
+from kvtransfer.protocol.landing_overtaking import may_pass
 from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
+from kvtransfer.transfer_orders import CloseLanding, OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
 
 _LANDING_PER_PRIORITY_S = 10.0  # in which a waiting landing gains one level of priority
 _MAX_TRIES = 16  # that find too few free blocks at a time: each has its prefix looked up
@@ -490,30 +487,3 @@ class BlockSource(Protocol):
     def release(self, block_ids: Sequence[int]) -> None: ...
     def quarantine(self, block_ids: Sequence[int]) -> None: ...
     def release_quarantine(self, block_ids: Sequence[int]) -> None: ...
-
-
-# ----------------------------------------------------------------------------------------------
-# The times at which landings may pass one that is first in the queue and finds too few free blocks.
-#
-# A landing that needs much of the pool may find enough free blocks only after nearly everything that runs
-# at the replica has ended. So periods in which others pass it alternate with holds in which none does, and
-# free blocks accumulate. Each hold is twice as long as the one before: at last one is longer than anything
-# runs, and the landing starts. Until then periods of passing return, so that those behind it need not wait
-# for that.
-
-# The time to pass a landing that needs the whole pool; one that needs less is passed for its share of it.
-PASSING_S = 10.0
-FIRST_HOLD_S = 10.0
-# A landing that needs less of the pool than this is not passed: enough blocks become free soon.
-MIN_SHARE = 0.25
-
-
-def may_pass(share: float, blocked_s: float) -> bool:
-    """Whether others may pass a landing that needs `share` of the pool and has been first for `blocked_s`."""
-    if share < MIN_SHARE:
-        return False
-    passing_s, hold_s = PASSING_S * share, FIRST_HOLD_S
-    while blocked_s >= passing_s + hold_s:
-        blocked_s -= passing_s + hold_s
-        hold_s *= 2
-    return blocked_s < passing_s

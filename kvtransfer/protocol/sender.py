@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    BlockMove,
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
     LandingProgress,
@@ -32,13 +32,6 @@ from kvtransfer.messages import (
     LandingResult,
     Manifest,
     PeerMessage,
-    PushDone,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    StopPush,
-    TrafficClass,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import (
@@ -51,6 +44,8 @@ from kvtransfer.protocol.actions import (
     ToPeer,
     ToRanks,
 )
+from kvtransfer.transfer_orders import BlockMove, PushOrder, StopPush, TrafficClass
+from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped
 
 # Weight of the newest push in the moving average of rates.
 _RATE_WEIGHT = 0.2

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvtransfer.messages import (
-    Manifest,
-    PieceCheck,
-    Shard,
-    Verified,
-    VerifyOrder,
-)
+from kvtransfer.messages import Shard
+from kvtransfer.peer_messages import Manifest
+from kvtransfer.transfer_orders import PieceCheck, VerifyOrder
+from kvtransfer.transfer_reports import Verified
 
 
 class ManifestError(Exception):

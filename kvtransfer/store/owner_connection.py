@@ -19,15 +19,9 @@ from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
-    ArenaGrant,
-    AttachStore,
-    RankHello,
-    expect,
-)
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC, expect
+from kvtransfer.store.messages.store_orders import AttachStore
 
 _FD_MARK = b"F"
 # The mapping remembers in units of this size what it has mapped; records start at multiples of it.

@@ -18,8 +18,8 @@ from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreError, WireError
 from kvtransfer.messages import CompatibilityRecord
-from kvtransfer.store.messages import HEADER_BYTES as HEADER_BYTES
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import HEADER_BYTES as HEADER_BYTES
+from kvtransfer.store.messages.records import RecordInfo
 
 PAGE_BYTES = 4096
 MAGIC = b"tandem\x9dR"

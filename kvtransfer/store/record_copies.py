@@ -13,16 +13,11 @@ from kvtransfer.blocks.layout import intersect
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError
-from kvtransfer.messages import Shard, TrafficClass
-from kvtransfer.store.messages import (
-    HEADER_BYTES,
-    StoreGet,
-    StoreGetDone,
-    StorePut,
-    StorePutDone,
-    StoreRead,
-)
+from kvtransfer.messages import Shard
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StorePut, StorePutDone, StoreRead
 from kvtransfer.store.owner_connection import MappedArena
+from kvtransfer.transfer_orders import TrafficClass
 
 
 class CopyBatch(NamedTuple):

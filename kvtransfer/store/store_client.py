@@ -18,20 +18,17 @@ from kvtransfer.common.health import Backoff
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.stream import FrameStream, open_unix
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.engine_session import (
     EngineHello,
     EngineRequest,
     FetchedBlocks,
     FindAnswer,
     FindRequest,
-    FromOwner,
     PutGrant,
     StoreWelcome,
     TierEvents,
-    expect,
 )
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, expect
 
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 0.5

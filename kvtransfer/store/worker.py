@@ -22,11 +22,10 @@ from kvtransfer.blocks.pool import KvPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, TransferError
-from kvtransfer.messages import TrafficClass
 from kvtransfer.rpc.handshake import receive_exactly
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
     StoreAttached,
     StoreGet,
@@ -36,6 +35,7 @@ from kvtransfer.store.messages import (
 )
 from kvtransfer.store.owner_connection import MappedArena, attach
 from kvtransfer.store.record_copies import CopyWork, GetWork, PutWork
+from kvtransfer.transfer_orders import TrafficClass
 
 
 @dataclass(frozen=True)

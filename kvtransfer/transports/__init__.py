@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple, cast
 
 from kvtransfer.errors import PathError
-from kvtransfer.messages import Lane
+from kvtransfer.transfer_orders import Lane
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 
 Connect = Callable[[WriterRank, Lane, str, bytes, Callable[[str], None]], Channel]

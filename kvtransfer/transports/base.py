@@ -24,14 +24,7 @@ from kvtransfer.blocks.pool import KvPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import IncompatibleError, PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    BlockMove,
-    Endpoint,
-    Lane,
-    ReplicaIdentity,
-    TransferSettings,
-)
+from kvtransfer.messages import PROTOCOL_VERSION, Endpoint, ReplicaIdentity
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -42,6 +35,7 @@ from kvtransfer.rpc.handshake import (
 )
 from kvtransfer.rpc.listener import ListeningThread, shut_down
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import BlockMove, Lane, TransferSettings
 from kvtransfer.transports.stream_sockets import (
     HELLO_CODEC,
     ChannelHello,

@@ -31,9 +31,10 @@ from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError
-from kvtransfer.messages import BlockMove, Lane, Shard
+from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.cuda_driver import CudaDriver, cuda_driver
 from kvtransfer.transports.onesided import (

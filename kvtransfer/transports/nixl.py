@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.errors import PathError, PeerGoneError
-from kvtransfer.messages import TransferSettings
+from kvtransfer.transfer_orders import TransferSettings
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _NETWORK_ONLY = "^sm,cuda_ipc"

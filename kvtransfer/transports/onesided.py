@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.protocol.gate import RecentIds
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 from kvtransfer.transports.stream_sockets import ACK_CODEC, Ack, ChannelHello, Connection, Stopped
 

@@ -19,9 +19,9 @@ from kvtransfer.blocks.device_pool import StagingArea
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
-from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 from kvtransfer.transports.pair_group import TARGET, WRITER, PairGroup, PairWork, form_pair, open_store
 from kvtransfer.transports.stream_sockets import (

@@ -35,8 +35,8 @@ from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
-from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.handshake import receive_frame, send_frame
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
 from kvtransfer.transports.nixl import NixlAgent, Posting, Region, is_infiniband, network_devices
 from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync

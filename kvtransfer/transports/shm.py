@@ -26,7 +26,7 @@ from kvtransfer.blocks.layout import Run, plan_runs, split_runs
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from kvtransfer.errors import PathError, WireError
-from kvtransfer.messages import BlockMove, Lane
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener, connect_unix
 from kvtransfer.transports.stream_sockets import (

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S
 from kvtransfer.rpc.listener import shut_down
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 from kvtransfer.transports.stream_sockets import (
     ChannelHello,

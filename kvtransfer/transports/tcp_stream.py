@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.blocks.pool import HostPool, KvPool, piece_table
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.messages import BlockMove, ReplicaIdentity, Shard
+from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate, OpenedLanding
 from kvtransfer.rpc.handshake import receive_exactly, send_frame
 from kvtransfer.rpc.tls_socket import TlsSocket
+from kvtransfer.transfer_orders import BlockMove
 from kvtransfer.transports.stream_sockets import (
     ACK_CODEC,
     STALLED_S,

@@ -29,7 +29,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import StoreConfig
-from kvtransfer.store.messages import HEADER_BYTES
+from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.store.nvme.log import NvmeTier
 from workers.model.model_config import read_model_config
 

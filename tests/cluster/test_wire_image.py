@@ -21,8 +21,14 @@ REMEDY = (
 Image = dict[str, Any]
 # Where a codec is now that an image has elsewhere: its connection is the same.
 MOVED = {
+    "cluster.gateway.fleet.ANSWER_CODEC": "cluster.gateway.fleet.messages.ANSWER_CODEC",
+    "cluster.gateway.fleet.QUERY_CODEC": "cluster.gateway.fleet.messages.QUERY_CODEC",
+    "cluster.gateway.placement_exchange.FOLLOW_CODEC": "cluster.gateway.fleet.messages.QUERY_CODEC",
+    "cluster.gateway.placement_exchange.PLACEMENT_CODEC": "cluster.gateway.fleet.messages.PLACEMENT_CODEC",
     "cluster.scaling.counts.COUNTS_CODEC": "cluster.scaling.redis_counts.COUNTS_CODEC",
     "cluster.serve.rollout._CODEC": "cluster.serve.deployed._CODEC",
+    "kvtransfer.store.messages.FROM_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.FROM_OWNER_CODEC",
+    "kvtransfer.store.messages.TO_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.TO_OWNER_CODEC",
     "kvtransfer.transports.base.ACK_CODEC": "kvtransfer.transports.stream_sockets.ACK_CODEC",
     "kvtransfer.transports.base.HELLO_CODEC": "kvtransfer.transports.stream_sockets.HELLO_CODEC",
 }
@@ -36,7 +42,7 @@ def test_every_message_with_a_codec_is_in_the_image() -> None:
     """A message that no codec names has no neighbor, such as the samples of the autoscaler."""
     expected = {"LoadReport", "AdmissionStats", "GatewayRecord", "HandOver", "QuotaRecord", "Deployed"}
     assert expected <= set(NOW["messages"])
-    assert "kvtransfer.store.messages.TO_OWNER_CODEC" in NOW["codecs"]
+    assert "kvtransfer.store.messages.owner_codec.TO_OWNER_CODEC" in NOW["codecs"]
 
 
 @pytest.mark.parametrize("recorded", RECORDED)

@@ -83,13 +83,17 @@ def held(front: Front, number: int, **options: Any) -> list[Call]:
 
 
 async def all_wait(front: Front, number: int) -> None:
-    await until(lambda: len(admission_of(front)) == number, f"{number} wait in the gateway")
+    await until(lambda: len(admission_of(front).waiting) == number, f"{number} wait in the gateway")
 
 
 def is_empty(front: Front) -> bool:
     admission = admission_of(front)
     admission.check()
-    return len(admission) == 0 and admission.num_bytes == 0 and front.gateway.requests.num_running == 0
+    return (
+        len(admission.waiting) == 0
+        and admission.bytes.num_bytes == 0
+        and front.gateway.requests.num_running == 0
+    )
 
 
 def is_answered(call: Call) -> bool:
@@ -104,7 +108,7 @@ async def flood(front: Front, rung: Rung = Rung.NORMAL) -> list[Call]:
     """One tenant sends until the gateway refuses, and the ladder has climbed; returns all its calls."""
     calls: list[Call] = []
     # The pressure is measured ten times a second; of what was sent at once, much may have run by then.
-    while not any(call.error for call in calls) or admission_of(front).ladder.rung < rung:
+    while not any(call.error for call in calls) or admission_of(front).degradation.ladder.rung < rung:
         assert len(calls) < NUM_BURST, "nothing was refused, or the ladder has not climbed"
         calls += [
             front.call(prompt(2000 + len(calls) + index, 900), tenant="greedy", resume=False)
@@ -132,7 +136,11 @@ async def test_interactive_requests_go_before_batch_ones_that_came_earlier(harne
         await all_wait(front, 4)
         interactive = held(front, 4, service_class="interactive", tenant="t")
         await all_wait(front, 8)
-        assert admission_of(front).num_waiting() == {"interactive": 4, "standard": 0, "batch": 4}
+        assert admission_of(front).waiting.queues.num_waiting() == {
+            "interactive": 4,
+            "standard": 0,
+            "batch": 4,
+        }
         streams[0].stream.cancel()  # one place: they go one after the other
         for call in (*batch, *interactive):
             await call.done()
@@ -196,7 +204,7 @@ async def test_a_burst_is_refused_in_milliseconds_with_a_time_to_retry(harness: 
         assert sum(it.held.num_prompts + it.held.num_sequences for it in replicas) > 0
         # The engine's ranks want the processor as well.
         assert statistics.median(waits_s) < 0.1
-        assert admission_of(front).counts.num_refused["late", "standard"] >= len(waits_s)
+        assert admission_of(front).refusals.counts["late", "standard"] >= len(waits_s)
         refused = [call for call in calls if call.error is not None]
         assert all(call.error and call.error.is_refusal for call in refused)
         await end(front, [call for call in calls if call.error is None])
@@ -231,7 +239,7 @@ async def test_a_stream_that_is_resumed_here_passes_those_that_wait(harness: E2e
         await first.gateway.stop()
         table = harness.replicas["b0"].core.table
         await until(lambda: len(table) == 3, "it was sent to the replica, where no place is free")
-        assert len(admission_of(second)) == 3
+        assert len(admission_of(second).waiting) == 3
         streams[0].stream.cancel()
         await stream.done(120.0)
         assert stream.stream.num_resumes >= 1
@@ -269,15 +277,15 @@ async def test_a_cancel_while_it_waits_leaves_nothing_behind(harness: E2eHarness
         streams = await busy(front)
         calls = held(front, 5)
         await all_wait(front, 5)
-        assert admission_of(front).num_bytes > 0
+        assert admission_of(front).bytes.num_bytes > 0
         for call in calls:
             call.stream.cancel()
             await call.ended()
             assert call.error is not None
             assert call.error.code is grpc.StatusCode.CANCELLED
-        await until(lambda: len(admission_of(front)) == 0, "none waits")
+        await until(lambda: len(admission_of(front).waiting) == 0, "none waits")
         admission_of(front).check()
-        assert admission_of(front).num_bytes == 0
+        assert admission_of(front).bytes.num_bytes == 0
         assert not any(stream.task.done() for stream in streams)
         assert len(front.gateway.connections.views()) == 1
         await end(front, streams)

@@ -91,7 +91,7 @@ async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_returns_
     guest = await stage.guest("prefill", max_sequences=2, chunk_tokens=16, max_batch_tokens=16)
     async with stage.front(guest, stage.d0, steps_ahead=1e6) as front:  # nothing waits in the gateway
         calls = stage.calls(front, 400, 8, 24)
-        await until(lambda: guest.core.scheduler.num_waiting >= 4, "most of them wait")
+        await until(lambda: guest.core.scheduler.counts.num_waiting >= 4, "most of them wait")
         await front.register(stage.p0)
         await guest.core.drain(30.0)
         await stage.all_right(calls, 400, 24)

@@ -33,7 +33,7 @@ async def test_a_context_of_four_times_the_device_has_the_same_tokens(
     heard = await harness.run(small, harness.submission("r", tokens, **sampling))
     assert heard.failure is None
     assert heard.sequence() == wanted.sequence()
-    assert small.core.scheduler.num_preemptions == 0
+    assert small.core.scheduler.life.num_preemptions == 0
     await harness.quiet()
 
 

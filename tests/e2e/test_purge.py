@@ -19,7 +19,8 @@ from store_harness import StoreHarness
 
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
-from kvtransfer.store.messages import StatRequest, StorePutDone, StoreStat
+from kvtransfer.store.messages.admin_requests import StatRequest, StoreStat
+from kvtransfer.store.messages.store_orders import StorePutDone
 from workers.store_connector.block_saver import BlockSaver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -122,7 +122,7 @@ async def test_what_cancelled_and_failed_requests_have_used_is_counted_and_given
         assert set(states) == {"cancelled", "failed"}
         assert states["cancelled"].num_output_tokens >= cancelled.num_tokens > 0
         now = front.clock.now()
-        assert [it.used["concurrent_tokens"] for it in front.gateway.fleet._quotas.uses(now)] == [0.0]
+        assert [it.used["concurrent_tokens"] for it in front.gateway._quotas.uses(now)] == [0.0]
     await stage.harness.quiet()
 
 

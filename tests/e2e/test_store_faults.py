@@ -26,7 +26,13 @@ from store_harness import StoreHarness
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import TransferError
-from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, TierStat
+from kvtransfer.store.messages.admin_requests import (
+    PurgeRequest,
+    PurgeResult,
+    StatRequest,
+    StoreStat,
+    TierStat,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -22,7 +22,7 @@ from store_harness import StoreHarness
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.store.messages import IndexStat, StatRequest, StoreStat
+from kvtransfer.store.messages.admin_requests import IndexStat, StatRequest, StoreStat
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, uses_redis_or_valkey]
 

@@ -164,7 +164,7 @@ async def test_random_schemas_give_complete_and_valid_outputs(
 
     await asyncio.gather(*(one(number, value) for number, value in enumerate(schemas)))
     await harness.quiet()
-    assert not len(at["b0"].core.scheduler._life.grammars)
+    assert not len(at["b0"].core.scheduler.life.grammars)
 
 
 async def test_free_requests_have_the_tokens_that_they_have_alone(harness: E2eHarness) -> None:

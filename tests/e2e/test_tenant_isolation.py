@@ -24,7 +24,7 @@ from store_harness import StoreHarness
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.protocol.receiver import LandingTable
-from kvtransfer.store.messages import FetchRequest, FindRequest, PutRequest
+from kvtransfer.store.messages.engine_session import FetchRequest, FindRequest, PutRequest
 from kvtransfer.store.store_client import StoreClient
 from router.radix import Match, PrefixTree
 from workers.scheduler.block_pool import BlockPool

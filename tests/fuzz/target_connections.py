@@ -29,29 +29,25 @@ from kvtransfer.rpc.handshake import (
     send_frame,
 )
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminHello,
-    ArenaGrant,
+    ListRequest,
+    PurgeRequest,
+    StatRequest,
+    StoreStat,
+    VerifyRequest,
+)
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchRelease,
     FetchRequest,
     FindRequest,
-    ListRequest,
-    OwnerHello,
-    PurgeRequest,
     PutCommit,
     PutRequest,
-    RankHello,
-    SendRecords,
-    StatRequest,
-    StopSending,
-    StoreStat,
-    ToOwner,
-    VerifyRequest,
 )
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC, ToOwner
+from kvtransfer.store.messages.record_exchange import OwnerHello, SendRecords, StopSending
 from kvtransfer.transports.onesided import Sync, Unmapped
 from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelHello
 from tests.fuzz.message_grammar import MessageGrammar

@@ -13,18 +13,17 @@ from typing import Any
 import msgspec
 
 from cluster.errors import InvalidRequestError, RequestError
-from cluster.http import chat, completions, embeddings, messages, responses
+from cluster.http import chat, completions, embeddings, messages, messages_schemas, responses
+from cluster.http.body_decoding import Body, decode
 from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.fields import refused
 from cluster.http.schemas import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
-    decode,
 )
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.validation import check_request
@@ -39,8 +38,11 @@ ROUTES: dict[str, tuple[type[Body], Callable[[Any], Sequence[Any]]]] = {
     "/v1/chat/completions": (ChatRequest, lambda body: chat.translate(body).calls),
     "/v1/completions": (CompletionRequest, lambda body: completions.translate(body, _MAX_INPUTS).calls),
     "/v1/responses": (responses.ResponsesRequest, lambda body: responses.translate(body).calls),
-    "/v1/messages": (messages.MessagesRequest, lambda body: messages.translate(body).calls),
-    "/v1/messages/count_tokens": (messages.CountTokensRequest, lambda body: [messages.count_request(body)]),
+    "/v1/messages": (messages_schemas.MessagesRequest, lambda body: messages.translate(body).calls),
+    "/v1/messages/count_tokens": (
+        messages_schemas.CountTokensRequest,
+        lambda body: [messages.count_request(body)],
+    ),
     "/v1/embeddings": (EmbeddingRequest, lambda body: [embeddings.embed_request(body, _MAX_INPUTS)]),
     "/tokenize": (TokenizeRequest, lambda body: [embeddings.tokenize_request(body)]),
     "/detokenize": (DetokenizeRequest, lambda body: [embeddings.detokenize_request(body)]),

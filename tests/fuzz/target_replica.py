@@ -14,14 +14,9 @@ from e2e_harness import BLOCK_TOKENS, ROOT_KEY, E2eHarness, prompt, raw
 from patience import WAIT_S
 
 from kvtransfer.blocks.keys import extend_keys
-from kvtransfer.messages import (
-    KvSnapshot,
-    KvSnapshotRequest,
-    LandingRefusal,
-    LandingRequest,
-    PeerHello,
-    ReplicaIdentity,
-)
+from kvtransfer.kv_events import KvSnapshot, KvSnapshotRequest
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.peer_messages import LandingRefusal, LandingRequest, PeerHello
 from kvtransfer.rpc.stream import open_link
 from kvtransfer.rpc.trust import Trust
 from tests.fuzz.message_grammar import MessageGrammar

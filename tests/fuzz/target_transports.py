@@ -14,8 +14,10 @@ from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.messages import OpenLanding, ReplicaIdentity, Shard, TransferReport
+from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate
+from kvtransfer.transfer_orders import OpenLanding
+from kvtransfer.transfer_reports import TransferReport
 from kvtransfer.transports.tcp_stream import StreamReceiver
 from tests.fuzz.mutation import EDGE_INTS, mutate_bytes
 from tests.fuzz.target import FindingError, Target, outcome

@@ -8,7 +8,7 @@ import helm_python
 import pytest
 from chart_harness import EXAMPLES, render, with_value
 
-from cluster.serve.memory import ENGINE_CORE_BYTES
+from cluster.serve.resource_needs import ENGINE_CORE_BYTES
 from workers.model.rank_memory import PROCESS_BYTES
 
 # Path: (value, part of the message).

@@ -16,21 +16,10 @@ from transfer_harness import eventually
 
 from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import (
-    ClosePeer,
-    Endpoint,
-    Lane,
-    OpenLanding,
-    PeerConnectFailed,
-    PieceCheck,
-    PushDone,
-    PushFailed,
-    PushStopped,
-    Shard,
-    StopPush,
-    TransferReport,
-)
+from kvtransfer.messages import Endpoint, Shard
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.transfer_orders import ClosePeer, Lane, OpenLanding, PieceCheck, StopPush
+from kvtransfer.transfer_reports import PeerConnectFailed, PushDone, PushFailed, PushStopped, TransferReport
 
 
 def check_sum(data: bytes) -> int:

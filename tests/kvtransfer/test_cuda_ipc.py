@@ -29,19 +29,12 @@ from kvtransfer.blocks.layout import without
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, ProofError, PushStoppedError, TransferError
-from kvtransfer.messages import (
-    BlockMove,
-    LandingClosed,
-    Lane,
-    OpenLanding,
-    RankEndpoints,
-    Shard,
-    TransferReport,
-    WriterGone,
-)
+from kvtransfer.messages import RankEndpoints, Shard
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Exported, cuda_driver

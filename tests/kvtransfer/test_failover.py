@@ -6,18 +6,10 @@ import pytest
 from service_harness import NUM_BLOCKS, TARGET, WHOLE, WRITER, Rank
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import (
-    OpenLanding,
-    PeerConnected,
-    PeerLost,
-    PieceCheck,
-    PushDone,
-    PushFailed,
-    PushStopped,
-    ReplicaIdentity,
-    StopPush,
-)
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.transfer_orders import OpenLanding, PieceCheck, StopPush
+from kvtransfer.transfer_reports import PeerConnected, PeerLost, PushDone, PushFailed, PushStopped
 
 
 def test_tcp_finishes_what_shared_memory_began(target: Rank) -> None:

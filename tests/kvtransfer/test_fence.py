@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.messages import PushDone, PushFailed, PushOrder, PushStopped, TransferReport
 from kvtransfer.protocol.fence import PushFence
+from kvtransfer.transfer_orders import PushOrder
+from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped, TransferReport
 
 LANDINGS = [b"a", b"b"]
 CONNECTIONS = [b"x", b"y"]

@@ -6,8 +6,10 @@ import threading
 
 from transfer_harness import eventually
 
-from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.protocol.gate import Gate, RecentIds
+from kvtransfer.transfer_orders import OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 
 WRITER = ReplicaIdentity("w", 1)
 OTHER = ReplicaIdentity("w", 2)

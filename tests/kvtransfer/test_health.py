@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.agent.path_health import PathHealth, PathKey
-from kvtransfer.common.health import JITTER, kept_share, spread_s
+from kvtransfer.common.health import JITTER, spread_s
+from kvtransfer.common.moving_average import kept_share
 from kvtransfer.messages import ReplicaIdentity
 
 SHM = PathKey(ReplicaIdentity("d", 1), 0, "shm")

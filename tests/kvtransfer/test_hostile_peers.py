@@ -16,7 +16,7 @@ from service_harness import BOTH, LAYOUT, NUM_BLOCKS, TARGET, TRUST, WHOLE, WRIT
 
 from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
+from kvtransfer.messages import Endpoint, RankEndpoints
 from kvtransfer.rpc.handshake import (
     HANDSHAKE_CODEC,
     Hello,
@@ -25,6 +25,8 @@ from kvtransfer.rpc.handshake import (
     receive_frame,
     send_frame,
 )
+from kvtransfer.transfer_orders import Lane
+from kvtransfer.transfer_reports import PeerConnectFailed
 from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelWelcome
 
 Serve = Callable[[socket.socket], object]

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 from landing_world import BLOCK, DECODE, PREFILL, World, request
 
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingClosed,
-    LandingGrant,
-    LandingRefusal,
-    LandingRequest,
-    LandingResult,
-    WriterGone,
-)
+from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import KillRanks, ToWriter
+from kvtransfer.transfer_reports import LandingClosed, WriterGone
 from workers.scheduler.block_pool import BlockPool
 
 

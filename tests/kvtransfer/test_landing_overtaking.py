@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from landing_world import BLOCK, PREFILL, SHARD, request
 
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import LandingGrant
+from kvtransfer.peer_messages import LandingGrant
 from kvtransfer.protocol.actions import LandingAction, ToWriter
-from kvtransfer.protocol.receiver import FIRST_HOLD_S, MIN_SHARE, PASSING_S, LandingTable, may_pass
+from kvtransfer.protocol.landing_overtaking import FIRST_HOLD_S, MIN_SHARE, PASSING_S, may_pass
+from kvtransfer.protocol.receiver import LandingTable
 from workers.scheduler.block_pool import BlockPool
 
 NUM_BLOCKS = 20

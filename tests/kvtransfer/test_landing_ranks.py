@@ -10,19 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
 
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingClosed,
-    Manifest,
-    PieceSum,
-    PushFailed,
-    PushStopped,
-    Shard,
-    Verified,
-    VerifyOrder,
-    WriterGone,
-)
+from kvtransfer.messages import Shard
+from kvtransfer.peer_messages import LandingAbort, Manifest, PieceSum
 from kvtransfer.protocol.actions import KillRanks, Landed, ToPeer
+from kvtransfer.transfer_orders import VerifyOrder
+from kvtransfer.transfer_reports import LandingClosed, PushFailed, PushStopped, Verified, WriterGone
 from workers.scheduler.block_pool import BlockPool
 
 # A model of two layers with two heads.

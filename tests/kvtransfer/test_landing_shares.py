@@ -10,7 +10,7 @@ from landing_world import BLOCK, PREFILL, SHARD, request
 
 from kvtransfer.common.group_shares import GroupShares, ShareClaim
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import LandingAbort, LandingGrant, LandingRefusal
+from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal
 from kvtransfer.protocol.actions import LandingAction, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
 from workers.scheduler.block_pool import BlockPool

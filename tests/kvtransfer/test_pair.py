@@ -34,8 +34,9 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import BlockMove, Lane, RankEndpoints, Shard
+from kvtransfer.messages import RankEndpoints, Shard
 from kvtransfer.protocol.gate import OpenedLanding
+from kvtransfer.transfer_orders import BlockMove, Lane
 from kvtransfer.transports import gloo, nccl
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.pair_group import TARGET, WRITER, form_pair, open_store

@@ -18,9 +18,9 @@ from transfer_harness import (
 )
 
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.messages import (
-    CloseLanding,
-    ClosePeer,
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.transfer_orders import CloseLanding, ClosePeer, StopPush
+from kvtransfer.transfer_reports import (
     LandingClosed,
     PeerConnected,
     PeerConnectFailed,
@@ -28,8 +28,6 @@ from kvtransfer.messages import (
     PushDone,
     PushFailed,
     PushStopped,
-    ReplicaIdentity,
-    StopPush,
     WriterGone,
 )
 

@@ -21,7 +21,7 @@ from kvtransfer.agent.qos import (
     TrafficRules,
 )
 from kvtransfer.common.clock import ManualClock, SystemClock
-from kvtransfer.messages import TrafficClass, TransferSettings
+from kvtransfer.transfer_orders import TrafficClass, TransferSettings
 
 NO_LIMITS = TransferSettings("127.0.0.1", ())
 EVENTS = st.lists(

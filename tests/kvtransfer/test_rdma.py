@@ -21,18 +21,9 @@ from transfer_harness import SHARD, Rank, TransferHarness, eventually, lane, set
 from kvtransfer.blocks.layout import Run
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PathError
-from kvtransfer.messages import (
-    Endpoint,
-    Lane,
-    PeerConnected,
-    PushDone,
-    PushFailed,
-    PushStopped,
-    Shard,
-    StopPush,
-    TransferSettings,
-    WriterGone,
-)
+from kvtransfer.messages import Endpoint, Shard
+from kvtransfer.transfer_orders import Lane, StopPush, TransferSettings
+from kvtransfer.transfer_reports import PeerConnected, PushDone, PushFailed, PushStopped, WriterGone
 from kvtransfer.transports.nixl import Region, load_nixl, network_devices
 from kvtransfer.transports.registered_memory import Runs
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.config import Admission as PolicyName
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import (
     MAX_SEEN,
     MIN_SEEN,

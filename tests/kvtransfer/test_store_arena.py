@@ -19,7 +19,7 @@ from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import SEALS, Arena
 from kvtransfer.store.dram.extents import Extents
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, RecordPlace, Writer, encode_header
 
 GRANULE_BYTES = 16 << 10

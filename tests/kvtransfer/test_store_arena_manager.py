@@ -15,7 +15,8 @@ from store_harness import StoreHarness, eventually
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
+from kvtransfer.store.messages.arena_mapping import RankHello
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
 from kvtransfer.store.server.arena_manager import SPARE_WAIT_S, UNUSED_WAIT_S, ArenaManager
 from kvtransfer.store.server.listeners import LocalPeer, send_descriptor
 

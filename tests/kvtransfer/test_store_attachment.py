@@ -26,7 +26,7 @@ from service_harness import Hooks
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store import owner_connection
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
     StoreAttached,
     StoreCopy,

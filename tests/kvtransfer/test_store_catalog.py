@@ -23,7 +23,8 @@ from catalog_harness import (
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, PurgeOrder, RecordInfo
+from kvtransfer.store.messages.engine_session import HELD, REFUSED
+from kvtransfer.store.messages.records import HEADER_BYTES, PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_GROUP_BYTES, image_bytes
 

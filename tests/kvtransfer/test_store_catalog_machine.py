@@ -26,7 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import HELD, REFUSED, PurgeOrder, RecordInfo
+from kvtransfer.store.messages.engine_session import HELD, REFUSED
+from kvtransfer.store.messages.records import PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer
 

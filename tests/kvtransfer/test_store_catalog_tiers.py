@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
-from kvtransfer.store.messages import HEADER_BYTES, HELD, PurgeOrder, RecordInfo
+from kvtransfer.store.messages.engine_session import HELD
+from kvtransfer.store.messages.records import HEADER_BYTES, PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 

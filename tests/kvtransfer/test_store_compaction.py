@@ -12,7 +12,7 @@ import pytest
 from nvme_harness import SEGMENT_BYTES, NvmeHarness, crashed, image_of, info_of, nvme_harness, payload_of
 
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.log import Compacted, Moved, NvmeRef
 from kvtransfer.store.nvme.segments import Segment
 from kvtransfer.store.record import HEADER_BYTES, image_bytes

@@ -18,7 +18,7 @@ from trust_files import FILES
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import RecordId
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.remote.owner_link import Wanted
 
 TRANSPORTS = ("shm", "tcp")

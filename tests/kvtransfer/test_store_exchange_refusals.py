@@ -13,16 +13,9 @@ from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
-    OwnerHello,
-    RecordId,
-    RecordsSent,
-    SendRecords,
-    ToOwner,
-)
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC, ToOwner
+from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.remote.owner_link import Wanted
 
 pytestmark = pytest.mark.slow

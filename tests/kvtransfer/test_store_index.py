@@ -30,7 +30,8 @@ from kvtransfer.messages import Shard
 from kvtransfer.store.index.holder_reader import NODES_S, Holder
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
-from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
+from kvtransfer.store.messages.admin_requests import IndexStat
+from kvtransfer.store.messages.records import RecordInfo, Tier
 
 pytestmark = uses_redis_or_valkey
 

@@ -28,7 +28,7 @@ from optional_programs import uses_redis_or_valkey
 from kvtransfer.store.index.breaker import FAILURE_BUDGET
 from kvtransfer.store.index.holder_reader import CHUNK
 from kvtransfer.store.index.values import node_key, node_number
-from kvtransfer.store.messages import RecordInfo, Tier
+from kvtransfer.store.messages.records import RecordInfo, Tier
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 

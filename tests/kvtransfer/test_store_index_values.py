@@ -29,7 +29,7 @@ from kvtransfer.store.index.values import (
     node_number,
     padded,
 )
-from kvtransfer.store.messages import Tier
+from kvtransfer.store.messages.records import Tier
 
 SHORTS = st.integers(0, 2**16 - 1)
 EPOCHS = st.integers(0, 2**64 - 1)

@@ -19,10 +19,7 @@ from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchedBlocks,
     FetchRelease,
@@ -30,6 +27,7 @@ from kvtransfer.store.messages import (
     NewRecord,
     PutCommit,
 )
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.node import StoreNode

@@ -19,15 +19,9 @@ from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages import (
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
-    EngineHello,
-    FetchRequest,
-    NewRecord,
-    PutCommit,
-    RecordId,
-)
+from kvtransfer.store.messages.engine_session import EngineHello, FetchRequest, NewRecord, PutCommit
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL, TO_OWNER_CODEC
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.node import StoreNode

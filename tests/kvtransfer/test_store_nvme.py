@@ -27,7 +27,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme import segments
 from kvtransfer.store.nvme.log import NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nvme_harness import NvmeHarness, info_of, payload_of, settings_for
 
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import RecordId
+from kvtransfer.store.messages.records import RecordId
 
 pytestmark = pytest.mark.slow
 

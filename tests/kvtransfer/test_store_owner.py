@@ -33,19 +33,20 @@ from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import StatRequest, StoreStat
+from kvtransfer.store.messages.engine_session import (
     HELD,
     REFUSED,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
     FindRequest,
     NewRecord,
     PutCommit,
     PutRequest,
-    StatRequest,
+)
+from kvtransfer.store.messages.owner_codec import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
     StoreRefusal,
-    StoreStat,
 )
 from kvtransfer.store.server.store_server import StoreServer
 

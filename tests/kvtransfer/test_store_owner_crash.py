@@ -18,7 +18,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import PurgeRequest, PurgeResult
+from kvtransfer.store.messages.admin_requests import PurgeRequest, PurgeResult
 
 pytestmark = pytest.mark.slow
 

@@ -24,19 +24,18 @@ from store_harness import (
 
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.admin_requests import (
     AdminFailed,
-    FetchRequest,
     ListRequest,
     PurgeRequest,
     PurgeResult,
-    PutCommit,
     StatRequest,
     StoreListing,
     StoreStat,
     VerifyRequest,
     VerifyResult,
 )
+from kvtransfer.store.messages.engine_session import FetchRequest, PutCommit
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from patience import WAIT_S
 from store_harness import LEFT, MODEL, RIGHT, Chain, Replica, StoreHarness, block_bytes, eventually
 
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.store.messages import PurgeRequest, PurgeResult, StatRequest, StoreStat, Tier
+from kvtransfer.store.messages.admin_requests import PurgeRequest, PurgeResult, StatRequest, StoreStat
+from kvtransfer.store.messages.records import Tier
 
 pytestmark = [pytest.mark.slow, uses_redis_or_valkey]
 

@@ -22,7 +22,7 @@ from nvme_harness import (
 
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreIoError
-from kvtransfer.store.messages import PurgeOrder, RecordInfo
+from kvtransfer.store.messages.records import PurgeOrder, RecordInfo
 from kvtransfer.store.nvme import erasure
 from kvtransfer.store.nvme.erasure import PurgeJournal, gaps_between
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.errors import OtherVersionError, StoreError
 from kvtransfer.messages import CompatibilityRecord, Shard
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
     MAX_GROUP_BYTES,
@@ -28,7 +28,7 @@ from kvtransfer.store.record import (
     image_bytes,
     space_id,
 )
-from kvtransfer.store.server.arena_manager import is_running, writer_of
+from kvtransfer.store.server.writer_process import is_running, writer_of
 
 SHARD = Shard(0, 28, 0, 8)
 INFO = RecordInfo(

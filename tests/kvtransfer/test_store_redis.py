@@ -49,7 +49,7 @@ from kvtransfer.store.index import redis_server
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password, with_password
-from kvtransfer.store.messages import RecordInfo, Tier
+from kvtransfer.store.messages.records import RecordInfo, Tier
 
 pytestmark = uses_redis_or_valkey
 TRUST = Trust.of(b"a cluster's secret")

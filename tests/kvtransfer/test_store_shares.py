@@ -16,7 +16,7 @@ from trust_files import TRUST
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.server.store_server import StoreServer

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvtransfer.common.health import RateMeter
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.record_table import Held
-from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
+from kvtransfer.store.messages.engine_session import TierEvents
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 

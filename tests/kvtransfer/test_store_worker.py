@@ -31,9 +31,9 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
-from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.store.messages import (
-    HEADER_BYTES,
+from kvtransfer.messages import Shard
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     StoreAttached,
     StoreCopy,
     StoreGet,
@@ -41,6 +41,7 @@ from kvtransfer.store.messages import (
     StorePutDone,
     StoreRead,
 )
+from kvtransfer.transfer_orders import TransferSettings
 
 MakePool = Callable[[BlockLayout, KvMemory], KvPool]
 

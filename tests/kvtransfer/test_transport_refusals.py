@@ -21,9 +21,10 @@ from transfer_harness import (
 
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
+from kvtransfer.messages import PROTOCOL_VERSION, Shard
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_reports import PeerConnected, PeerConnectFailed
 from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 

@@ -21,23 +21,11 @@ from transfer_harness import (
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.layout import plan_pieces
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.messages import (
-    BlockMove,
-    ClosePeer,
-    PeerConnected,
-    PieceCheck,
-    PieceSum,
-    PushDone,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    Shard,
-    StopPush,
-    Verified,
-    VerifyOrder,
-)
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import PieceSum
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.transfer_orders import BlockMove, ClosePeer, PieceCheck, PushOrder, StopPush, VerifyOrder
+from kvtransfer.transfer_reports import PeerConnected, PushDone, PushFailed, PushStopped, Verified
 
 # ------------------------------------------------------------------------------------------- it lands
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksStored, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router import service
 from router.config import RouterConfig

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from router.native import RouterKernel, load_kernel
 from router.radix import SNAPSHOT_WAIT_S, Expectation, InStore, Match, PrefixTree
 

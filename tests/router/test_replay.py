@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import ReplicaLoad, RouteRequest

@@ -16,18 +16,11 @@ class Router(Protocol):
     def route(self, request: RouteRequest, *, prefers_capacity: bool = False) -> Decision: ...
 
 
-class AdmissionAtOnce:
-    """Releases each request where its router puts it."""
+class RetriesAtOnce:
+    """Releases each retry where its router puts it."""
 
     def __init__(self, router: Router) -> None:
-        self.bytes = QueuedBytes(1e9)
         self._router = router
-
-    def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        raise AssertionError("requests go at once here")
-
-    def wait(self, queued: QueuedRequest) -> None:
-        raise AssertionError("requests go at once here")
 
     def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
         self._release(queued, self._router.route(request, prefers_capacity=True))
@@ -38,6 +31,20 @@ class AdmissionAtOnce:
     def _release(self, queued: QueuedRequest, decision: Decision) -> None:
         assert queued.report is not None
         queued.report(Released(decision))
+
+
+class AdmissionAtOnce:
+    """Lets no request wait for a turn."""
+
+    def __init__(self, router: Router) -> None:
+        self.bytes = QueuedBytes(1e9)
+        self.retries = RetriesAtOnce(router)
+
+    def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        raise AssertionError("requests go at once here")
+
+    def wait(self, queued: QueuedRequest) -> None:
+        raise AssertionError("requests go at once here")
 
 
 def request_at_once(request_id: str, now: float) -> QueuedRequest:

@@ -15,7 +15,7 @@ from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Re
 from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.bench.virtual_time import EventQueue
 from cluster.errors import OverloadedError, RequestError
-from kvtransfer.messages import KvSnapshot
+from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
 from router.messages import QueueState, RouteRequest
@@ -168,7 +168,7 @@ class AdmissionWorld:
             request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
         )
         try:
-            self.admission.check_early(queued, num_bytes)
+            self.admission.checks.check_early(queued, num_bytes)
             self.admission.place(queued, RouteRequest(request_id, RequestFacts(tenant), keys, num_tokens, 16))
         except OverloadedError as error:
             self.ended_early[request_id] = error

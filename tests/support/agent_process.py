@@ -16,15 +16,10 @@ from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
-from kvtransfer.messages import (
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    TransferOrder,
-    TransferReport,
-    TransferSettings,
-)
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.trust import Trust, TrustFiles
+from kvtransfer.transfer_orders import TransferOrder, TransferSettings
+from kvtransfer.transfer_reports import TransferReport
 
 # A fault's action, here only: wait at the point until the file "<marker>.go" exists.
 HOLD = "hold"

@@ -13,7 +13,15 @@ import msgspec
 from http_harness import SCHEMAS
 from struct_fields import Places, StructField, struct_fields
 
-from cluster.http import chat, completions, embeddings, errors, messages, model_list, response_events
+from cluster.http import (
+    chat_answer,
+    completions,
+    embeddings,
+    errors,
+    messages_answer,
+    model_list,
+    response_events,
+)
 from cluster.http.fields import FIELDS
 
 ROOT = Path(__file__).parents[2]
@@ -28,24 +36,27 @@ _INNER = re.compile(r"^\s*(oneof|enum) (\w+) \{")
 
 
 _ANTHROPIC_EVENTS: tuple[type[msgspec.Struct], ...] = (
-    messages._MessageStart,
-    messages._BlockStart,
-    messages._BlockDelta,
-    messages._BlockStop,
-    messages._MessageDelta,
-    messages._MessageStop,
+    messages_answer._MessageStart,
+    messages_answer._BlockStart,
+    messages_answer._BlockDelta,
+    messages_answer._BlockStop,
+    messages_answer._MessageDelta,
+    messages_answer._MessageStop,
     errors._AnthropicError,
 )
 # The answers of each route: as a whole, and as the events of a stream.
 ANSWERS: dict[str, dict[str, tuple[type[msgspec.Struct], ...]]] = {
-    "/v1/chat/completions": {"Answer": (chat._Completion,), "Chunks of a stream": (chat._Chunk,)},
+    "/v1/chat/completions": {
+        "Answer": (chat_answer._Completion,),
+        "Chunks of a stream": (chat_answer._Chunk,),
+    },
     "/v1/completions": {"Answer, and chunks of a stream": (completions._Completion,)},
     "/v1/responses": {
         "Answer": (response_events._Response,),
         "Events of a stream, each with some of these": (response_events._Event,),
     },
-    "/v1/messages": {"Answer": (messages._Answer,), "Events of a stream": _ANTHROPIC_EVENTS},
-    "/v1/messages/count_tokens": {"Answer": (messages.TokenCount,)},
+    "/v1/messages": {"Answer": (messages_answer._Answer,), "Events of a stream": _ANTHROPIC_EVENTS},
+    "/v1/messages/count_tokens": {"Answer": (messages_answer.TokenCount,)},
     "/v1/embeddings": {"Answer": (embeddings._Embeddings,)},
     "/tokenize": {"Answer": (embeddings._Tokens,)},
     "/detokenize": {"Answer": (embeddings._Text,)},

@@ -26,16 +26,14 @@ from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.messages import Shard, TransferSettings
+from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    HEADER_BYTES,
-    TO_OWNER_CODEC,
-    ArenaGrant,
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, StoreRefusal
+from kvtransfer.store.messages.records import HEADER_BYTES
+from kvtransfer.store.messages.store_orders import (
     AttachStore,
-    RankHello,
     StoreAttached,
     StoreCopy,
     StoreGet,
@@ -44,10 +42,10 @@ from kvtransfer.store.messages import (
     StorePut,
     StorePutDone,
     StoreRead,
-    StoreRefusal,
     StoreReport,
 )
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferSettings
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

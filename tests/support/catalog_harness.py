@@ -17,7 +17,8 @@ from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import NewRecord, PurgeOrder, RecordId, RecordInfo
+from kvtransfer.store.messages.engine_session import NewRecord
+from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, Writer
 
 GRANULE_BYTES = 64 << 10

@@ -28,22 +28,12 @@ from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.messages import (
-    BlockMove,
-    Endpoint,
-    LandingClosed,
-    Lane,
-    OpenLanding,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    TransferReport,
-    TransferSettings,
-    WriterGone,
-)
+from kvtransfer.messages import Endpoint, RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust, TrustFiles
+from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding, TransferSettings
+from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.doctor.checks import CheckContext, CheckResult, Expected, GatewayReply, Live, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import CheckResult, Severity
+from cluster.doctor.live_cluster import Expected, GatewayReply, Live
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.machine import KernelClock, Machine
-from cluster.serve.memory import ClusterNeed, needs_of
+from cluster.serve.resource_needs import ClusterNeed, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"

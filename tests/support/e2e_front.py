@@ -24,7 +24,7 @@ from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import Gateway, Randomness
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -131,9 +131,8 @@ class Front:
             roster=self.roster,
             trust=Trust.read(harness.trust),
             clock=self.clock,
-            seeds=_drawing(number),
-            # All zero: gateways over the same replicas share what is cached there.
-            draw_bytes=bytes,
+            # Key roots are all zero: gateways over the same replicas share what is cached there.
+            randomness=Randomness(_drawing(number), bytes),
         )
         self.address = ""
         self.client: Client

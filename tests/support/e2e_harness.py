@@ -24,7 +24,8 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import KvEvents, ReplicaIdentity
+from kvtransfer.kv_events import KvEvents
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel

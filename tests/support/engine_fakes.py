@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import StoreGet, StorePut
+from kvtransfer.store.messages.store_orders import StoreGet, StorePut
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed
 
@@ -51,6 +51,21 @@ class FakeControl:
 
 
 @dataclass
+class FakeCounts:
+    """The counts of sequences that a test sets."""
+
+    num_running: int = 0
+    # The blocks of waiting sequences.
+    num_awaited: int = 0
+
+    def num_running_of(self, group: str) -> int:
+        return self.num_running
+
+    def num_blocks_awaited(self, group: str | None) -> int:
+        return self.num_awaited
+
+
+@dataclass
 class Wires:
     """Store, ranks and scheduler in one. All that was sent, in order; `is_up` False: nothing can be."""
 
@@ -60,9 +75,7 @@ class Wires:
     # Blocks by tier of every load that has ended.
     ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
     held: list[Hold] = field(default_factory=list)
-    num_running: int = 0
-    # The blocks of waiting sequences.
-    num_awaited: int = 0
+    counts: FakeCounts = field(default_factory=FakeCounts)
 
     def send(self, message: object) -> bool:
         if self.is_up:
@@ -73,12 +86,6 @@ class Wires:
 
     def send_to(self, rank: int, order: StoreGet | StorePut) -> None:
         self.orders.append((rank, order))
-
-    def num_running_of(self, group: str) -> int:
-        return self.num_running
-
-    def num_blocks_awaited(self, group: str | None) -> int:
-        return self.num_awaited
 
     def hold_others(self, need: LoadNeed, hold: Hold) -> None:
         self.held.append(hold)

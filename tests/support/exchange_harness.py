@@ -27,7 +27,9 @@ from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
+from kvtransfer.store.messages.owner_codec import TO_OWNER_CODEC
+from kvtransfer.store.messages.record_exchange import OwnerHello
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
 from kvtransfer.store.remote.exchange import Exchange, arena_pool
 from kvtransfer.store.remote.owner_link import Wanted

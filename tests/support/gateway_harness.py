@@ -27,17 +27,11 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import Gateway, Randomness
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    BlocksStored,
-    CompatibilityRecord,
-    KvSnapshot,
-    KvSnapshotRequest,
-    ReplicaIdentity,
-)
+from kvtransfer.kv_events import BlocksStored, KvSnapshot, KvSnapshotRequest
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (
@@ -421,7 +415,7 @@ class GatewayHarness:
             roster=self.roster,
             trust=self.trust,
             clock=self.clock,
-            draw_bytes=bytes,
+            randomness=Randomness(draw_bytes=bytes),
             operations=operations,
         )
 

@@ -18,8 +18,9 @@ from trust_files import FILES, TRUST
 
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import prove_as_client, send_frame
+from kvtransfer.transfer_orders import TransferSettings
 from workers.messages.rank_channel import (
     RANK_UP_CODEC,
     RankJoined,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from patience import WAIT_S
 
 from cluster.config import ClusterConfig
-from cluster.http import messages, responses, schemas
+from cluster.http import body_decoding, messages_schemas, responses, schemas
 from cluster.serve.gateway_server import Gateway
 from workers.messages.link import (
     PrefillReport,
@@ -31,12 +31,12 @@ from workers.messages.link import (
 from workers.messages.sampling import PackedLogprobs
 
 # The type that each route decodes.
-SCHEMAS: dict[str, type[schemas.Body]] = {
+SCHEMAS: dict[str, type[body_decoding.Body]] = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
     "/v1/responses": responses.ResponsesRequest,
-    "/v1/messages": messages.MessagesRequest,
-    "/v1/messages/count_tokens": messages.CountTokensRequest,
+    "/v1/messages": messages_schemas.MessagesRequest,
+    "/v1/messages/count_tokens": messages_schemas.CountTokensRequest,
     "/v1/embeddings": schemas.EmbeddingRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,

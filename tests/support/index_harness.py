@@ -27,7 +27,7 @@ from kvtransfer.store.index import redis_watchdog
 from kvtransfer.store.index.announcer import AnnounceLimits
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import find_binary
-from kvtransfer.store.messages import RecordId, RecordInfo, Tier
+from kvtransfer.store.messages.records import RecordId, RecordInfo, Tier
 
 SPACE = b"space-01"
 CHAIN = b"chain-of-16bytes"

@@ -9,33 +9,17 @@ from functools import partial
 
 from kvtransfer.blocks.layout import plan_pieces
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    CloseLanding,
-    ClosePeer,
-    ConnectPeer,
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
-    LandingClosed,
     LandingGrant,
     LandingProgress,
     LandingRefusal,
     LandingRequest,
     LandingResult,
     Manifest,
-    OpenLanding,
     PeerMessage,
     PieceSum,
-    PushDone,
-    PushFailed,
-    PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    Shard,
-    StopPush,
-    TransferOrder,
-    TransferReport,
-    Verified,
-    VerifyOrder,
-    WriterGone,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import (
@@ -55,6 +39,25 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
+from kvtransfer.transfer_orders import (
+    CloseLanding,
+    ClosePeer,
+    ConnectPeer,
+    OpenLanding,
+    PushOrder,
+    StopPush,
+    TransferOrder,
+    VerifyOrder,
+)
+from kvtransfer.transfer_reports import (
+    LandingClosed,
+    PushDone,
+    PushFailed,
+    PushStopped,
+    TransferReport,
+    Verified,
+    WriterGone,
+)
 from workers.scheduler.block_pool import BlockPool
 
 BLOCK = 16

@@ -18,8 +18,9 @@ from types import TracebackType
 import msgspec
 import psutil
 
-from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.trust import Trust, TrustFiles
+from kvtransfer.transfer_orders import TransferSettings
 from workers.messages.rank_channel import RankSpec
 
 KINDS = ("links", "ranks", "rank links", "store unix", "store tcp", "shm", "tcp")

@@ -145,7 +145,7 @@ class LocalEngine:
                 outputs[name] = outputs.get(name, b"") + delta.tokens
             self.failures |= {failure.request_id: failure for failure in outcome.failures}
         assert self.scheduler.is_idle
-        assert self.scheduler.num_offloaded_blocks == 0
+        assert self.scheduler.life.tables.host.num_used == 0
         return outputs
 
     def step(self) -> StepOutcome | None:
@@ -165,12 +165,12 @@ class LocalEngine:
             vector = np.frombuffer(embedding.vector, "<f4")
             self.embeddings.setdefault(embedding.request_id, []).append(vector)
         self.scheduler.check()
-        self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
+        self.most_offloaded = max(self.most_offloaded, self.scheduler.life.tables.host.num_used)
         return outcome
 
     def _compile(self) -> None:
         """Compile the grammars that the scheduler orders."""
-        for order in self.scheduler.take_grammar_orders():
+        for order in self.scheduler.life.grammars.take_orders():
             assert self._grammars is not None
             if isinstance(order, CompileGrammar):
                 self._grammars.compile(order.grammar)
@@ -182,7 +182,7 @@ class LocalEngine:
         """Hand a stream that is held with KV of `num_tokens` over to another engine of one rank: its KV and
         its state. Where that has no blocks the stream continues here, and the result is False."""
         key = request_id, 1
-        (sequence,) = self.scheduler._life.requests[key].sequences
+        (sequence,) = self.scheduler.life.requests[key].sequences
         try:
             blocks = target.pool.allocate(-(-(num_tokens + 1) // BLOCK))
         except OutOfBlocksError:

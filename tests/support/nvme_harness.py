@@ -16,7 +16,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.nvme.log import Compacted, NvmeRef, NvmeTier
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 

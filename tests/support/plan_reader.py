@@ -68,7 +68,7 @@ class PlanReader:
 
 def slotted(scheduler: Scheduler) -> list[Sequence]:
     """Return all sequences that have a slot."""
-    return [sequence for sequence in scheduler._life._sequences() if sequence.slot >= 0]
+    return [sequence for sequence in scheduler.life._sequences() if sequence.slot >= 0]
 
 
 def known_tables(sequences: Iterable[Sequence]) -> dict[int, dict[int, int]]:

@@ -28,25 +28,21 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import LandingGrant, LandingRequest, PieceSum
+from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.protocol.sender import SendTable
+from kvtransfer.transfer_orders import (
     CloseLanding,
-    LandingClosed,
-    LandingGrant,
-    LandingRequest,
     OpenLanding,
-    PieceSum,
-    PushDone,
-    PushFailed,
     PushOrder,
-    PushStopped,
-    ReplicaIdentity,
-    Shard,
     StopPush,
     TransferOrder,
-    Verified,
     VerifyOrder,
 )
+from kvtransfer.transfer_reports import LandingClosed, PushDone, PushFailed, PushStopped, Verified
 from workers.config import EngineConfig
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
@@ -145,9 +141,7 @@ class ReplicaHarness:
         control = FakeControl()
         self.table = RequestTable(self.gateways, control)
         self.kv_sender = KvSender(
-            config=TransferConfig(),
-            block_tokens=BLOCK_TOKENS,
-            num_ranks=num_ranks,
+            sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks),
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -157,10 +151,9 @@ class ReplicaHarness:
             faults=Faults(),
         )
         self.kv_receiver = KvReceiver(
-            config=TransferConfig(),
-            num_ranks=num_ranks,
+            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks),
+            block_tokens=BLOCK_TOKENS,
             vocab_size=VOCABULARY,
-            pool=self.pool,
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -185,9 +178,7 @@ class ReplicaHarness:
             table=self.table,
             gateways=self.gateways,
             scheduler=self.scheduler,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             clock=self.clock,
             vocab_size=VOCABULARY,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, ReplicaLoad, RouteRequest

@@ -11,27 +11,28 @@ from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminHello,
-    FromOwner,
     IndexStat,
     ListedRecord,
     ListRequest,
     PurgeRequest,
     PurgeResult,
-    RecordId,
-    RecordInfo,
     StatRequest,
     StoreListing,
     StoreStat,
     TierStat,
-    ToOwner,
     VerifyRequest,
     VerifyResult,
 )
+from kvtransfer.store.messages.owner_codec import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    FromOwner,
+    ToOwner,
+)
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 
 FINGERPRINT = bytes(range(16))
 

@@ -16,25 +16,21 @@ from kvtransfer.blocks.layout import BlockLayout, piece_runs
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import (
     BlockMove,
     ConnectPeer,
     Lane,
-    LanePath,
     OpenLanding,
-    PeerConnected,
     PieceCheck,
     PushOrder,
-    ReplicaIdentity,
-    Shard,
     TrafficClass,
-    TransferReport,
     TransferSettings,
-    Verified,
     VerifyOrder,
 )
-from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_reports import LanePath, PeerConnected, TransferReport, Verified
 
 WHOLE = Shard(0, 4, 0, 2)
 LAYOUT = BlockLayout(WHOLE, head_dim=64, block_tokens=16, item_bytes=4)

@@ -260,7 +260,9 @@ class StagedEngine:
     def max_local_tokens(self, group: str = "") -> int:
         """Return the most tokens of a request that stays, partly in host memory where its group has no
         limit."""
-        return self.max_tokens(group) if self.pool.has_limit(group) else self.scheduler.max_local_tokens
+        return (
+            self.max_tokens(group) if self.pool.has_limit(group) else self.scheduler.limits.max_local_tokens
+        )
 
 
 # ------------------------------------------------------------------------- what one test asks of one engine

@@ -28,17 +28,18 @@ from kvtransfer.codec import framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
-from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import open_tcp, open_unix
 from kvtransfer.rpc.trust import Trust, TrustFiles
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    REFUSED,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminHello,
     AdminRequest,
-    AttachStore,
+    StatRequest,
+    StoreStat,
+    TierStat,
+)
+from kvtransfer.store.messages.engine_session import (
+    REFUSED,
     EngineHello,
     FetchedBlocks,
     FetchRelease,
@@ -50,7 +51,13 @@ from kvtransfer.store.messages import (
     PutGrant,
     PutRequest,
     Source,
-    StatRequest,
+    StoreWelcome,
+    TierEvents,
+)
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC
+from kvtransfer.store.messages.records import Tier
+from kvtransfer.store.messages.store_orders import (
+    AttachStore,
     StoreAttached,
     StoreCopy,
     StoreGet,
@@ -59,15 +66,11 @@ from kvtransfer.store.messages import (
     StorePutDone,
     StoreRead,
     StoreReport,
-    StoreStat,
-    StoreWelcome,
-    Tier,
-    TierEvents,
-    TierStat,
 )
-from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
+from kvtransfer.store.server.store_process import SPEC_CODEC, StoreServerSpec
 from kvtransfer.store.store_client import StoreClient
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferSettings
 
 R = TypeVar("R")
 
@@ -112,7 +115,7 @@ class StoreHarness:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvtransfer.store.server.store_server",
+            "kvtransfer.store.server.store_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,

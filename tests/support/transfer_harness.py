@@ -39,28 +39,23 @@ from trust_files import FILES
 from kvtransfer.blocks.layout import BlockLayout, piece_runs
 from kvtransfer.codec import read_frame
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import PieceSum
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import TrustFiles
+from kvtransfer.transfer_orders import (
     BlockMove,
     CloseLanding,
     ConnectPeer,
-    LandingClosed,
     Lane,
     OpenLanding,
-    PeerConnected,
     PieceCheck,
-    PieceSum,
-    PushDone,
     PushOrder,
-    ReplicaIdentity,
-    Shard,
     TransferOrder,
-    TransferReport,
     TransferSettings,
-    Verified,
     VerifyOrder,
 )
-from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.trust import TrustFiles
+from kvtransfer.transfer_reports import LandingClosed, PeerConnected, PushDone, TransferReport, Verified
 
 SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)

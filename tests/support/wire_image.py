@@ -26,7 +26,7 @@ OF_ONE_VERSION = frozenset(
     {
         "cluster.text.chat_template",
         "cluster.text.grammars",
-        "kvtransfer.store.server.store_server",
+        "kvtransfer.store.server.store_process",
         "workers.messages.rank_channel",
     }
 )

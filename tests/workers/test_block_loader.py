@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.engine_session import (
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
     FindAnswer,
     FindRequest,
     Source,
-    StoreGet,
-    StoreGetDone,
 )
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates
@@ -387,7 +386,7 @@ def test_other_keys_than_were_announced_are_loaded_on_their_own() -> None:
 
 def test_an_early_load_leaves_blocks_to_all_that_wait_here_and_holds_up_nobody() -> None:
     harness = LoadingHarness(num_blocks=32)
-    harness.wires.num_awaited = 26
+    harness.wires.counts.num_awaited = 26
     early(harness, *("dram",) * 8)
     harness.clock.advance(SPACE_PATIENCE_S + 1)
     harness.loader.pump()
@@ -423,22 +422,22 @@ def test_early_loads_take_a_part_of_the_group_s_share_and_of_what_is_left_of_it(
 
 def test_an_early_load_leaves_its_group_s_share_to_those_of_it_that_wait_here() -> None:
     harness = LoadingHarness(num_blocks=128, shares=GroupShares(0.25))
-    harness.wires.num_awaited = 26
+    harness.wires.counts.num_awaited = 26
     early(harness, *("dram",) * 8)
     assert not any(isinstance(it, FetchRequest) for it in harness.wires.sent), "26 of 32 are awaited"
-    harness.wires.num_awaited = 24
+    harness.wires.counts.num_awaited = 24
     harness.loader.pump()
     assert len(fetching(harness).keys) == 8
 
 
 def test_what_is_withdrawn_before_it_moves_does_not() -> None:
     harness = LoadingHarness(num_blocks=32)
-    harness.wires.num_awaited = 32
+    harness.wires.counts.num_awaited = 32
     early(harness, *("dram",) * 8)
     harness.announced.forget("r")
     harness.loader.withdraw("r")
     assert harness.loader.is_idle
-    harness.wires.num_awaited = 0
+    harness.wires.counts.num_awaited = 0
     early(harness, *("dram",) * 8)
     fetch = fetching(harness)
     harness.announced.forget("r")

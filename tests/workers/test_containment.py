@@ -93,7 +93,7 @@ class Replica:
         for faults in self.faults:
             faults.current = Faults([rule] if rule else [])
         self.engine.failures = {}
-        self.engine.scheduler._life._free_slots.sort(reverse=True)  # the poison's slot is always the same
+        self.engine.scheduler.life._free_slots.sort(reverse=True)  # the poison's slot is always the same
         outputs = self.engine.run(requests)
         assert self.engine.pool.num_referenced == 0
         self.engine.pool.check()

@@ -283,7 +283,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(engines: Engines, nu
     """Its KV, that of its output included, is computed again."""
     engine = engines.make(num_blocks, chunk_tokens=100)
     assert answers(engine, REQUESTS) == engines.expected
-    assert engine.scheduler.num_preemptions > 1
+    assert engine.scheduler.life.num_preemptions > 1
     num_prompt_tokens = sum(len(request.prompt) // 4 for request in REQUESTS)
     assert sum(entry.num_tokens for plan in engine.plans for entry in plan.entries) > num_prompt_tokens
 

@@ -159,11 +159,11 @@ def test_preempted_outputs_are_replayed(model_dir: Path, expected: Outputs, queu
         for delta in outcome.tokens:
             name = delta.request_id, delta.sample
             outputs[name] = outputs.get(name, b"") + delta.tokens
-        with_output = [it for it in engine.scheduler._life.running if it.num_output_tokens > 1]
+        with_output = [it for it in engine.scheduler.life.running if it.num_output_tokens > 1]
         if with_output and len(engine.plans) % 3 == 0:
-            engine.scheduler._life.preempt(with_output[len(engine.plans) % len(with_output)])
+            engine.scheduler.life.preempt(with_output[len(engine.plans) % len(with_output)])
     assert outputs == expected
-    assert engine.scheduler.num_preemptions > 5
+    assert engine.scheduler.life.num_preemptions > 5
     started = [start for plan in engine.plans for start in plan.starts if start.grammar]
     assert any(sample.mask_digest and sample.output for start in started for sample in start.samples)
     engine.close()
@@ -187,7 +187,7 @@ def test_nothing_is_sampled_before_the_grammar_is_ready(model_dir: Path, expecte
     while settle():
         pass
     assert set(outputs) == {("free", 0), ("penalized", 0)}
-    computed = {it.num_scheduled for it in engine.scheduler._life.running}
+    computed = {it.num_scheduled for it in engine.scheduler.life.running}
     assert computed == {32, 69, 4, 63, 40}, "all of their prompts but the last token"
     engine.compiles = True
     while settle():
@@ -203,7 +203,7 @@ def test_a_refused_grammar_ends_its_requests_alone(model_dir: Path) -> None:
     for submission in (MIXED[0], BOUND[0], BOUND[3], BOUND[1]):
         engine.scheduler.submit(submission, 0.0)
     assert engine.step() is not None
-    assert len(engine.scheduler.take_grammar_orders()) == 2
+    assert len(engine.scheduler.life.grammars.take_orders()) == 2
     engine.scheduler.grammar_compiled(GrammarCompiled(DIGITS.digest, "too complex"))
     failures = {it.request_id: it for it in engine.scheduler.take_failures()}
     assert set(failures) == {"digits", "again"}

@@ -173,7 +173,7 @@ def test_a_preempted_suspect_lets_the_next_one_go_first() -> None:
     for submission in asked:
         side.scheduler.submit(submission, 0.0)
     outputs = finish(side)
-    assert side.scheduler.num_preemptions > 0
+    assert side.scheduler.life.num_preemptions > 0
     assert outputs == {(it.request_id, 0): right(it) for it in asked}
 
 

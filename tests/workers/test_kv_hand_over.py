@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 from staged_engine import BLOCK_TOKENS, pack
 
-from kvtransfer.messages import (
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
     LandingRefusal,
@@ -16,13 +17,9 @@ from kvtransfer.messages import (
     LandingResult,
     Manifest,
     PieceSum,
-    PushDone,
-    PushOrder,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    VerifyOrder,
 )
+from kvtransfer.transfer_orders import PushOrder, VerifyOrder
+from kvtransfer.transfer_reports import PushDone, Verified
 from workers.messages.link import Submission
 from workers.messages.peer_link import HandOver
 
@@ -250,7 +247,7 @@ async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landin
     for rank in (0, 1):
         replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
     assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
-    (sequence,) = replica.scheduler._life._sequences()
+    (sequence,) = replica.scheduler.life._sequences()
     tokens = [sequence.token_at(index) for index in range(sequence.num_tokens)]
     assert tokens == [*PROMPT, 1]
 

@@ -11,7 +11,8 @@ from replica_harness import MigrationPair, Side, Stream
 from staged_engine import BLOCK_TOKENS
 
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
+from kvtransfer.peer_messages import LandingRefusal, LandingRequest
+from kvtransfer.transfer_orders import StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
 from workers.messages.peer_link import HandOver
 
@@ -191,7 +192,7 @@ async def test_a_stream_with_blocks_in_host_memory_waits_until_they_are_back() -
     pair = MigrationPair((8, 16), num_offload_blocks=8)
     other = pair.submit([1, 2, 3], 17, pair.a)
     stream = pair.submit(PROMPT, 30, pair.a)
-    while not pair.a.replica.scheduler.num_offloaded_blocks:
+    while not pair.a.replica.scheduler.life.tables.host.num_used:
         step(pair.a)
         pair.listen()
     assert not other.is_over
@@ -222,7 +223,7 @@ async def test_a_lack_of_blocks_takes_a_move_back(num_offload_blocks: int) -> No
         if replica.scheduler.migration.is_on_its_way(stream.key):
             step(pair.a)
             pair.listen()
-    assert replica.scheduler.num_preemptions or replica.scheduler.num_offloaded_blocks
+    assert replica.scheduler.life.num_preemptions or replica.scheduler.life.tables.host.num_used
     assert any(isinstance(order, StopPush) for order in replica.orders[num_waiting:])
     for _ in range(6):
         step(pair.a)

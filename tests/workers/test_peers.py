@@ -15,27 +15,19 @@ from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    ClosePeer,
-    CompatibilityRecord,
-    ConnectPeer,
+from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
-    LanePath,
-    PeerConnected,
-    PeerConnectFailed,
     PeerHello,
-    PeerLost,
     PeerRefusal,
     PeerStopping,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    TransferOrder,
     WriterStopped,
 )
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import ClosePeer, ConnectPeer, TransferOrder
+from kvtransfer.transfer_reports import LanePath, PeerConnected, PeerConnectFailed, PeerLost
 from workers.disagg import peers as peers_module
 from workers.disagg.peers import Peers
 from workers.messages.link import HandOverTarget

@@ -268,4 +268,4 @@ def test_a_busy_day_has_everything(world: World) -> None:
     world.finish()
     assert num_moved > 0
     assert world.engines[0].most_offloaded > 0
-    assert sum(engine.scheduler.num_preemptions for engine in world.engines) > 0
+    assert sum(engine.scheduler.life.num_preemptions for engine in world.engines) > 0

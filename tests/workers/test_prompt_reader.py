@@ -237,7 +237,7 @@ def test_preempted_prompts_are_read_once_and_in_order(
     engines.append(engine)
     asked = [ask(f"r{number}", draw(60, seed=number), max_tokens=40, num_top=2) for number in range(4)]
     outputs = engine.run(asked)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.life.num_preemptions > 0
     assert len(outputs) == 4
     for each in asked:
         check_logprobs(engine, each, reference)
@@ -255,7 +255,7 @@ def test_a_prompt_that_is_preempted_after_a_chunk_is_read_on_from_there(
     asked = ask("scored", prompt, num_top=NUM_TOP)
     engine.scheduler.submit(asked, 0.0)
     engine.step()
-    life = engine.scheduler._life
+    life = engine.scheduler.life
     (sequence,) = life.running
     assert 0 < sequence.request.num_scored_tokens < 100
     life.preempt(sequence)
@@ -287,7 +287,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(
     faults = [Faults([rule] if rank == last else []) for rank in range(tp * pp)]
     engine = LocalEngine(model_dir, CONFIG, 80, tp=tp, stages=STAGES[pp], faults=faults)
     engines.append(engine)
-    engine.scheduler._life._free_slots.sort(reverse=True)
+    engine.scheduler.life._free_slots.sort(reverse=True)
     outputs = engine.run([*OTHERS[:1], *SCORED, *EMBEDDED, *OTHERS[1:]])
     assert set(engine.failures) == {"scored"}
     assert {name: tokens for name, tokens in outputs.items() if name[0] != "scored"} == {
@@ -313,7 +313,7 @@ def test_a_piece_that_fails_is_read_in_halves(
     faults = [Faults([rule] if rank == tp - 1 else []) for rank in range(tp)]
     engine = LocalEngine(model_dir, CONFIG, 80, tp=tp, faults=faults)
     engines.append(engine)
-    engine.scheduler._life._free_slots.sort(reverse=True)
+    engine.scheduler.life._free_slots.sort(reverse=True)
     assert engine.run([*OTHERS[:1], *SCORED, *OTHERS[1:]]) == expected
     assert (tmp_path / "m").exists()
     assert not engine.failures

@@ -25,9 +25,11 @@ from trust_files import FILES, TRUST
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import CloseLanding, OpenLanding, TransferSettings
+from kvtransfer.transfer_reports import LandingClosed
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,

@@ -7,7 +7,9 @@ from typing import cast
 import pytest
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
-from kvtransfer.messages import LandingRequest, PushDone
+from kvtransfer.peer_messages import LandingRequest
+from kvtransfer.transfer_reports import PushDone
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.rank_channel import StepPlan
 from workers.replica.replica_reports import ReplicaReports
@@ -25,9 +27,7 @@ class Reporting(ReplicaHarness):
             pool=self.pool,
             scheduler=self.scheduler,
             steps=self.steps,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             peers=cast(Peers, self.peers),
         )
 
@@ -100,8 +100,8 @@ async def test_what_the_router_reads_of_size_and_context_is_reported() -> None:
     reporting.requests.submit(GATEWAY, reporting.submission("a", list(range(20))))
     before = reporting.reports.load()
     assert before.num_context_tokens == 0
-    assert before.max_batch_tokens == reporting.scheduler.max_batch_tokens > 0
-    assert before.max_sequences == reporting.scheduler.max_sequences > 0
+    assert before.max_batch_tokens == reporting.scheduler.config.max_batch_tokens > 0
+    assert before.max_sequences == reporting.scheduler.config.max_sequences > 0
     reporting.pump()
     assert reporting.reports.load().num_context_tokens >= 20
     reporting.steps.costs.add(StepPlan(1, decodes=bytes(4)), [7], [0.01])

@@ -51,7 +51,7 @@ def test_decodes_beyond_the_budget_take_turns() -> None:
     side.scheduler.submit(ask(n=4, max_tokens=9), 0.0)
     for _ in range(12):
         step(side)
-    counts = [len(sequence.output_bytes) // 4 for sequence in side.scheduler._life.running]
+    counts = [len(sequence.output_bytes) // 4 for sequence in side.scheduler.life.running]
     assert sorted(counts) == [5, 5, 6, 6]
 
 
@@ -80,7 +80,7 @@ def test_the_last_token_of_a_stopped_sequence_is_dropped_and_its_blocks_wait() -
     (delta,) = side.settle(0.0).tokens
     assert (unpack(delta.tokens), delta.finish) == ([END], "stop")
     assert all(side.pool.is_referenced(block) for block in named)
-    assert side.scheduler.num_running == 0
+    assert side.scheduler.counts.num_running == 0
     assert side.settle(0.0).tokens == []
     assert side.pool.num_free == 6
     side.scheduler.submit(ask("b"), 0.0)
@@ -136,7 +136,7 @@ def test_a_wholly_cached_prompt_computes_its_last_block_only() -> None:
     side.scheduler.submit(ask("a", prompt, max_tokens=1), 0.0)
     finish(side)
     side.scheduler.submit(ask("b", prompt, max_tokens=1), 0.0)
-    assert side.scheduler.num_backlog_tokens == BLOCK_TOKENS
+    assert side.scheduler.counts.num_backlog_tokens == BLOCK_TOKENS
     assert [(work.start, work.num_tokens) for work in side.works(plan(side))] == [(8, 4)]
     assert side.settle(0.0).prompts[0].num_cached_tokens == 8
 
@@ -156,13 +156,13 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_loses_nothing() -> N
     preempted: list[str] = []
     outputs: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     while side.plan(0.0) or side.plans:
-        names = [sequence.request.submission.request_id for sequence in side.scheduler._life.waiting]
+        names = [sequence.request.submission.request_id for sequence in side.scheduler.life.waiting]
         preempted += [name for name in names if outputs[name] and name not in preempted]
         for delta in side.settle(0.0).tokens:
             assert delta.first_index == len(outputs[delta.request_id])
             outputs[delta.request_id] += unpack(delta.tokens)
     assert preempted == ["c", "b"]
-    assert side.scheduler.num_preemptions >= 2
+    assert side.scheduler.life.num_preemptions >= 2
     assert outputs == {submission.request_id: right(submission) for submission in asked}
 
 
@@ -170,10 +170,10 @@ def test_a_preempted_sequence_waits_before_others_of_its_priority() -> None:
     side = engine(num_blocks=6)
     for name in "ab":
         side.scheduler.submit(ask(name, [ord(name)] * 7, max_tokens=12), 0.0)
-    while side.scheduler.num_preemptions == 0:
+    while side.scheduler.life.num_preemptions == 0:
         step(side)
     side.scheduler.submit(ask("c", [3], max_tokens=1), 0.0)
-    names = [sequence.request.submission.request_id for sequence in side.scheduler._life.waiting]
+    names = [sequence.request.submission.request_id for sequence in side.scheduler.life.waiting]
     assert names == ["b", "c"]
     finish(side)
 
@@ -227,7 +227,7 @@ def test_a_deadline_ends_a_request_before_compute_and_while_it_runs() -> None:
     assert [(failure.request_id, failure.code) for failure in outcome.failures] == [("b", "deadline")]
     assert "before it was scheduled" in outcome.failures[0].reason
     plan(side, 14.0)
-    (failure,) = side.scheduler.expire(15.0)
+    (failure,) = side.scheduler.life.expire(15.0)
     assert "after 2 tokens of output" in failure.reason
     assert side.settle(15.0).tokens == []
     assert side.scheduler.is_idle
@@ -268,7 +268,7 @@ def test_a_prompt_to_hand_over_waits_for_its_landing_then_stops_after_its_first_
     assert [unpack(sample.output) for sample in done.samples] == [right(submission, i)[:1] for i in range(2)]
     assert not side.plan(3.0)
     assert all(side.pool.is_referenced(block) for block in done.block_ids)
-    assert side.scheduler.expire(1e9) == []
+    assert side.scheduler.life.expire(1e9) == []
     assert side.scheduler.finish_hand_over("a", 1)
     assert not side.scheduler.finish_hand_over("a", 1)
     assert side.scheduler.is_idle

@@ -65,16 +65,16 @@ def test_a_paused_batch_stands_still_beside_others_and_goes_on_after_them() -> N
     side.scheduler.submit(batch, 0.0)
     side.scheduler.submit(other, 0.0)
     run(side, outputs)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     before = len(outputs["b"])
-    assert side.scheduler.num_paused == 1
+    assert side.scheduler.counts.num_paused == 1
     while len(outputs["o"]) < 6:
         run(side, outputs)
         assert len(outputs["b"]) == before
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
     run(side, outputs, 12 - before)  # nobody else is there: it runs although it is paused
     assert outputs == {"b": right(batch), "o": right(other)}
-    assert side.scheduler.num_paused == 0
+    assert side.scheduler.counts.num_paused == 0
     assert side.scheduler.is_idle
 
 
@@ -98,14 +98,14 @@ def test_a_paused_batch_that_has_waited_too_long_gets_a_tenth_of_the_steps() -> 
     side.scheduler.submit(batch, 0.0)
     side.scheduler.submit(ask("o", [4, 5, 6], max_tokens=60), 0.0)
     run(side, outputs)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     before = len(outputs["b"])
     run(side, outputs, 4)
     assert len(outputs["b"]) == before
-    assert side.scheduler.num_paused == 1
+    assert side.scheduler.counts.num_paused == 1
     run(side, outputs, 30, now=5.0)
     assert len(outputs["b"]) == before + 3
-    assert side.scheduler.num_paused == 0, "it does not make way any more"
+    assert side.scheduler.counts.num_paused == 0, "it does not make way any more"
     finish(side)
 
 
@@ -134,7 +134,7 @@ def test_no_batch_request_starves_however_often_its_class_is_paused(
 
     def others() -> None:
         nonlocal num_others
-        while side.scheduler.num_waiting < 3:
+        while side.scheduler.counts.num_waiting < 3:
             num_others += 1
             side.scheduler.submit(ask(f"o{num_others}", [num_others % 50 + 1], max_tokens=3), 0.0)
 
@@ -162,7 +162,7 @@ def test_no_batch_request_starves_however_often_its_class_is_paused(
                 side.scheduler.cancel(name, 1)
                 ended.add(name)
         else:
-            side.scheduler.pause_batch(what == "pause")
+            side.scheduler.pause.ask(what == "pause")
         steps(num)
     steps(60 * (len(waiting) + 1))
     assert {*waiting} <= ended
@@ -173,14 +173,14 @@ def test_a_paused_batch_continues_when_it_is_not_paused_any_more() -> None:
     outputs: dict[str, list[int]] = {}
     side.scheduler.submit(ask("b", [1, 2, 3], max_tokens=12, service_class="batch"), 0.0)
     side.scheduler.submit(ask("o", [4, 5, 6], max_tokens=12), 0.0)
-    assert side.scheduler.num_backlog_tokens == 6
-    side.scheduler.pause_batch(True)
-    assert side.scheduler.num_backlog_tokens == 3, "nobody waits for what is paused"
+    assert side.scheduler.counts.num_backlog_tokens == 6
+    side.scheduler.pause.ask(True)
+    assert side.scheduler.counts.num_backlog_tokens == 3, "nobody waits for what is paused"
     run(side, outputs, 3)
     assert "b" not in outputs
-    assert side.scheduler.num_backlog_tokens == 0
-    side.scheduler.pause_batch(False)
-    assert side.scheduler.num_backlog_tokens == 3
+    assert side.scheduler.counts.num_backlog_tokens == 0
+    side.scheduler.pause.ask(False)
+    assert side.scheduler.counts.num_backlog_tokens == 3
     run(side, outputs, 3)
     assert len(outputs["b"]) == 3
     finish(side)
@@ -198,12 +198,12 @@ def test_a_paused_batch_makes_way_for_who_waits(lacking: str) -> None:
     for submission in batch:
         side.scheduler.submit(submission, 0.0)
     run(side, outputs, 4)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     other = ask("o", [9] * 7, max_tokens=5)
     side.scheduler.submit(other, 1.0)
     run(side, outputs, 8)
     assert outputs["o"] == right(other)
-    assert side.scheduler.num_preemptions >= 1
+    assert side.scheduler.life.num_preemptions >= 1
     while not side.scheduler.is_idle:
         run(side, outputs)
     assert outputs == {it.request_id: right(it) for it in (*batch, other)}
@@ -214,7 +214,7 @@ def test_a_paused_prompt_is_ahead_of_no_landing() -> None:
     side = engine(max_batch_tokens=4)
     side.scheduler.submit(ask("a", list(range(1, 31)), service_class="batch"), 0.0)
     step(side)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     side.scheduler.submit(ask("b", decode="d"), 1.0)
     (need,) = side.scheduler.landings_wanted(1.0)
     assert need.request_id == "b"
@@ -229,7 +229,7 @@ def test_a_paused_batch_is_cancelled_and_expires_as_ever() -> None:
         submission = ask(name, [1, 2, 3], max_tokens=12, service_class="batch", deadline_s=deadline_s)
         side.scheduler.submit(submission, 0.0)
     run(side, outputs, 2)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     run(side, outputs)
     assert side.scheduler.cancel("cancelled", 1)
     side.plan(6.0)

@@ -105,8 +105,8 @@ def test_a_preempted_sequence_whose_last_step_failed_does_not_come_back() -> Non
     plan(side)
     settle(side)
     plan(side)  # a token of the victim, which is preempted while this plan is out
-    sequence = side.scheduler._life.running[0]
-    side.scheduler._life.preempt(sequence)
+    sequence = side.scheduler.life.running[0]
+    side.scheduler.life.preempt(sequence)
     outcome = settle(side, 0)
     assert [failure.request_id for failure in outcome.failures] == ["victim"]
     assert finish(side) == {}

@@ -228,7 +228,7 @@ class Pair(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1), is_paused=st.booleans())
     def pause_batch(self, number: int, is_paused: bool) -> None:
-        self.engines[number].scheduler.pause_batch(is_paused)
+        self.engines[number].scheduler.pause.ask(is_paused)
 
     @rule(delta_s=st.sampled_from([0.1, 1.0]))
     def pass_time(self, delta_s: float) -> None:
@@ -411,7 +411,7 @@ class Pair(RuleBasedStateMachine):
             assert engine.scheduler.is_idle
             engine.check()
             assert engine.pool.num_referenced == 0
-            assert engine.scheduler.num_offloaded_blocks == 0
+            assert engine.scheduler.life.tables.host.num_used == 0
             assert engine.pool.num_free == engine.num_blocks
         assert all(life.over for life in self.lives.values())
 

@@ -15,7 +15,7 @@ from workers.scheduler.step import PromptDone
 
 def sequence_of(side: StagedEngine, name: str, sample: int = 0) -> list[int]:
     """The block table of a running sequence; empty when it does not run."""
-    for sequence in side.scheduler._life.running:
+    for sequence in side.scheduler.life.running:
         if sequence.request.submission.request_id == name and sequence.index == sample:
             return sequence.block_ids
     return []
@@ -35,8 +35,8 @@ def test_a_prompt_of_four_times_the_device_is_computed() -> None:
     submission = ask(prompt=list(range(1, 33)), max_tokens=6)
     side.scheduler.submit(submission, 0.0)
     assert finish(side) == {("a", 0): right(submission)}
-    assert side.scheduler.num_preemptions == 0
-    assert side.scheduler.num_offloaded_blocks == 0, "its blocks in host memory are free"
+    assert side.scheduler.life.num_preemptions == 0
+    assert side.scheduler.life.tables.host.num_used == 0, "its blocks in host memory are free"
 
 
 def test_the_oldest_blocks_move_and_the_chunk_computes_into_their_place() -> None:
@@ -51,7 +51,7 @@ def test_the_oldest_blocks_move_and_the_chunk_computes_into_their_place() -> Non
     assert entry.block_ids[:2] == tuple(copy.dst_block for copy in moves(side, third))
     assert entry.block_ids[2:4] == tuple(before[2:])
     assert set(entry.block_ids[4:]) == set(before[:2]), "the places that the copies left"
-    assert side.scheduler.num_offloaded_blocks == 2
+    assert side.scheduler.life.tables.host.num_used == 2
     side.settle(0.0)
     side.check()
 
@@ -72,7 +72,7 @@ def test_blocks_that_are_still_computed_are_waited_for(num_blocks: int) -> None:
     side.scheduler.submit(ask(prompt=list(range(1, 33)), max_tokens=1), 0.0)
     plan(side)
     assert not side.plan(0.0), "nothing may move, and nobody is preempted"
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
     side.settle(0.0)
     assert moves(side, plan(side))
 
@@ -90,7 +90,7 @@ def test_the_lowest_priority_and_latest_arrival_gives_first() -> None:
             assert tables[name].count("h") == len(tables[name]) // 2, "it had more to give"
         order += moved
     assert order == ["c", "a", "b"]
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
     finish(side)
 
 
@@ -101,13 +101,13 @@ def test_no_more_than_its_share_of_a_sequence_moves_and_then_the_last_is_preempt
         side.scheduler.submit(submission, 0.0)
     outputs: dict[str, list[int]] = {"a": [], "b": []}
     tables: list[str] = []
-    while side.scheduler.num_running or side.scheduler.num_waiting:
-        if side.scheduler.num_preemptions == 0:
+    while side.scheduler.counts.num_running or side.scheduler.counts.num_waiting:
+        if side.scheduler.life.num_preemptions == 0:
             tables = [places(side, name) for name in "ab" if outputs[name]]
         for delta in step(side).tokens:
             outputs[delta.request_id] += unpack(delta.tokens)
     assert tables == ["hhhhdddd", "hhhhdddd"], "half of each, and the device is full"
-    assert side.scheduler.num_preemptions == 1
+    assert side.scheduler.life.num_preemptions == 1
     assert outputs == {submission.request_id: right(submission) for submission in asked}
 
 
@@ -133,11 +133,11 @@ def test_shared_blocks_stay_and_the_next_ones_move() -> None:
     side.scheduler.submit(ask("a", [*shared, 9], max_tokens=16), 0.0)
     step(side)
     side.scheduler.submit(ask("b", [*shared, 10], max_tokens=16), 0.0)
-    while side.scheduler.num_offloaded_blocks < 2:
+    while side.scheduler.life.tables.host.num_used < 2:
         step(side)
     assert sequence_of(side, "a")[:2] == sequence_of(side, "b")[:2]
     assert places(side, "b").startswith("ddh")
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
     finish(side)
 
 
@@ -145,11 +145,11 @@ def test_samples_share_what_their_prompt_has_in_host_memory() -> None:
     side = engine(num_blocks=4, offload=12, chunk_tokens=8)
     submission = ask(prompt=list(range(1, 26)), n=3, max_tokens=5)
     side.scheduler.submit(submission, 0.0)
-    while len(side.scheduler._life.running) < 3:
+    while len(side.scheduler.life.running) < 3:
         step(side)
     tables = [sequence_of(side, "a", index)[:3] for index in range(3)]
     assert tables[0] == tables[1] == tables[2]
-    assert side.scheduler.num_offloaded_blocks < 9
+    assert side.scheduler.life.tables.host.num_used < 9
     assert finish(side) == {("a", index): right(submission, index)[1:] for index in range(3)}
 
 
@@ -169,7 +169,7 @@ def test_a_prompt_to_hand_over_stays_on_the_device() -> None:
     while side.plan(0.0):
         side.settle(0.0)
         side.check()
-    assert side.scheduler.num_running == 0
+    assert side.scheduler.counts.num_running == 0
     assert side.scheduler.finish_hand_over("out", 1)
 
 
@@ -182,11 +182,11 @@ def test_a_prompt_to_hand_over_waits_for_what_runs_and_reserves_its_blocks() -> 
     side.scheduler.submit(ask("out", [5] * 8, decode="d", max_tokens=3), 0.0)
     side.scheduler.grant_landing("out", 1)
     outputs = []
-    while side.scheduler.num_running:
+    while side.scheduler.counts.num_running:
         outcome = step(side)
         outputs += [delta.request_id for delta in outcome.tokens]
     assert outputs[:2] == ["local", "local"]
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
     while side.plan(0.0):
         side.settle(0.0)
     assert side.scheduler.finish_hand_over("out", 1)
@@ -198,9 +198,9 @@ def test_a_prompt_waits_until_the_rest_of_those_before_it_fits_too() -> None:
     for submission in asked:
         side.scheduler.submit(submission, 0.0)
     step(side)
-    assert (side.scheduler.num_running, side.scheduler.num_waiting) == (1, 1)
+    assert (side.scheduler.counts.num_running, side.scheduler.counts.num_waiting) == (1, 1)
     assert finish(side) == {(it.request_id, 0): right(it) for it in asked}
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
 
 
 def test_blocks_come_back_when_others_have_left() -> None:
@@ -210,7 +210,7 @@ def test_blocks_come_back_when_others_have_left() -> None:
     step(side)
     while side.scheduler.is_here("b", 1):
         step(side)
-        assert side.scheduler.num_preemptions == 0
+        assert side.scheduler.life.num_preemptions == 0
     assert "h" in places(side, "a")
     expected = right(ask("a", [1] * 16, max_tokens=20, priority=-1))
     for _ in range(4):
@@ -255,12 +255,12 @@ def test_a_cancelled_or_preempted_sequence_leaves_host_memory_when_its_plans_are
     for _ in range(3):
         step(side)
     plan(side)
-    assert side.scheduler.num_offloaded_blocks >= 4
+    assert side.scheduler.life.tables.host.num_used >= 4
     assert side.scheduler.cancel("a", 1)
-    assert side.scheduler.num_offloaded_blocks >= 4, "a plan that is out reads them"
+    assert side.scheduler.life.tables.host.num_used >= 4, "a plan that is out reads them"
     side.settle(0.0)
     side.check()
-    assert side.scheduler.num_offloaded_blocks == 0
+    assert side.scheduler.life.tables.host.num_used == 0
 
 
 def test_the_request_takes_what_device_and_host_have_and_not_more() -> None:
@@ -272,7 +272,7 @@ def test_the_request_takes_what_device_and_host_have_and_not_more() -> None:
     submission = ask(prompt=[1] * 20, max_tokens=1000)
     side.scheduler.submit(submission, 0.0)
     assert len(finish(side)["a", 0]) == 24 - 20
-    assert side.scheduler.max_local_tokens == 24
+    assert side.scheduler.limits.max_local_tokens == 24
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_moved_block_leaves_the_index_and_what_follows_still_goes_to_the_store
     while not outputs:
         outcome = step(side)
         outputs += [token for delta in outcome.tokens for token in unpack(delta.tokens)]
-        for block in side.scheduler.take_finished():
+        for block in side.scheduler.life.tables.take_finished():
             finished.append(block)
             if not outputs:
                 held = side.pool.find(block.key)
@@ -363,9 +363,9 @@ def test_what_the_device_holds_needs_no_load() -> None:
     assert need.keys == tuple(keys[:2]), "the block of the last token is computed"
     side.scheduler.end_load(need, {})
     finish(side)
-    assert [block.key for block in side.scheduler.take_finished()] == list(keys)
-    assert side.scheduler.take_finished() == []
+    assert [block.key for block in side.scheduler.life.tables.take_finished()] == list(keys)
+    assert side.scheduler.life.tables.take_finished() == []
     side.scheduler.submit(ask("b", prompt, max_tokens=1), 0.0)
     assert side.scheduler.loads_wanted() == []
     assert step(side).prompts[0].num_cached_tokens == 8
-    assert side.scheduler.take_finished() == []
+    assert side.scheduler.life.tables.take_finished() == []

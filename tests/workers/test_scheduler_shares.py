@@ -36,11 +36,11 @@ def submitted(side: StagedEngine, *submissions: Submission) -> None:
 
 
 def running(side: StagedEngine) -> list[str]:
-    return [sequence.request.submission.request_id for sequence in side.scheduler._life.running]
+    return [sequence.request.submission.request_id for sequence in side.scheduler.life.running]
 
 
 def sequence_of(side: StagedEngine, name: str) -> Sequence:
-    return side.scheduler._life.requests[name, 1].sequences[0]
+    return side.scheduler.life.requests[name, 1].sequences[0]
 
 
 REQUESTS = st.lists(
@@ -128,10 +128,10 @@ def test_a_group_beyond_its_share_preempts_its_own_newest_alone() -> None:
         step(side)
     assert running(side) == ["a1", "b1"]
     assert sequence_of(side, "a2").preempted
-    assert side.scheduler.num_preemptions == 1
+    assert side.scheduler.life.num_preemptions == 1
     assert side.pool.num_free > 0
     finish(side)
-    assert side.scheduler.num_preemptions == 1
+    assert side.scheduler.life.num_preemptions == 1
 
 
 def test_what_comes_back_to_others_is_not_waited_for() -> None:
@@ -143,9 +143,9 @@ def test_what_comes_back_to_others_is_not_waited_for() -> None:
         plan(side)
         if len(side.plans) > 1:
             side.settle(0.0)
-        if side.scheduler.num_preemptions:
+        if side.scheduler.life.num_preemptions:
             break
-    assert side.scheduler.num_preemptions == 1
+    assert side.scheduler.life.num_preemptions == 1
     assert "a1" in running(side)
     finish(side)
 
@@ -155,7 +155,7 @@ def test_blocks_come_back_to_the_group_that_they_belong_to() -> None:
     submitted(side, ask("a1", tokens(1, 9), max_tokens=9, group="a"))
     submitted(side, ask("b1", tokens(2, 9), max_tokens=9, group="b"))
     step(side)
-    comes_back = side.scheduler._life.blocks_come_back
+    comes_back = side.scheduler.life.blocks_come_back
     assert [comes_back(group) for group in ("a", "b", None)] == [False, False, False]
     plan(side)
     side.scheduler.cancel("b1", 1)
@@ -218,12 +218,12 @@ def test_blocks_of_another_group_stay_on_the_device() -> None:
         for delta in side.settle(0.0).tokens:
             outputs.setdefault((delta.request_id, 0), []).append(int.from_bytes(delta.tokens, "little"))
         side.check()
-        num_offloaded = max(num_offloaded, side.scheduler.num_offloaded_blocks)
-        b1 = side.scheduler._life.requests.get(("b1", 1))
+        num_offloaded = max(num_offloaded, side.scheduler.life.tables.host.num_used)
+        b1 = side.scheduler.life.requests.get(("b1", 1))
         assert b1 is None or b1.sequences[0].num_offloaded == 0
     assert num_offloaded > 0
     assert outputs == {(it.request_id, 0): right(it) for it in asked}
-    assert side.scheduler.num_preemptions == 0
+    assert side.scheduler.life.num_preemptions == 0
 
 
 def test_a_block_that_another_group_gives_up_changes_its_owner() -> None:
@@ -239,7 +239,7 @@ def test_a_block_that_another_group_gives_up_changes_its_owner() -> None:
         for delta in side.settle(0.0).tokens:
             outputs.setdefault((delta.request_id, 0), []).append(int.from_bytes(delta.tokens, "little"))
         side.check()
-        num_offloaded = max(num_offloaded, side.scheduler.num_offloaded_blocks)
+        num_offloaded = max(num_offloaded, side.scheduler.life.tables.host.num_used)
     assert num_offloaded > 0
     assert outputs == {(it.request_id, 0): right(it) for it in asked}
 
@@ -329,7 +329,7 @@ def test_a_load_that_waits_for_its_share_holds_back_its_group_alone() -> None:
 
 
 def slots_of(side: StagedEngine, group: str) -> int:
-    life = side.scheduler._life
+    life = side.scheduler.life
     return sum(it.slot >= 0 and it.sharing_group == group for it in life._sequences())
 
 
@@ -346,7 +346,7 @@ def test_a_flood_leaves_slots_to_others(
     """There are blocks enough for all; the group's share of the slots is rounded up."""
     shares = GroupShares(1.0, {"a": share})
     side = limited(400, shares, max_sequences=max_sequences, max_waiting=10_000)
-    most = side.scheduler._life.slot_limit("a")
+    most = side.scheduler.life.slot_limit("a")
     assert most == min(it for it in range(1, max_sequences + 1) if it >= share * max_sequences - 1e-9)
     for number, (num_samples, max_tokens) in enumerate(flood):
         asked = ask(
@@ -382,7 +382,7 @@ def test_a_paused_sequence_gives_its_slot_to_one_of_its_group() -> None:
     side = limited(400, GroupShares(1.0, {"a": 0.5}), max_sequences=2)
     submitted(side, ask("slow", tokens(1, 4), max_tokens=20, group="a", service_class="batch"))
     step(side)
-    side.scheduler.pause_batch(True)
+    side.scheduler.pause.ask(True)
     submitted(side, ask("fast", tokens(2, 4), max_tokens=3, group="a"))
     step(side)
     assert running(side) == ["fast"]

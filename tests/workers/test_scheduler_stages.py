@@ -41,8 +41,8 @@ def decoding(side: StagedEngine, num_sequences: int, max_tokens: int = 9) -> Sta
     """So many sequences have had their prompts, and nothing is out."""
     for index in range(num_sequences):
         side.scheduler.submit(ask(f"r{index}", [index + 1, 7], max_tokens=max_tokens), 0.0)
-    while any(sequence.num_output_tokens == 0 for sequence in side.scheduler._life.running) or (
-        side.scheduler.num_waiting
+    while any(sequence.num_output_tokens == 0 for sequence in side.scheduler.life.running) or (
+        side.scheduler.counts.num_waiting
     ):
         step(side)
     return side
@@ -105,7 +105,7 @@ def test_who_was_not_planned_longest_is_next_whatever_its_priority() -> None:
         side.scheduler.submit(ask(f"r{index}", [index + 1], priority=index // 2, max_tokens=9), 0.0)
     for _ in range(5):
         step(side)  # nothing runs ahead: every token is known, and everybody could go
-    counts = [sequence.num_output_tokens for sequence in side.scheduler._life.running]
+    counts = [sequence.num_output_tokens for sequence in side.scheduler.life.running]
     assert counts == [3, 3, 3, 3]
 
 

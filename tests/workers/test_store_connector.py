@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from engine_fakes import HALVES, KEYS, Wires
 
-from kvtransfer.messages import BlocksRemoved, BlocksStored
-from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutRequest, StorePutDone, TierEvents
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored
+from kvtransfer.store.messages.engine_session import (
+    HELD,
+    REFUSED,
+    PutCommit,
+    PutGrant,
+    PutRequest,
+    TierEvents,
+)
+from kvtransfer.store.messages.store_orders import StorePutDone
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import FinishedBlock
 from workers.store_connector.block_saver import BlockSaver

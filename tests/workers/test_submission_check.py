@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from replica_harness import GATEWAY, PEER, ReplicaHarness
 from staged_engine import VOCABULARY, pack
 
-from kvtransfer.messages import LandingAbort, LandingGrant, LandingRequest
-from workers.disagg.request_table import find_problem
+from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRequest
+from workers.disagg.submission_check import find_problem
 from workers.messages.link import HandOverTarget, SampleState, Submission
 from workers.messages.peer_link import HandOver
 

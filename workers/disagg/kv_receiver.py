@@ -15,28 +15,18 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingClosed,
-    LandingProgress,
-    LandingRequest,
-    Manifest,
-    ReplicaIdentity,
-    Shard,
-    Verified,
-    WriterGone,
-    WriterStopped,
-)
+from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.peer_messages import LandingAbort, LandingProgress, LandingRequest, Manifest, WriterStopped
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
 from workers.disagg.peers import Peers
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import QueueFullError
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
-from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("tandem.handover")
@@ -48,10 +38,9 @@ class KvReceiver:
     def __init__(
         self,
         *,
-        config: TransferConfig,
-        num_ranks: int,
+        landings: LandingTable,
+        block_tokens: int,
         vocab_size: int,
-        pool: BlockPool,
         scheduler: Scheduler,
         requests: RequestTable,
         peers: Peers,
@@ -60,7 +49,7 @@ class KvReceiver:
         faults: Faults,
     ) -> None:
         self._vocab_size = vocab_size
-        self._block_tokens = pool.block_tokens
+        self._block_tokens = block_tokens
         self._scheduler = scheduler
         self._requests = requests
         self._peers = peers
@@ -68,7 +57,7 @@ class KvReceiver:
         self._clock = clock
         self._faults = faults
         self._hand_overs: dict[bytes, HandOver] = {}
-        self.landings = LandingTable(config, pool, pool.block_tokens, num_ranks)
+        self.landings = landings
         self.num_checksum_failures = 0
         self.num_lost: Counter[LostCause] = Counter()
 
@@ -129,7 +118,7 @@ class KvReceiver:
         self.grant()
 
     def _idle(self) -> bool:
-        return self._scheduler.num_running == 0
+        return self._scheduler.counts.num_running == 0
 
     def _do(self, actions: list[LandingAction]) -> None:
         for action in actions:
@@ -166,14 +155,14 @@ class KvReceiver:
         samples, num_prompt_tokens = submission.samples, len(submission.prompt) // TOKEN_BYTES
         if num_prompt_tokens == 0 or submission.sampling.max_tokens < 1:
             return f"{num_prompt_tokens} tokens of prompt, max_tokens {submission.sampling.max_tokens}"
-        if len(samples) > self._scheduler.max_sequences:
-            return f"{len(samples)} samples, {self._scheduler.max_sequences} fit this replica"
+        if len(samples) > self._scheduler.config.max_sequences:
+            return f"{len(samples)} samples, {self._scheduler.config.max_sequences} fit this replica"
         if len(samples) > 1 and any(len(sample.output) != TOKEN_BYTES for sample in samples):
             return "samples: several have more than their first token"
         if len(submission.block_keys) > num_prompt_tokens // self._block_tokens:
             return f"{len(submission.block_keys)} block keys for {num_prompt_tokens} tokens"
         try:
-            self._scheduler.check_grammar(submission)
+            self._scheduler.life.grammars.check_limit(submission)
         except QueueFullError as error:
             return str(error)
         return find_problem(submission, self._vocab_size)

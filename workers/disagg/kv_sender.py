@@ -13,18 +13,8 @@ from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.config import TransferConfig
-from kvtransfer.messages import (
-    LandingAbort,
-    LandingGrant,
-    LandingRefusal,
-    LandingRequest,
-    LandingResult,
-    PushDone,
-    PushFailed,
-    PushStopped,
-    ReplicaIdentity,
-)
+from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import (
     Granted,
     HandOverReady,
@@ -36,6 +26,7 @@ from kvtransfer.protocol.actions import (
     ToRanks,
 )
 from kvtransfer.protocol.sender import SendTable
+from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import ActiveRequest, Push, RequestTable
 from workers.interfaces import EngineControl, RankChannel
@@ -53,9 +44,7 @@ class KvSender:
     def __init__(
         self,
         *,
-        config: TransferConfig,
-        block_tokens: int,
-        num_ranks: int,
+        sends: SendTable,
         scheduler: Scheduler,
         requests: RequestTable,
         peers: Peers,
@@ -71,7 +60,7 @@ class KvSender:
         self._control = control
         self._clock = clock
         self._faults = faults
-        self.sends = SendTable(config, block_tokens, num_ranks)
+        self.sends = sends
 
     # ------------------------------------------------------------------------------------ prompts
 

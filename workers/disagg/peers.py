@@ -26,25 +26,13 @@ from kvtransfer.common.health import backoff_s
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError, shown
-from kvtransfer.messages import (
-    ClosePeer,
-    CompatibilityRecord,
-    ConnectPeer,
-    Lane,
-    LanePath,
-    PeerConnected,
-    PeerConnectFailed,
-    PeerHello,
-    PeerLost,
-    PeerRefusal,
-    PeerStopping,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-)
+from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.peer_messages import PeerHello, PeerRefusal, PeerStopping
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transfer_orders import ClosePeer, ConnectPeer, Lane
+from kvtransfer.transfer_reports import LanePath, PeerConnected, PeerConnectFailed, PeerLost
 from workers.interfaces import EngineControl, RankChannel
 from workers.messages.link import HandOverTarget
 from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage

@@ -5,13 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvtransfer.codec import MAX_FRAME_BYTES, Codec, Message, Part
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    KvEvents,
-    KvSnapshot,
-    KvSnapshotRequest,
-    ReplicaIdentity,
-)
+from kvtransfer.kv_events import KvEvents, KvSnapshot, KvSnapshotRequest
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 from kvtransfer.request_facts import Pooling, RequestFacts, ServiceClass
 from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import ReplicaStats

@@ -1,9 +1,9 @@
-"""The Peer link: engine core <-> engine core, the KV messages of `kvtransfer.messages` and `HandOver`."""
+"""The Peer link, between two engine cores: the KV messages of `kvtransfer.peer_messages`, and `HandOver`."""
 
 from __future__ import annotations
 
 from kvtransfer.codec import Codec, Message
-from kvtransfer.messages import PeerMessage
+from kvtransfer.peer_messages import PeerMessage
 from workers.messages.link import Submission
 
 

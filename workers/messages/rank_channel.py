@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.faults import FaultRule
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    RankEndpoints,
-    ReplicaIdentity,
-    TransferOrder,
-    TransferReport,
-    TransferSettings,
-)
+from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity
 from kvtransfer.rpc.trust import TrustFiles
-from kvtransfer.store.messages import StoreOrder, StoreReport
+from kvtransfer.store.messages.store_orders import StoreOrder, StoreReport
+from kvtransfer.transfer_orders import TransferOrder, TransferSettings
+from kvtransfer.transfer_reports import TransferReport
 from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
 

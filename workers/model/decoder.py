@@ -81,7 +81,7 @@ class Decoder:
         self.head: Product | None = None
         # Rounded as transformers rounds it.
         multiplier = config.embedding_multiplier
-        if config.declared.is_embedding_scaled:
+        if config.traits.is_embedding_scaled:
             multiplier = float(torch.tensor(multiplier, dtype=reader.dtype))
         self._multiplier = multiplier
         self._workspace = Workspace()

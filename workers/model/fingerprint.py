@@ -27,7 +27,8 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import private_folder
 from kvtransfer.common.os_errors import os_reason
 from workers.errors import CheckpointError, WorkerError
-from workers.model.model_config import ModelConfig, RopeConfig, file_problem, read_model_config, weight_files
+from workers.model.model_config import ModelConfig, file_problem, read_model_config, weight_files
+from workers.model.rope_config import RopeConfig
 
 FINGERPRINT_BYTES = 16
 

@@ -1,4 +1,4 @@
-"""Read a checkpoint's configuration: shapes, rope, windows, end tokens, weight files.
+"""Read a checkpoint's configuration: shapes, windows, end tokens, weight files.
 
 Engine cores and gateways read it as well as ranks, so nothing here imports torch.
 """
@@ -10,30 +10,24 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
+from workers.model.config_values import ConfigValues
 from workers.model.families.family import Family, LayerNorms
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
+from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh", "xielu"]
 
 _MAX_HEADER_BYTES = 100_000_000
 # Beyond what any model has; lists of as many layers are made.
 _MAX_LAYERS = 1 << 16
-_MAX_COUNT = 1 << 40
 # Positions and token ids travel as 32-bit numbers.
-_MAX_CONTEXT_TOKENS = (1 << 31) - 1
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_END_TOKENS = 1024
-_MAX_NUMBER = 1e30
 # What an error shows of a value.
 _MAX_SHOWN_CHARS = 200
-_ROPE_TYPES: dict[str, RopeType] = {name: name for name in get_args(RopeType)}
-# Spellings of rope types: `dynamic` changes nothing within the context that the model was made for, which is
-# all that is served.
-_ROPE_ALIASES = {"su": "longrope", "dynamic": "default"}
 # Activations by their names in config.json; in a gated feed-forward, and in one without a gate.
 _GATED_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -44,32 +38,6 @@ _GATED_ACTIVATIONS: dict[str, Activation] = {
 # What a model of text and images says of its text model outside of `text_config`.
 _OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
 _PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding. `factor` and `original_max_positions` belong to all types but the default
-    one, the frequency factors to llama3, and the betas to yarn."""
-
-    rope_type: RopeType
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    # Dimensions that turn at least so often, and at most, within the original context.
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    # Whether the bounds between these dimensions are whole numbers.
-    is_truncated: bool = True
-    # Queries and keys are multiplied by this as they are rotated.
-    scale: float = 1.0
-    # Of each head so many dimensions are rotated, the first; 0: all.
-    num_rotated: int = 0
-    # Pairs are neighbors, and not halves of what is rotated.
-    is_interleaved: bool = False
-    # Of longrope: the frequency of each pair is divided by its factor.
-    pair_factors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,14 +85,14 @@ class ModelConfig:
     qk_own_norms: bool = False
 
     @property
-    def declared(self) -> Family:
-        """What is declared of the family."""
+    def traits(self) -> Family:
+        """What makes its family."""
         return NAME_TO_FAMILY[self.family]
 
     @property
     def norm_names(self) -> LayerNorms:
         """The names of the norms that a layer has."""
-        names = self.declared.norms
+        names = self.traits.norms
         return dataclasses.replace(names, feed_forward_input="") if self.is_parallel else names
 
     @property
@@ -267,43 +235,42 @@ def family_of(file: Path) -> tuple[dict[str, Any], Family]:
     return reader.raw, reader.family
 
 
-class _ConfigReader:
-    """Reads one config.json; every refusal names the file, the key and the value."""
+class _ConfigReader(ConfigValues):
+    """Reads one config.json."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
-        self.raw = read_json(file)
+        super().__init__(file, read_json(file))
         self.is_wrapped = self._unwrap()
         self.family = self._family()
         self.raw = {**self.family.defaults, **self.raw}
 
     def read(self) -> ModelConfig:
         self._refuse_unsupported()
-        hidden_size, num_heads = self._count("hidden_size"), self._count("num_attention_heads")
-        num_layers = self._count("num_hidden_layers", most=_MAX_LAYERS)
-        num_kv_heads = self._count("num_key_value_heads", num_heads)
+        hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
+        num_layers = self.count("num_hidden_layers", most=_MAX_LAYERS)
+        num_kv_heads = self.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
-        head_dim = self._count("head_dim", hidden_size // num_heads)
+            self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
+        head_dim = self.count("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
             reason = "is odd: rotary embedding needs pairs"
             raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
         family, multipliers = self.family, self.family.multipliers
         windows = self._sliding_windows(num_layers)
-        rope = self._rope(head_dim)
-        layer_ropes = self._layer_ropes(rope, windows)
+        ropes = RopeReader(self.file, self.raw, family.rotary)
+        rope = ropes.read(head_dim)
         qk_norm = family.qk_norm if self._is_set(family.has_qk_norm) else "none"
         return ModelConfig(
             family=family.name,
-            vocab_size=self._count("vocab_size"),
+            vocab_size=self.count("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=self._count("intermediate_size"),
+            intermediate_size=self.count("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self._number(family.norm_eps, self.raw, 1e-6),
+            rms_norm_eps=self.number(family.norm_eps, self.raw, 1e-6),
             max_context_tokens=self._max_context_tokens(rope),
             rope=rope,
             sliding_windows=windows,
@@ -329,19 +296,19 @@ class _ConfigReader:
             qk_row_norm=qk_norm == "row",
             attention_softcap=self._softcap("attn_logit_softcapping"),
             logits_softcap=self._softcap("final_logit_softcapping"),
-            layer_ropes=layer_ropes,
+            layer_ropes=ropes.of_layers(rope, windows),
             is_parallel=self._is_set(family.is_parallel),
             qk_own_norms=qk_norm == "own",
         )
 
     def _attention_scale(self) -> float:
         if self.family.query_scalar:
-            return float(self._number(self.family.query_scalar, self.raw) ** -0.5)
+            return float(self.number(self.family.query_scalar, self.raw) ** -0.5)
         return self._multiplier(self.family.multipliers.attention_scores, 0.0)
 
     def _softcap(self, key: str) -> float:
         has_one = self.family.has_softcaps and self.raw.get(key) is not None
-        return self._number(key, self.raw) if has_one else 0.0
+        return self.number(key, self.raw) if has_one else 0.0
 
     def _activation(self) -> Activation:
         key, aliases = self.family.activation, self.family.activation_aliases
@@ -349,7 +316,7 @@ class _ConfigReader:
         known = _GATED_ACTIVATIONS if self.family.is_gated else _PLAIN_ACTIVATIONS
         activation = known.get(aliases.get(named, named))
         if activation is None:
-            self._refuse(key, f"is not supported (supported: {', '.join(known)})")
+            self.refuse(key, f"is not supported (supported: {', '.join(known)})")
         return activation
 
     def _is_set(self, rule: bool | str) -> bool:
@@ -358,7 +325,7 @@ class _ConfigReader:
 
     def _multiplier(self, key: str, none: float = 1.0) -> float:
         """Return the value of the key; `none` where the family has no such multiplier."""
-        return self._number(key, self.raw, 1.0) if key else none
+        return self.number(key, self.raw, 1.0) if key else none
 
     def _unwrap(self) -> bool:
         """Go on with the text model of a model of text and images. Returns whether it is one."""
@@ -367,30 +334,25 @@ class _ConfigReader:
             return False
         outer, inner = self.raw, self.raw.get("text_config")
         if not isinstance(inner, dict):
-            self._refuse("text_config", "is missing: it describes the model of text")
+            self.refuse("text_config", "is missing: it describes the model of text")
         own = {key: outer[key] for key in _OF_WRAPPERS if outer.get(key) is not None}
         self.raw = {"dtype": outer.get("dtype") or outer.get("torch_dtype"), **own, **inner}
         self.raw.pop("architectures", None)
         return True
 
-    def _refuse(self, key: str, why: str) -> NoReturn:
-        raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
-
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
         which is then stretched; with llama3 it is the stretched length already, and with yarn it may be
         either."""
-        num_positions = self._count("max_position_embeddings", most=_MAX_CONTEXT_TOKENS)
+        num_positions = self.count("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
         if rope.rope_type == "yarn":
-            return min(
-                max(num_positions, int(rope.factor * rope.original_max_positions)), _MAX_CONTEXT_TOKENS
-            )
+            return min(max(num_positions, int(rope.factor * rope.original_max_positions)), MAX_CONTEXT_TOKENS)
         if rope.rope_type != "linear":
             return num_positions
         num_stretched = int(num_positions * rope.factor)
-        if not 0 < num_stretched <= _MAX_CONTEXT_TOKENS:
+        if not 0 < num_stretched <= MAX_CONTEXT_TOKENS:
             what = f"factor {rope.factor:g} makes {num_stretched:.4g} of {num_positions} positions"
-            raise CheckpointError(f"{self.file}: {what}, not 1 to {_MAX_CONTEXT_TOKENS}")
+            raise CheckpointError(f"{self.file}: {what}, not 1 to {MAX_CONTEXT_TOKENS}")
         return num_stretched
 
     def _family(self) -> Family:
@@ -399,19 +361,18 @@ class _ConfigReader:
             family = ARCHITECTURE_TO_FAMILY.get(str(architectures[0]))
             if family is None:
                 names = ", ".join([*ARCHITECTURE_TO_FAMILY, *WRAPPERS])
-                self._refuse("architectures", f"is not supported (supported: {names})")
+                self.refuse("architectures", f"is not supported (supported: {names})")
             return family
         family = NAME_TO_FAMILY.get(str(self.raw.get("model_type")))
         if family is None:
-            self._refuse("model_type", f"is not supported (supported: {', '.join(NAME_TO_FAMILY)})")
+            self.refuse("model_type", f"is not supported (supported: {', '.join(NAME_TO_FAMILY)})")
         return family
 
     def _refuse_unsupported(self) -> None:
         if self.raw.get("quantization_config"):
             self._refuse_quantized(self.raw["quantization_config"])
-        for key in ("use_bidirectional_attention", "no_rope_scaling"):
-            if self.raw.get(key):
-                self._refuse(key, "is not supported")
+        if self.raw.get("use_bidirectional_attention"):
+            self.refuse("use_bidirectional_attention", "is not supported")
         if self.raw.get("dual_chunk_attention_config"):
             raise CheckpointError(
                 f"{self.file}: dual_chunk_attention_config is there, and attention in chunks is not "
@@ -426,160 +387,6 @@ class _ConfigReader:
             "checkpoint in 16 or 32 bits of which this one was made"
         )
 
-    def _count(self, key: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-            self._refuse(key, f"is not a positive integer up to {most}")
-        return value
-
-    def _number(self, key: str, where: dict[str, Any], default: float | None = None) -> float:
-        value = where.get(key)
-        if value is None:
-            value = default
-        if value is None or not _is_positive(value):
-            raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
-        return float(value)
-
-    def _rope_keys(self, kind: str) -> tuple[str, dict[str, Any]]:
-        """Return the parameters of layers of this kind, in either spelling, and their key: `rope_theta` with
-        `rope_scaling`, or `rope_parameters` of transformers 5, which may have one set for each kind."""
-        key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
-        scaling = self.raw.get(key) or {}
-        if isinstance(scaling, dict) and self.family.rotary.sliding_theta and kind in scaling:
-            scaling = scaling[kind] or {}
-        if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-            self._refuse(key, "is not one flat set of rope parameters")
-        return key, scaling
-
-    def _layer_ropes(self, rope: RopeConfig, windows: tuple[int, ...]) -> tuple[RopeConfig | None, ...]:
-        """Return the rotary embedding of each layer; () if it is `rope` for all."""
-        family = self.family.rotary
-        sliding: RopeConfig | None = rope
-        if family.sliding_theta:
-            sliding = RopeConfig("default", self._sliding_theta(), num_rotated=rope.num_rotated)
-        ropes: list[RopeConfig | None] = [sliding if window else rope for window in windows]
-        if family.without == "listed":
-            ropes = [
-                it if rotated else None
-                for it, rotated in zip(ropes, self._rotated_layers(len(ropes)), strict=True)
-            ]
-        elif family.without == "unless_sliding" and self.raw.get("sliding_window") is not None:
-            ropes = [it if window else None for it, window in zip(ropes, windows, strict=True)]
-        return () if all(it == rope for it in ropes) else tuple(ropes)
-
-    def _sliding_theta(self) -> float:
-        key, scaling = self._rope_keys("sliding_attention")
-        theta = self._number(self.family.rotary.sliding_theta, self.raw)
-        if "sliding_attention" not in (self.raw.get(key) or {}):
-            return theta
-        if str(scaling.get("rope_type", "default")) != "default":
-            self._refuse(key, "scales the rotary embedding of layers with a window, which is not supported")
-        return self._number("rope_theta", scaling, theta)
-
-    def _rotated_layers(self, num_layers: int) -> list[bool]:
-        """Return which layers are rotated where config.json lists them."""
-        listed = self.raw.get("no_rope_layers")
-        if listed is None:
-            every = self._count("no_rope_layer_interval")
-            return [bool((layer + 1) % every) for layer in range(num_layers)]
-        if (
-            not isinstance(listed, list)
-            or len(listed) != num_layers
-            or any(value not in (0, 1) for value in listed)
-        ):
-            self._refuse("no_rope_layers", f"is not a 0 or 1 for each of the {num_layers} layers")
-        return [bool(value) for value in listed]
-
-    def _rope(self, head_dim: int) -> RopeConfig:
-        """Read the rotary embedding of layers that attend to all."""
-        key, scaling = self._rope_keys("full_attention")
-        family = self.family.rotary
-        part = self._number(
-            "partial_rotary_factor",
-            scaling,
-            self._number("partial_rotary_factor", self.raw, family.partial_factor),
-        )
-        num_rotated = int(head_dim * part)
-        if part > 1 or num_rotated < 2 or num_rotated % 2:
-            self._refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
-        rope = dataclasses.replace(
-            self._scaled_rope(key, scaling, num_rotated), is_interleaved=family.is_interleaved
-        )
-        return rope if num_rotated == head_dim else dataclasses.replace(rope, num_rotated=num_rotated)
-
-    def _scaled_rope(self, key: str, scaling: dict[str, Any], num_rotated: int) -> RopeConfig:
-        theta = self._number("rope_theta", scaling, self._number("rope_theta", self.raw, 10000.0))
-        named = str(scaling.get("rope_type") or scaling.get("type") or "default")
-        rope_type = _ROPE_TYPES.get(_ROPE_ALIASES.get(named, named))
-        if rope_type is None:
-            self._refuse(key, f"has an unsupported rope type (supported: {', '.join(_ROPE_TYPES)})")
-        if rope_type == "default":
-            return RopeConfig("default", theta)
-        if rope_type == "longrope":
-            return self._longrope(key, scaling, theta, num_rotated)
-        factor = self._number("factor", scaling)
-        if rope_type == "linear":
-            return RopeConfig("linear", theta, factor)
-        original = self._original_positions(key, scaling)
-        if rope_type == "yarn":
-            return self._yarn(
-                key, scaling, RopeConfig("yarn", theta, factor, original_max_positions=original)
-            )
-        low, high = self._number("low_freq_factor", scaling), self._number("high_freq_factor", scaling)
-        if low >= high:
-            self._refuse(key, "has a low_freq_factor that is not below its high_freq_factor")
-        return RopeConfig("llama3", theta, factor, low, high, original)
-
-    def _original_positions(self, key: str, scaling: dict[str, Any]) -> int:
-        """Return the context that the model was made for before it was stretched."""
-        name = "original_max_position_embeddings"
-        all_positions = float(self._count("max_position_embeddings"))
-        original = self._number(name, scaling, self._number(name, self.raw, all_positions))
-        if original > _MAX_CONTEXT_TOKENS:
-            self._refuse(key, f"has more {name} than {_MAX_CONTEXT_TOKENS}")
-        return int(original)
-
-    def _longrope(self, key: str, scaling: dict[str, Any], theta: float, num_rotated: int) -> RopeConfig:
-        """Read longrope. A stretched model divides its frequencies by the long factors at every position: the
-        KV of a token must not depend on how long its sequence becomes."""
-        original, most = self._original_positions(key, scaling), self._count("max_position_embeddings")
-        name = "long_factor" if most > original else "short_factor"
-        factors = scaling.get(name)
-        if (
-            not isinstance(factors, list)
-            or len(factors) != num_rotated // 2
-            or not all(_is_positive(factor) for factor in factors)
-        ):
-            self._refuse(key, f"has a {name} that is not {num_rotated // 2} positive numbers")
-        factor = self._number("factor", scaling, most / original)
-        is_stretched = factor > 1 and original > 1
-        stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if is_stretched else 1.0
-        scale = self._number("attention_factor", scaling, stretch)
-        pair_factors = tuple(map(float, factors))
-        return RopeConfig(
-            "longrope", theta, factor, original_max_positions=original, scale=scale, pair_factors=pair_factors
-        )
-
-    def _yarn(self, key: str, scaling: dict[str, Any], rope: RopeConfig) -> RopeConfig:
-        """Read what yarn has beside its factor; its scale follows from the factor unless it is given."""
-        fast, slow = self._number("beta_fast", scaling, 32.0), self._number("beta_slow", scaling, 1.0)
-        if fast <= slow:
-            self._refuse(key, "has a beta_fast that is not above its beta_slow")
-        if scaling.get("attention_factor") is not None:
-            scale = self._number("attention_factor", scaling)
-        elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
-            scale = _mscale(rope.factor, self._number("mscale", scaling)) / _mscale(
-                rope.factor, self._number("mscale_all_dim", scaling)
-            )
-        else:
-            scale = _mscale(rope.factor, 1.0)
-        is_truncated = scaling.get("truncate", True) is not False
-        return dataclasses.replace(
-            rope, beta_fast=fast, beta_slow=slow, is_truncated=is_truncated, scale=scale
-        )
-
     def _sliding_windows(self, num_layers: int) -> tuple[int, ...]:
         kinds = self._default_kinds(num_layers)
         given = self.raw.get("layer_types")
@@ -587,7 +394,7 @@ class _ConfigReader:
             kinds = self._layer_types(given, num_layers)
         if "sliding_attention" not in kinds:
             return (0,) * num_layers
-        window = self._count("sliding_window")
+        window = self.count("sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
     def _default_kinds(self, num_layers: int) -> list[str]:
@@ -602,7 +409,7 @@ class _ConfigReader:
         sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
         first = self.raw.get("max_window_layers", 28)
         if not isinstance(first, int):
-            self._refuse("max_window_layers", "is not a number of layers")
+            self.refuse("max_window_layers", "is not a number of layers")
         return [
             "sliding_attention" if sliding and layer >= first else "full_attention"
             for layer in range(num_layers)
@@ -617,21 +424,21 @@ class _ConfigReader:
         if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
             letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
             return ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
-        every = self._count("sliding_window_pattern")
+        every = self.count("sliding_window_pattern")
         return [
             "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
         ]
 
     def _layer_types(self, given: Any, num_layers: int) -> list[str]:
         if self.family.windows not in ("switched", "pattern"):
-            self._refuse("layer_types", f"is not supported in a {self.family.name} model")
+            self.refuse("layer_types", f"is not supported in a {self.family.name} model")
         if not isinstance(given, list) or len(given) != num_layers:
-            self._refuse("layer_types", f"does not name the {num_layers} layers")
+            self.refuse("layer_types", f"does not name the {num_layers} layers")
         if not all(kind in ("full_attention", "sliding_attention") for kind in given):
-            self._refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
+            self.refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
         is_switched = self.family.windows == "switched"
         if is_switched and "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
-            self._refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
+            self.refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
         return [str(kind) for kind in given]
 
     def _eos_token_ids(self) -> tuple[int, ...]:
@@ -652,12 +459,3 @@ class _ConfigReader:
                 f"{_MAX_END_TOKENS}, each up to {_MAX_TOKEN_ID}"
             )
         return tuple(ids)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_NUMBER
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """Return by how much yarn scales queries and keys for a context that is `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

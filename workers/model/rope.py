@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import Rotation
-from workers.model.model_config import RopeConfig
+from workers.model.rope_config import RopeConfig
 
 
 def rotation_of(rope: RopeConfig | None, head_dim: int, device: torch.device) -> Rotation:

@@ -205,7 +205,7 @@ class WeightReader:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
         names, config = self._names, self._config
         known = set(self._read) | {names.embedding, names.norm, names.head}
-        if config.declared.has_norm_bias:
+        if config.traits.has_norm_bias:
             known.add(names.norm_bias)
         for name in self._name_to_file.keys() - known:
             if config.is_wrapped and not names.is_of_text(name):
@@ -243,7 +243,7 @@ class WeightReader:
             _Rows(f"{prefix}k_proj", num_kv, kv_rows),
             _Rows(f"{prefix}v_proj", num_kv, kv_rows),
         ]
-        if config.declared.is_qkv_fused:
+        if config.traits.is_qkv_fused:
             parts = _fused(f"{prefix}qkv_proj", parts)
         weights = self._split_outputs(parts, config.qkv_bias)
         if self._order is None:
@@ -275,7 +275,7 @@ class WeightReader:
             return None, None
         norms = [
             self._norm(f"{prefix}{name}.weight", size, part)
-            for name, size, part in zip(config.declared.qk_norm_names, sizes, rows, strict=True)
+            for name, size, part in zip(config.traits.qk_norm_names, sizes, rows, strict=True)
         ]
         queries, keys = (dataclasses.replace(it, weight=self._reordered(it.weight)) for it in norms)
         return queries, keys
@@ -285,7 +285,7 @@ class WeightReader:
         config, shard = self._config, self._shard
         held = query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)
         held_kv = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-        q_name, k_name = config.declared.qk_norm_names
+        q_name, k_name = config.traits.qk_norm_names
         return (
             self._own_norm(f"{prefix}{q_name}", config.num_heads, held),
             self._own_norm(f"{prefix}{k_name}", config.num_kv_heads, held_kv),
@@ -309,19 +309,17 @@ class WeightReader:
 
     def _hidden_norm(self, weight: str, bias: str) -> Norm:
         """Read a norm of hidden states."""
-        declared, size = self._config.declared, self._config.hidden_size
+        traits, size = self._config.traits, self._config.hidden_size
         norm = self._norm(weight, size)
-        if not declared.is_norm_centered:
+        if not traits.is_norm_centered:
             return norm
-        added = self._tensor(bias, (size,), dtype=torch.float32).clone() if declared.has_norm_bias else None
+        added = self._tensor(bias, (size,), dtype=torch.float32).clone() if traits.has_norm_bias else None
         return dataclasses.replace(norm, is_centered=True, bias=added)
 
     def _norm(self, name: str, size: int, rows: slice = slice(None)) -> Norm:
-        declared = self._config.declared
+        traits = self._config.traits
         weight = self._tensor(name, (size,), rows, dtype=torch.float32).clone()
-        return Norm(
-            weight.add_(declared.norm_offset), self._config.rms_norm_eps, declared.is_norm_rounded_first
-        )
+        return Norm(weight.add_(traits.norm_offset), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
     def _xielu(self, prefix: str) -> Xielu:
         names = ("alpha_p", "alpha_n", "beta", "eps")
@@ -334,12 +332,12 @@ class WeightReader:
 
     def _gate_up(self, prefix: str) -> LinearWeights:
         size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
-        declared = self._config.declared
+        traits = self._config.traits
         up = _Rows(f"{prefix}up_proj", size, rows)
-        if not declared.is_gated:
+        if not traits.is_gated:
             return self._split_outputs([up], self._config.mlp_bias)
         parts = [_Rows(f"{prefix}gate_proj", size, rows), up]
-        if declared.is_gate_up_fused:
+        if traits.is_gate_up_fused:
             parts = _fused(f"{prefix}gate_up_proj", parts)
         return self._split_outputs(parts, self._config.mlp_bias)
 

@@ -155,7 +155,7 @@ class Probe:
                 Norm(random(num_heads, head_dim).float(), config.rms_norm_eps, is_centered=True)
                 for num_heads in (self._num_heads, self._num_kv_heads)
             ]
-        ups = (random(intermediate_size, hidden),) * (2 if config.declared.is_gated else 1)
+        ups = (random(intermediate_size, hidden),) * (2 if config.traits.is_gated else 1)
         return LayerWeights(
             norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
             qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
@@ -168,11 +168,11 @@ class Probe:
         )
 
     def _norm(self, size: int) -> Norm:
-        declared = self._config.declared
-        return Norm(self._random(size).float(), self._config.rms_norm_eps, declared.is_norm_rounded_first)
+        traits = self._config.traits
+        return Norm(self._random(size).float(), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
     def _hidden_norm(self) -> Norm:
-        is_centered = self._config.declared.is_norm_centered
+        is_centered = self._config.traits.is_norm_centered
         return dataclasses.replace(self._norm(self._config.hidden_size), is_centered=is_centered)
 
     def _random(self, *shape: int) -> Tensor:

@@ -32,11 +32,12 @@ from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.host import host_id
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.messages import RankEndpoints, TransferOrder
+from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import StoreOrder
+from kvtransfer.store.messages.store_orders import StoreOrder
 from kvtransfer.store.worker import StoreWorker
+from kvtransfer.transfer_orders import TransferOrder
 from workers.errors import RankDiedError, WorkerError
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,

@@ -23,9 +23,14 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, shown
-from kvtransfer.messages import (
-    CompatibilityRecord,
-    KvSnapshotRequest,
+from kvtransfer.kv_events import KvSnapshotRequest
+from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.protocol.receiver import LandingTable
+from kvtransfer.protocol.sender import SendTable
+from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.messages.store_orders import StoreAttached, StoreGetDone, StorePutDone
+from kvtransfer.transfer_reports import (
     LandingClosed,
     PeerConnected,
     PeerConnectFailed,
@@ -36,10 +41,8 @@ from kvtransfer.messages import (
     Verified,
     WriterGone,
 )
-from kvtransfer.rpc.stream import FrameStream, LinkServer
-from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
@@ -118,9 +121,7 @@ class EngineCore:
             control=self,
         )
         self.kv_sender = KvSender(
-            config=spec.transfer,
-            block_tokens=engine.block_tokens,
-            num_ranks=len(ready),
+            sends=SendTable(spec.transfer, engine.block_tokens, len(ready)),
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,
@@ -130,10 +131,9 @@ class EngineCore:
             faults=faults,
         )
         self.kv_receiver = KvReceiver(
-            config=spec.transfer,
-            num_ranks=len(ready),
+            landings=LandingTable(spec.transfer, self.pool, engine.block_tokens, len(ready)),
+            block_tokens=engine.block_tokens,
             vocab_size=first.vocab_size,
-            pool=self.pool,
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,
@@ -157,9 +157,7 @@ class EngineCore:
             table=self.table,
             gateways=self._gateways,
             scheduler=self.scheduler,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             clock=clock,
             vocab_size=first.vocab_size,
         )
@@ -169,9 +167,7 @@ class EngineCore:
             pool=self.pool,
             scheduler=self.scheduler,
             steps=self.steps,
-            kv_sender=self.kv_sender,
-            kv_receiver=self.kv_receiver,
-            migration=self.migration,
+            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
             peers=self.peers,
             connector=self.connector,
             ready=ready,
@@ -186,7 +182,6 @@ class EngineCore:
             ready=ready,
             pool=self.pool,
             scheduler=self.scheduler,
-            engine=spec.engine,
             clock=self._clock,
             ranks=self._group,
             rates=self.steps.rates,
@@ -309,7 +304,7 @@ class EngineCore:
             self.pool_name,
             self.role,
             self.compatibility,
-            self.scheduler.max_local_tokens,
+            self.scheduler.limits.max_local_tokens,
             self.reports.load(),
             self.role_epoch,
         )
@@ -359,7 +354,7 @@ class EngineCore:
         way keep their blocks until they end, and leave nothing behind."""
         if self.connector is not None:
             self.connector.purge(order.sharing_group)
-        num_requests = self.scheduler.keep_private(order.sharing_group)
+        num_requests = self.scheduler.life.keep_private(order.sharing_group)
         num_blocks, num_held = self.pool.purge(order.sharing_group)
         num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
@@ -423,9 +418,9 @@ class EngineCore:
         if self._death:
             self._gateways.flush(self.reports.load, self.reports.queue)
             return
-        for order in self.scheduler.take_grammar_orders():
+        for order in self.scheduler.life.grammars.take_orders():
             self._group.send_to(self._sampling_rank, order)
-        self.scheduler.pause_batch(self._gateways.is_batch_paused)
+        self.scheduler.pause.ask(self._gateways.is_batch_paused)
         self.kv_receiver.grant()
         if self.connector is not None:
             self.connector.pump()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import TransferError, shown
-from kvtransfer.messages import KvEvents, KvSnapshot
+from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.rpc.stream import FrameStream
 from workers.messages.link import (
     LINK_DOWN_CODEC,

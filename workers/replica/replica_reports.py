@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
-from workers.disagg.kv_receiver import KvReceiver
-from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
+from kvtransfer.kv_events import KvEvents, KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
+from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
@@ -28,9 +27,7 @@ class ReplicaReports:
         pool: BlockPool,
         scheduler: Scheduler,
         steps: StepLoop,
-        kv_sender: KvSender,
-        kv_receiver: KvReceiver,
-        migration: MigrationManager,
+        hand_overs: KvHandOvers,
         peers: Peers,
         connector: StoreConnector | None = None,
         ready: Sequence[RankReady] = (),
@@ -40,9 +37,7 @@ class ReplicaReports:
         self._pool = pool
         self._scheduler = scheduler
         self._steps = steps
-        self._kv_sender = kv_sender
-        self._kv_receiver = kv_receiver
-        self._migration = migration
+        self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._peers = peers
         self._connector = connector
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
@@ -76,12 +71,12 @@ class ReplicaReports:
         and do not count."""
         landings = self._kv_receiver.landings
         return QueueReport(
-            num_running=self._scheduler.num_running - self._scheduler.num_paused,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.counts.num_running - self._scheduler.counts.num_paused,
+            num_waiting=self._scheduler.counts.num_waiting,
             num_landings=landings.num_open + landings.num_waiting,
-            num_backlog_tokens=self._scheduler.num_backlog_tokens,
+            num_backlog_tokens=self._scheduler.counts.num_backlog_tokens,
             num_free_blocks=self._pool.num_free,
-            num_context_tokens=self._scheduler.num_context_tokens,
+            num_context_tokens=self._scheduler.counts.num_context_tokens,
         )
 
     def load(self) -> LoadReport:
@@ -92,34 +87,36 @@ class ReplicaReports:
         return LoadReport(
             identity=self._identity,
             sequence=self._load_sequence,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_paused=scheduler.num_paused,
-            max_sequences=scheduler.max_sequences,
-            max_batch_tokens=scheduler.max_batch_tokens,
-            num_context_tokens=scheduler.num_context_tokens,
+            num_running=scheduler.counts.num_running,
+            num_waiting=scheduler.counts.num_waiting,
+            num_paused=scheduler.counts.num_paused,
+            max_sequences=scheduler.config.max_sequences,
+            max_batch_tokens=scheduler.config.max_batch_tokens,
+            num_context_tokens=scheduler.counts.num_context_tokens,
             num_landings=landings.num_open + landings.num_waiting,
-            num_backlog_tokens=scheduler.num_backlog_tokens,
+            num_backlog_tokens=scheduler.counts.num_backlog_tokens,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_quarantined_blocks=pool.num_quarantined,
             num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_references - scheduler.num_references - self._num_other_references,
+            num_leaked_blocks=pool.num_references
+            - scheduler.life.num_references
+            - self._num_other_references,
             prefill_tok_s=self._steps.rates.prefill_tok_s,
             decode_step_s=self._steps.rates.decode_step_s,
             stalled_s=self._steps.stalled_s,
             num_steps=self._steps.num_steps,
             num_checksum_failures=self._kv_receiver.num_checksum_failures,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.life.num_preemptions,
             transfer_gb_s=pushes.gb_s,
             num_moved_bytes={str(each): count for each, count in pushes.num_bytes.items()},
             num_lost_landings={str(cause): count for cause, count in self._kv_receiver.num_lost.items()},
             paths=self._peers.paths(),
-            num_offloaded_blocks=scheduler.num_offloaded_blocks,
+            num_offloaded_blocks=scheduler.life.tables.host.num_used,
             num_waiting_landings=landings.num_waiting,
             num_moved_streams=self._migration.num_migrated,
             num_failed_moves=self._migration.num_failed,
-            num_unfilled_tokens=scheduler.num_unfilled_tokens,
+            num_unfilled_tokens=scheduler.counts.num_unfilled_tokens,
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
             load_s=self._load_s,

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.disagg.kv_receiver import KvReceiver
-from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
-from workers.disagg.request_table import RequestTable, find_problem
+from workers.disagg.kv_hand_overs import KvHandOvers
+from workers.disagg.request_table import RequestTable
+from workers.disagg.submission_check import find_problem
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import (
     GatewayKey,
@@ -50,9 +49,7 @@ class Requests:
         table: RequestTable,
         gateways: GatewayLinks,
         scheduler: Scheduler,
-        kv_sender: KvSender,
-        kv_receiver: KvReceiver,
-        migration: MigrationManager,
+        hand_overs: KvHandOvers,
         clock: Clock,
         vocab_size: int,
     ) -> None:
@@ -60,9 +57,7 @@ class Requests:
         self._table = table
         self._gateways = gateways
         self._scheduler = scheduler
-        self._kv_sender = kv_sender
-        self._kv_receiver = kv_receiver
-        self._migration = migration
+        self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._clock = clock
         self._vocab_size = vocab_size
         # The last submission, from the moment at which it begins to change anything here.
@@ -202,7 +197,7 @@ class Requests:
         except QueueFullError as error:
             return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
         most = submission.most_backlog_tokens
-        if most is not None and (num_tokens := self._scheduler.num_backlog_tokens) > most:
+        if most is not None and (num_tokens := self._scheduler.counts.num_backlog_tokens) > most:
             return RequestFailed(*key, "crowded", f"{num_tokens} tokens wait here, and at most {most} may")
         return None
 

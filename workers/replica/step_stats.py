@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from workers.messages.rank_channel import StepPlan
 from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, ShareClaim
-from kvtransfer.messages import BlocksRemoved, BlocksStored
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from workers.errors import OutOfBlocksError
 from workers.scheduler.group_blocks import EvictableBlock, GroupBlocks
 
@@ -50,7 +50,9 @@ class BlockPool:
         # The keys of the first block of each prompt; a chain is one sharing group's
         # (`kvtransfer.blocks.keys`).
         self._head_to_group: dict[bytes, str] = {}
-        self._evictable: list[EvictableBlock] = []  # a heap; stale entries are skipped
+        # A heap of cached leaves. `acquire` leaves the entries of blocks there, and `_evict` skips these:
+        # with an `IndexedHeap`, allocating with eviction is 5 % slower.
+        self._evictable: list[EvictableBlock] = []
         self.shares = shares
         self._groups = GroupBlocks(shares, num_blocks) if shares.is_limited else None
         self._num_cached = 0

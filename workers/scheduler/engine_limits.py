@@ -29,6 +29,11 @@ class EngineLimits:
     max_local_kv_tokens: int
     max_sequences: int
 
+    @property
+    def max_local_tokens(self) -> int:
+        """The longest context, output included, of a request that is not handed over."""
+        return min(self.max_context_tokens, self.max_local_kv_tokens)
+
     def output_limit(self, submission: Submission) -> int:
         """Return how many tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave
         it. The KV of a request that is handed over grows at its decode replica."""

@@ -28,6 +28,7 @@ class GroupBlocks:
         self.claims: dict[Claimant, Mapping[str, ShareClaim]] = {}
         self._owners = [""] * num_blocks
         self._num_copies: dict[int, int] = {}
+        # A heap for each group, as `BlockPool` has one for all.
         self._group_to_evictable: dict[str, list[EvictableBlock]] = {}
         self._most_entries = 2 * num_blocks + 64
 

@@ -87,16 +87,20 @@ class BatchPause:
         self._life = life
         self._most_aged = max(1, max_sequences // AGED_PERIOD)
         # Whether a gateway asks for the pause.
-        self.is_asked = False
+        self._is_asked = False
         # The sequences that have waited too long, as of the last plan; and the steps since any of them was in
         # one.
         self._aged: frozenset[Sequence] = frozenset()
         self._num_steps_without = 0
 
+    def ask(self, is_asked: bool) -> None:
+        """Leave the class `batch` out of plans while others are here, or not any more."""
+        self._is_asked = is_asked
+
     @property
     def is_active(self) -> bool:
         """Whether sequences are paused now."""
-        if not self.is_asked:
+        if not self._is_asked:
             return False
         return any(
             request.submission.facts.service_class != "batch" and not request.is_held

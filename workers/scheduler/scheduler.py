@@ -24,7 +24,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.rank_channel import FailedEntry, GrammarCompiled, GrammarOrder, StepPlan, StepReport
+from workers.messages.rank_channel import FailedEntry, GrammarCompiled, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.engine_limits import EngineLimits
@@ -34,10 +34,10 @@ from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
+from workers.scheduler.sequence_counts import SequenceCounts
 from workers.scheduler.sequence_migration import SequenceMigration
 from workers.scheduler.step import (
     ChunkDone,
-    FinishedBlock,
     IssuedPlan,
     LandingNeed,
     LoadNeed,
@@ -59,6 +59,11 @@ class Scheduler:
     is settled when every rank has reported it, and in plan order: until then nothing that it names is free. A
     token that is sampled but not yet reported is named in a later plan without its id. `Lifecycle` draws the
     states of a sequence, `MicroBatches` deals them out over plans.
+
+    Its parts are there to be read, and take what concerns them alone: the settings (`config`), the limits of
+    one request (`limits`), the requests with their blocks and grammars (`life`), the counts of them
+    (`counts`), the pause of the class `batch` (`pause`), sequences that move to another replica
+    (`migration`), and the search for a request that fails (`isolation`).
     """
 
     def __init__(
@@ -77,10 +82,10 @@ class Scheduler:
         several. With `has_store` a waiting sequence is admitted only after its `loads_wanted` has ended.
         Every rank has `num_offload_blocks` in host memory; their ids follow on those of the pool.
         """
-        self._config = config
+        self.config = config
         self._pool = pool
         self._end_token_ids = frozenset(eos_token_ids)
-        self._limits = EngineLimits(
+        self.limits = EngineLimits(
             max_context_tokens=max_context_tokens,
             pool=pool,
             max_local_kv_tokens=most_local_tokens(
@@ -90,136 +95,55 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self._life = Lifecycle(pool, config.max_sequences, num_offload_blocks)
-        self._life.has_store = self._life.tables.has_store = has_store
-        self.migration = SequenceMigration(self._life)
-        self.isolation = Isolation(self._life, num_stages)
-        self._pause = BatchPause(self._life, config.max_sequences)
-        self._planner = Planner(config, self._life, micro, self.isolation, self._pause)
+        self.life = Lifecycle(pool, config.max_sequences, num_offload_blocks)
+        self.life.has_store = self.life.tables.has_store = has_store
+        self.migration = SequenceMigration(self.life)
+        self.isolation = Isolation(self.life, num_stages)
+        self.pause = BatchPause(self.life, config.max_sequences)
+        self.counts = SequenceCounts(self.life, self.pause, pool)
+        self._planner = Planner(config, self.life, micro, self.isolation, self.pause)
         self._issued: deque[IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0
 
-    # ------------------------------------------------------------------------------------------ counts
-
-    @property
-    def num_running(self) -> int:
-        return len(self._life.running)
-
-    def num_running_of(self, group: str) -> int:
-        """Return how many sequences of a sharing group run."""
-        return sum(sequence.sharing_group == group for sequence in self._life.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._life.waiting)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """The KV of running sequences, that of plans that are out included."""
-        return sum(sequence.num_scheduled for sequence in self._life.running)
-
-    @property
-    def max_sequences(self) -> int:
-        return self._config.max_sequences
-
-    @property
-    def max_batch_tokens(self) -> int:
-        return self._config.max_batch_tokens
-
-    def pause_batch(self, is_paused: bool) -> None:
-        """Leave the class `batch` out of plans while others are here, or not any more."""
-        self._pause.is_asked = is_paused
-
-    @property
-    def num_paused(self) -> int:
-        """Running sequences that are paused."""
-        return sum(map(self._pause.is_paused, self._life.running)) if self._pause.is_active else 0
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._life.num_preemptions
-
-    @property
-    def num_offloaded_blocks(self) -> int:
-        """Blocks of sequences that lie in the ranks' host memory."""
-        return self._life.tables.host.num_used
-
-    @property
-    def num_unfilled_tokens(self) -> int:
-        """KV slots that running sequences hold and that no token was planned into yet."""
-        return sum(
-            len(sequence.block_ids) * self._pool.block_tokens - sequence.num_scheduled
-            for sequence in self._life.running
-        )
-
-    @property
-    def max_local_tokens(self) -> int:
-        """The longest context, output included, of a request that is not handed over."""
-        return min(self._limits.max_context_tokens, self._limits.max_local_kv_tokens)
-
-    @property
-    def num_backlog_tokens(self) -> int:
-        """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
-        sequences excluded: nobody waits for these."""
-        life, pause, is_pausing = self._life, self._pause, self._pause.is_active
-        waiting = sum(
-            it.num_tokens - it.num_expected_cached_tokens
-            for it in life.waiting
-            if not (is_pausing and pause.is_paused(it))
-        )
-        return waiting + sum(
-            max(0, it.num_remaining - 1) for it in life.running if not (is_pausing and pause.is_paused(it))
-        )
-
-    @property
-    def num_references(self) -> int:
-        """The number of block references that sequences hold; references beyond these and landings' are
-        leaked."""
-        return self._life.num_references
-
     @property
     def is_idle(self) -> bool:
         """Whether there is no request and no unreported plan."""
-        return not self._life.requests and not self._issued
+        return not self.life.requests and not self._issued
 
     def check(self, num_other_references: int = 0) -> None:
         """Assert every invariant of pool and sequences; `num_other_references` are those of landings."""
-        self._life.check(num_other_references)
+        self.life.check(num_other_references)
         self._planner.check()
         if self.is_idle:
-            assert self.num_references == 0
+            assert self.life.num_references == 0
 
     # ---------------------------------------------------------------------------------------- requests
 
     def check_capacity(self, submission: Submission) -> None:
         """Raise `CapacityError` when the request can never run here, `QueueFullError` when too many wait."""
-        self._limits.check(submission)
-        self.check_grammar(submission)
-        if self.num_waiting >= self._config.max_waiting:
+        self.limits.check(submission)
+        self.life.grammars.check_limit(submission)
+        if self.counts.num_waiting >= self.config.max_waiting:
             raise QueueFullError(
-                f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
+                f"{self.counts.num_waiting} requests wait here, the limit is {self.config.max_waiting}"
             )
         group = submission.facts.sharing_group
         if self._pool.has_limit(group):
-            most = max(1, self._config.max_waiting * self._pool.limit(group) // self._pool.num_total)
-            num_waiting = sum(sequence.sharing_group == group for sequence in self._life.waiting)
+            most = max(1, self.config.max_waiting * self._pool.limit(group) // self._pool.num_total)
+            num_waiting = self.counts.num_waiting_of(group)
             if num_waiting >= most:
                 raise QueueFullError(
                     f"{num_waiting} requests of sharing group {group!r} wait here, its share is {most}"
                 )
 
-    def check_grammar(self, submission: Submission) -> None:
-        """Raise `QueueFullError` when too many other grammars are in use."""
-        self._life.grammars.check_limit(submission)
-
     def submit(self, submission: Submission, now: float) -> None:
         """Queue a request. Raise errors as `check_capacity` does, and `ValueError` when this attempt is here
         already."""
         self.check_capacity(submission)
-        request = self._life.arrive(submission, now, self._limits.output_limit(submission))
+        request = self.life.arrive(submission, now, self.limits.output_limit(submission))
         leader, *leader.forks = request.sequences
-        self._life.enqueue(leader)
+        self.life.enqueue(leader)
 
     def adopt(
         self, submission: Submission, block_ids: Seq[int], num_valid_tokens: int, now: float
@@ -231,8 +155,8 @@ class Scheduler:
         samples that have no capacity to continue here.
         """
         submission = replace(submission, decode=None)
-        self._life.handled = submission.request_id, submission.attempt
-        request = self._life.arrive(submission, now, self._limits.output_limit(submission))
+        self.life.handled = submission.request_id, submission.attempt
+        request = self.life.arrive(submission, now, self.limits.output_limit(submission))
         request.scheduled_at = now
         request.prompt_done = True
         request.num_scored_tokens = request.num_prompt_tokens
@@ -245,27 +169,22 @@ class Scheduler:
         leader.block_ids = list(block_ids)
         leader.forks = [fork for fork in forks if not fork.finish]
         leader.num_scheduled = leader.num_settled = min(num_valid_tokens, leader.num_tokens - 1)
-        self._life.tables.register(leader)
-        self._life.run(leader)
+        self.life.tables.register(leader)
+        self.life.run(leader)
         if leader.forks and leader.num_remaining <= 0:
-            self._life.fork(leader)
+            self.life.fork(leader)
         for sequence in request.sequences:
             if sequence.finish:
-                self._life.end(sequence)
-        self._life.handled = None
+                self.life.end(sequence)
+        self.life.handled = None
         return ends
 
     def cancel(self, request_id: str, attempt: int) -> bool:
         """End the request and free everything of it; False when it is not here (any more)."""
-        request = self._life.requests.get((request_id, attempt))
+        request = self.life.requests.get((request_id, attempt))
         if request is not None:
-            self._life.drop(request)
+            self.life.drop(request)
         return request is not None
-
-    def keep_private(self, group: str | None) -> int:
-        """Keep others from finding anything more of this group's requests (None: of any); return how many
-        there are."""
-        return self._life.keep_private(group)
 
     def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
         """Return the requests that a fault in one of these steps may be due to."""
@@ -273,19 +192,19 @@ class Scheduler:
 
     def is_here(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt waits, runs or is held here."""
-        return (request_id, attempt) in self._life.requests
+        return (request_id, attempt) in self.life.requests
 
     def finish_hand_over(self, request_id: str, attempt: int) -> bool:
         """Release the prompt's blocks after a hand-over, well or not. Return False when none are held."""
-        request = self._life.requests.get((request_id, attempt))
+        request = self.life.requests.get((request_id, attempt))
         if request is None or not request.is_held:
             return False
-        self._life.drop(request)
+        self.life.drop(request)
         return True
 
     def held_state(self, key: RequestKey, now: float) -> Submission:
         """Return what a held request is handed over with: its unfinished samples with their output."""
-        request = self._life.requests[key]
+        request = self.life.requests[key]
         assert request.is_held
         return replace(
             request.submission,
@@ -295,31 +214,23 @@ class Scheduler:
             due_s=request.due_at - now,
         )
 
-    def expire(self, now: float) -> list[RequestFailed]:
-        """End every request whose deadline has passed, except those whose hand-over is under way."""
-        return self._life.expire(now)
-
     def take_failures(self) -> list[RequestFailed]:
         """Return the requests that `plan` found expired and that no outcome has named yet."""
         failures, self._failures = self._failures, []
         return failures
 
-    def take_grammar_orders(self) -> list[GrammarOrder]:
-        """Return the orders of grammars for the rank that samples since the last call, in order."""
-        return self._life.grammars.take_orders()
-
     def grammar_compiled(self, report: GrammarCompiled) -> None:
         """Sample for the requests with this grammar, or give them up if it is refused."""
-        for request in self._life.grammars.compiled(report):
+        for request in self.life.grammars.compiled(report):
             code, retry_after_s = ("refused", _FULL_RETRY_S) if report.is_transient else ("grammar", 0.0)
             reason = f"its grammar: {report.error}"
             self._failures.append(RequestFailed(*request.key, code, reason, retry_after_s))
-            self._life.drop(request)
+            self.life.drop(request)
 
     def landings_wanted(self, now: float) -> list[LandingNeed]:
         """Return the prompts to hand over that are about one step (of all stages) ahead of being scheduled;
         each is named once."""
-        life, window_tokens = self._life, self._landing_window_tokens
+        life, window_tokens = self.life, self._landing_window_tokens
         return landing_needs(
             life.tables,
             life.running,
@@ -327,17 +238,17 @@ class Scheduler:
             window_tokens,
             now,
             self.isolation.is_busy,
-            self._pause,
+            self.pause,
         )
 
     def loads_wanted(self) -> list[LoadNeed]:
         """Return the waiting sequences whose missing blocks the store may have, first in line first; each is
         named once, and is not admitted until `end_load`."""
-        return load_needs(self._life.waiting, self._life.tables, self._config.max_loading)
+        return load_needs(self.life.waiting, self.life.tables, self.config.max_loading)
 
     def has_new_load_needs(self) -> bool:
         """Whether, since the last call, a plan found that `loads_wanted` has more to return."""
-        has_new, self._life.has_new_load_needs = self._life.has_new_load_needs, False
+        has_new, self.life.has_new_load_needs = self.life.has_new_load_needs, False
         return has_new
 
     def hold_others(self, need: LoadNeed, hold: Hold) -> None:
@@ -349,46 +260,33 @@ class Scheduler:
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """Note that the store's blocks are all in the prefix index (`num_loaded_tokens`, by tier)."""
-        request = self._life.requests.get((need.request_id, need.attempt))
+        request = self.life.requests.get((need.request_id, need.attempt))
         for sequence in request.sequences if request else ():
             if sequence.index == need.sample and sequence.phase is Phase.WAITING:
                 sequence.request.count_loaded(num_loaded_tokens)
         for sequence in self._loading(need):
             sequence.load, sequence.holds = StoreLoad.DONE, Hold.NOBODY
-            sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
+            sequence.num_expected_cached_tokens = self.life.tables.num_cached_tokens(sequence)
 
     def note_loaded(self, key: RequestKey, num_loaded_tokens: dict[str, int]) -> None:
         """Note the tokens, by tier, that were loaded for a request before it came."""
-        request = self._life.requests.get(key)
+        request = self.life.requests.get(key)
         if request is not None:
             request.count_loaded(num_loaded_tokens)
 
-    def num_blocks_awaited(self, group: str | None) -> int:
-        """Return the most blocks that waiting sequences of this sharing group (None: of any) take."""
-        return sum(
-            -(-sequence.num_tokens // self._pool.block_tokens)
-            for sequence in self._life.waiting
-            if group in (None, sequence.sharing_group)
-        )
-
     def _loading(self, need: LoadNeed) -> list[Sequence]:
         """Return the sequence that waits for the load, if it is still here."""
-        request = self._life.requests.get((need.request_id, need.attempt))
+        request = self.life.requests.get((need.request_id, need.attempt))
         return [
             sequence
             for sequence in (request.sequences if request else ())
             if sequence.index == need.sample and sequence.load is StoreLoad.ASKED
         ]
 
-    def take_finished(self) -> list[FinishedBlock]:
-        """Return the blocks that became findable since the last call (with a store), in the order of their
-        chains. They may have been evicted since."""
-        return self._life.tables.take_finished()
-
     def grant_landing(self, request_id: str, attempt: int) -> bool:
         """Allow the request, whose KV has a place, to be computed. Return False when it is not here (any
         more)."""
-        request = self._life.requests.get((request_id, attempt))
+        request = self.life.requests.get((request_id, attempt))
         if request is not None:
             request.landing = LandingState.READY
         return request is not None
@@ -398,15 +296,15 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can be computed now. Decodes come first, then prompt
         chunks."""
-        self._failures += self.expire(now)
-        batch = StepBatch(self._step + 1, self._config.max_batch_tokens)
+        self._failures += self.life.expire(now)
+        batch = StepBatch(self._step + 1, self.config.max_batch_tokens)
         self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
-        self._life.handled = None
+        self.life.handled = None
         if not batch.num_planned:
             return None
         self._step = batch.step
         self._issued.append(batch.issued())
-        return batch.plan(self._life.take_freed_slots())
+        return batch.plan(self.life.take_freed_slots())
 
     # ------------------------------------------------------------------------------------------ settle
 
@@ -428,16 +326,16 @@ class Scheduler:
             if self._is_computed(sequence, index_to_failed.get(index), outcome):
                 self._settle_decode(sequence, row, report, now, outcome)
         self.isolation.settled(issued)
-        self._life.settle(report.step)
+        self.life.settle(report.step)
         return outcome
 
     def _is_computed(self, sequence: Sequence, failed: FailedEntry | None, outcome: StepOutcome) -> bool:
         """Whether the plan's entry for the sequence counts: the sequence is here, and has not `failed`."""
         if sequence.phase is Phase.ENDED:
             return False
-        self._life.handled = sequence.request.key
+        self.life.handled = sequence.request.key
         if failed is not None:
-            outcome.failures.append(self._life.fail(sequence.request, failed))
+            outcome.failures.append(self.life.fail(sequence.request, failed))
         return failed is None
 
     def _settle_decode(
@@ -456,10 +354,10 @@ class Scheduler:
             return
         sequence.num_settled = end
         if end % self._pool.block_tokens == 0:
-            self._life.tables.register(sequence)
+            self.life.tables.register(sequence)
         outcome.tokens.append(self._take_token(sequence, row))
         if sequence.finish:
-            self._life.end(sequence)
+            self.life.end(sequence)
 
     @staticmethod
     def _settle_readings(index: int, entry: PlannedEntry, report: StepReport, outcome: StepOutcome) -> None:
@@ -490,7 +388,7 @@ class Scheduler:
     ) -> None:
         sequence, request = entry.sequence, entry.sequence.request
         sequence.num_settled = entry.end
-        self._life.tables.register(sequence)
+        self.life.tables.register(sequence)
         for sampler, row in zip(entry.samplers, sampled, strict=True):
             outcome.tokens.append(self._take_token(sampler, row))
         if request.decodes_remotely:
@@ -498,18 +396,18 @@ class Scheduler:
         elif sequence.hold_at and not sequence.finish:
             outcome.migrating.append(self._chunk(entry, report))
             if entry.end == sequence.hold_at:
-                self._life.hold(sequence)
+                self.life.hold(sequence)
         if (entry.samplers or entry.pools) and not request.prompt_done:
             outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
         for ended in (sequence,) if entry.pools else entry.samplers:
             if ended.finish and ended.phase is not Phase.HELD:
-                self._life.end(ended)
+                self.life.end(ended)
 
     def _chunk(self, entry: PlannedEntry, report: StepReport) -> ChunkDone:
         return ChunkDone(
             *entry.sequence.request.key,
             num_computed_tokens=entry.end,
-            block_ids=self._life.tables.covering(entry.sequence, entry.end),
+            block_ids=self.life.tables.covering(entry.sequence, entry.end),
             started_at=report.started_at,
             finished_at=report.finished_at,
         )
@@ -542,15 +440,15 @@ class Scheduler:
             decodes_remotely=request.decodes_remotely,
             all_finished=not samples,
             samples=samples,
-            block_ids=self._life.tables.covering(leader, num_computed_tokens),
+            block_ids=self.life.tables.covering(leader, num_computed_tokens),
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.decodes_remotely:
             for sequence in request.sequences:
                 if sequence is leader and samples:
-                    self._life.hold(sequence)
+                    self.life.hold(sequence)
                 else:
-                    self._life.end(sequence)
+                    self.life.end(sequence)
         return done
 
 

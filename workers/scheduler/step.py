@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,

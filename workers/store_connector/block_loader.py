@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.engine_session import (
     FetchedBlocks,
     FetchRelease,
     FetchRequest,
     FindAnswer,
     FindRequest,
-    StoreGet,
-    StoreGetDone,
-    StoreRead,
 )
+from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
 from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import ROOT, BlockPool
@@ -234,9 +232,9 @@ class BlockLoader:
             self._hold(load, Hold.GROUP)
             return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
-        num_free = self._pool.num_free - num_idle - self._scheduler.num_running
+        num_free = self._pool.num_free - num_idle - self._scheduler.counts.num_running
         if load.is_early:
-            num_free -= self._scheduler.num_blocks_awaited(None)
+            num_free -= self._scheduler.counts.num_blocks_awaited(None)
         if len(load.tiers) > max(num_free, 0):
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
             self._hold(load, Hold.NOBODY if is_patient else Hold.EVERYBODY)
@@ -260,9 +258,11 @@ class BlockLoader:
         group = load.need.sharing_group
         if not self._pool.has_limit(group):
             return False
-        num_blocks = len(load.tiers) + self._pool.num_to_use(held_ids) + self._scheduler.num_running_of(group)
+        num_blocks = (
+            len(load.tiers) + self._pool.num_to_use(held_ids) + self._scheduler.counts.num_running_of(group)
+        )
         if load.is_early:
-            num_blocks += self._scheduler.num_blocks_awaited(group)
+            num_blocks += self._scheduler.counts.num_blocks_awaited(group)
         return num_blocks > self._pool.num_left(group)
 
     def _num_early_blocks(self, group: str) -> int:

@@ -12,16 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import (
-    HELD,
-    NewRecord,
-    PutCommit,
-    PutGrant,
-    PutRequest,
-    StoreCopy,
-    StorePut,
-    StorePutDone,
-)
+from kvtransfer.store.messages.engine_session import HELD, NewRecord, PutCommit, PutGrant, PutRequest
+from kvtransfer.store.messages.store_orders import StoreCopy, StorePut, StorePutDone
 from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import RankChannel
 from workers.scheduler.block_pool import BlockPool

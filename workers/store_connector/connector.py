@@ -21,23 +21,24 @@ from kvtransfer.common.host import host_id
 from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
-    STORE_PROTOCOL,
-    AttachStore,
+from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchedBlocks,
     FindAnswer,
     FindRequest,
     PutGrant,
+    StoreWelcome,
+    TierEvents,
+)
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
+from kvtransfer.store.messages.store_orders import (
+    AttachStore,
     StoreAttached,
     StoreGetDone,
     StorePutDone,
     StoreReport,
-    StoreWelcome,
-    TierEvents,
 )
 from kvtransfer.store.store_client import StoreClient
-from workers.config import EngineConfig
 from workers.interfaces import EngineControl, RankChannel
 from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
@@ -71,7 +72,6 @@ class StoreConnector:
         ready: Sequence[RankReady],
         pool: BlockPool,
         scheduler: Scheduler,
-        engine: EngineConfig,
         clock: Clock,
         ranks: RankChannel,
         rates: StepRates,
@@ -84,7 +84,7 @@ class StoreConnector:
         self._session = draw_id()
         self._pool = pool
         self._scheduler = scheduler
-        self._max_loading = engine.max_loading
+        self._max_loading = scheduler.config.max_loading
         self._num_ranks = len(shards)
         self._ranks = ranks
         self._control = control
@@ -106,7 +106,7 @@ class StoreConnector:
         self.saver = BlockSaver(
             pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
-            engine.write_queue,
+            scheduler.config.write_queue,
             self._client,
             ranks,
         )
@@ -185,13 +185,13 @@ class StoreConnector:
             num_blocks = prompt.num_loaded_blocks(len(self._pool.match(prompt.keys)))
             num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
             self._scheduler.note_loaded((request_id, attempt), num_tokens)
-        if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
+        if self.is_open and submission.block_keys and self._scheduler.counts.num_waiting > self._max_loading:
             self.loader.prefetch(submission.facts.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
         """Write finished blocks, and load the wanted ones."""
         is_open = self.is_open
-        finished = self._scheduler.take_finished()
+        finished = self._scheduler.life.tables.take_finished()
         if is_open:
             self.saver.finished(finished)
             self.saver.pump()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtransfer.messages import BlocksRemoved, BlocksStored
-from kvtransfer.store.messages import TierEvents
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored
+from kvtransfer.store.messages.engine_session import TierEvents
 
 
 class TierView:

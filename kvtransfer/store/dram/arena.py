@@ -22,7 +22,7 @@ from kvtransfer.blocks.host_memory import SCRATCH_BYTES, map_shared, mapping_byt
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.extents import Extents
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
     MAGIC,

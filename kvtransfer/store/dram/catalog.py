@@ -20,15 +20,9 @@ from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.chain_lru import ChainKey
 from kvtransfer.store.dram.record_table import Held, RecordTable
 from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
-from kvtransfer.store.messages import (
-    HELD,
-    REFUSED,
-    NewRecord,
-    PurgeOrder,
-    RecordId,
-    RecordInfo,
-    TierStat,
-)
+from kvtransfer.store.messages.admin_requests import TierStat
+from kvtransfer.store.messages.engine_session import HELD, REFUSED, NewRecord
+from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 

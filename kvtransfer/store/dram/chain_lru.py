@@ -147,7 +147,11 @@ class _Node:
 
 class _Queue:
     """Blocks that may leave, the least recently used first. An entry may come up too early, when its block
-    was used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
+    was used since or may not leave any more, and is then renewed or dropped; it never comes up too late.
+
+    So a use of a queued block costs one look-up, and nothing is removed at once as from an `IndexedHeap`,
+    with which an eviction and the record that follows take half as long again.
+    """
 
     def __init__(self) -> None:
         # The number of resident blocks, in a group's queue.

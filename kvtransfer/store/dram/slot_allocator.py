@@ -10,16 +10,16 @@ A slot is in exactly one state:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
+from kvtransfer.common.indexed_heap import IndexedHeap
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import State, Writer
 
 # The most bytes evicted for one record, in multiples of its size: more may not join a large enough range.
@@ -82,7 +82,8 @@ class SlotAllocator:
         self._chain = ChainLru()
         self._sessions: dict[bytes, set[int]] = {}
         self._quarantined: dict[bytes, set[int]] = {}
-        self._pins: list[tuple[float, int]] = []
+        # The pinned slots by the time when each pin expires.
+        self._pins: IndexedHeap[ArenaSlot] = IndexedHeap()
         self._num_pinned_bytes = 0
         self._sequence = 0
 
@@ -189,7 +190,7 @@ class SlotAllocator:
         elif until <= slot.pinned_until:
             return True
         slot.pinned_until = until
-        heapq.heappush(self._pins, (until, slot.offset))
+        self._pins.put(slot, until)
         return True
 
     def drop(self, slot: ArenaSlot) -> bool:
@@ -270,7 +271,8 @@ class SlotAllocator:
         assert self.num_leases == sum(slot.num_leases for slot in self.slots.values())
         pinned = [slot for slot in kept if slot.pinned_until is not None]
         assert self._num_pinned_bytes == sum(slot.num_bytes for slot in pinned)
-        assert {(slot.pinned_until, slot.offset) for slot in pinned} <= set(self._pins)
+        self._pins.check()
+        assert set(pinned) == set(self._pins)
         assert self.num_quarantined == sum(map(len, self._quarantined.values()))
         assert all(offset in self.slots for offsets in self._sessions.values() for offset in offsets)
 
@@ -338,14 +340,12 @@ class SlotAllocator:
 
     def _unpin(self, slot: ArenaSlot) -> None:
         slot.pinned_until = None
+        self._pins.remove(slot)
         self._num_pinned_bytes -= slot.num_bytes
         self._chain.release(slot.key)
 
     def _end_pins(self) -> None:
         """Remove the pins that have expired."""
         now = self._clock.now()
-        while self._pins and self._pins[0][0] <= now:
-            until, offset = heapq.heappop(self._pins)
-            slot = self.slots.get(offset)
-            if slot is not None and slot.pinned_until == until:
-                self._unpin(slot)
+        while (first := self._pins.first()) is not None and first[0] <= now:
+            self._unpin(first[1])

@@ -25,7 +25,7 @@ from kvtransfer.store.index.values import (
     key_prefix,
     node_number,
 )
-from kvtransfer.store.messages import RecordId, RecordInfo, Tier
+from kvtransfer.store.messages.records import RecordId, RecordInfo, Tier
 
 _UPDATE = Script(UPDATE_SCRIPT)
 

@@ -18,7 +18,7 @@ from kvtransfer.store.index.values import (
     key_prefix,
     node_key,
 )
-from kvtransfer.store.messages import Tier
+from kvtransfer.store.messages.records import Tier
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.moving_average import moving_average
 from kvtransfer.common.tasks import SupervisedTasks, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity
@@ -21,7 +21,8 @@ from kvtransfer.store.index.holder_reader import Holder, HolderReader, Lookup
 from kvtransfer.store.index.node_lease import NodeLease, Renewal
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.values import node_key, node_number
-from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
+from kvtransfer.store.messages.admin_requests import IndexStat
+from kvtransfer.store.messages.records import RecordInfo, Tier
 
 __all__ = ["Holder", "Index"]
 

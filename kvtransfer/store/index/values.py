@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import Tier
+from kvtransfer.store.messages.records import Tier
 
 TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # The unit of an entry's stamp: coarse, so that the values of a chain stay equal.

@@ -7,9 +7,10 @@ import threading
 from collections import defaultdict
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import CoolDown, RateMeter
+from kvtransfer.common.health import CoolDown
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.errors import StoreIoError
-from kvtransfer.store.messages import TierStat
+from kvtransfer.store.messages.admin_requests import TierStat
 
 _log = logging.getLogger(__name__)
 

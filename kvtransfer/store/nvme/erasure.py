@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import WireError
-from kvtransfer.store.messages import PurgeOrder
+from kvtransfer.store.messages.records import PurgeOrder
 from kvtransfer.store.nvme.segments import PageBuffer, naming, write_at
 
 JOURNAL_NAME = "purges"

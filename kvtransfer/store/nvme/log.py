@@ -18,7 +18,8 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import PurgeOrder, RecordInfo, TierStat
+from kvtransfer.store.messages.admin_requests import TierStat
+from kvtransfer.store.messages.records import PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.erasure import PurgeJournal, clear_range, gaps_between
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import OtherVersionError, StoreError, StoreIoError
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.erasure import JOURNAL_NAMES
 from kvtransfer.store.nvme.segments import (
     Directory,

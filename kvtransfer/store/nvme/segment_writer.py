@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Reservation, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted

@@ -26,7 +26,7 @@ import msgspec
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreIoError
-from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import PAGE_BYTES, Header, RecordPlace, encode_header, image_bytes
 from kvtransfer.store.record import VERSION as RECORD_VERSION
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvtransfer.config import Admission as AdmissionPolicy
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 
 # A record seen for the first time displaces others only if at least this part of those like it were read
 # back: about seven bytes written for a byte read. Lower: more hits; higher: less wear.

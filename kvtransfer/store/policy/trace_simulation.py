@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
 # Files of the simulated NVMe tier.

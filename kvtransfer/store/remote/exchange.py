@@ -24,23 +24,19 @@ from kvtransfer.blocks.host_memory import KvMemory, map_shared, mapping_bytes
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.health import RateMeter
+from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import TransferError
-from kvtransfer.messages import (
-    CloseLanding,
-    LandingClosed,
-    ReplicaIdentity,
-    TransferReport,
-    TransferSettings,
-    WriterGone,
-)
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import RecordId, TierStat
+from kvtransfer.store.messages.admin_requests import TierStat
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.remote.owner_link import OwnerLink, RecordLanding, Wanted, open_link
 from kvtransfer.store.remote.serve import LocalRecords, RecordSender, granule_layout
+from kvtransfer.transfer_orders import CloseLanding, TransferSettings
+from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 
 _PATIENCE_S = 3.0
 # A fetch is given up after `_PATIENCE_S` and the time of its bytes at this rate: before the engine cores that

@@ -13,30 +13,23 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError, PeerGoneError, TransferError, WireError
-from kvtransfer.messages import (
-    LandingClosed,
-    OpenLanding,
-    RankEndpoints,
-    ReplicaIdentity,
-    WriterGone,
-)
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.owner_codec import (
     FROM_OWNER_CODEC,
     MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
-    OwnerHello,
-    RecordId,
-    RecordsSent,
-    SendRecords,
-    StopSending,
     ToOwner,
     expect,
 )
+from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
+from kvtransfer.store.messages.records import RecordId
 from kvtransfer.store.record import image_bytes
+from kvtransfer.transfer_orders import OpenLanding
+from kvtransfer.transfer_reports import LandingClosed, WriterGone
 
 # A node that is gone must not hold up a fetch for long.
 _OPEN_S = 3.0

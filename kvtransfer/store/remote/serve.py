@@ -18,39 +18,36 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, WireError
-from kvtransfer.messages import (
+from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.stream import FrameStream
+from kvtransfer.store.messages.owner_codec import (
+    FROM_OWNER_CODEC,
+    STORE_PROTOCOL,
+    TO_OWNER_CODEC,
+    FromOwner,
+    StoreRefusal,
+)
+from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
+from kvtransfer.store.messages.records import RecordId
+from kvtransfer.store.record import image_bytes
+from kvtransfer.transfer_orders import (
     BlockMove,
     ClosePeer,
     ConnectPeer,
     Lane,
+    PushOrder,
+    StopPush,
+    TransferOrder,
+)
+from kvtransfer.transfer_reports import (
     PeerConnected,
     PeerConnectFailed,
     PeerLost,
     PushDone,
     PushFailed,
-    PushOrder,
-    RankEndpoints,
-    ReplicaIdentity,
-    Shard,
-    StopPush,
-    TransferOrder,
     TransferReport,
 )
-from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    STORE_PROTOCOL,
-    TO_OWNER_CODEC,
-    FromOwner,
-    OwnerHello,
-    RecordId,
-    RecordsSent,
-    SendRecords,
-    StopSending,
-    StoreRefusal,
-)
-from kvtransfer.store.record import image_bytes
 
 # A granule in terms of a model: one layer, one head.
 GRANULE = Shard(0, 1, 0, 1)

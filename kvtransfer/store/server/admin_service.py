@@ -14,26 +14,23 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
-    TO_OWNER_CODEC,
+from kvtransfer.store.messages.admin_requests import (
     AdminAnswer,
     AdminFailed,
     IndexStat,
     ListedRecord,
     ListRequest,
-    PurgeOrder,
     PurgeRequest,
     PurgeResult,
-    RecordId,
     StatRequest,
     StoreListing,
     StoreStat,
     TierStat,
-    ToOwner,
     VerifyRequest,
     VerifyResult,
 )
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, ToOwner
+from kvtransfer.store.messages.records import PurgeOrder, RecordId
 from kvtransfer.store.server.node import StoreNode
 
 _log = logging.getLogger("tandem.store")

@@ -14,7 +14,6 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.os_errors import os_reason
@@ -23,8 +22,8 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, arena_bytes
 from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
-from kvtransfer.store.record import Writer
+from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
 from kvtransfer.store.server.listeners import (
     LocalPeer,
     await_end,
@@ -182,34 +181,3 @@ def _process_of(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id: int = _CREDENTIALS.unpack(credentials)[0]
     return process_id
-
-
-# ----------------------------------------------------------------------------------------------
-# Whether a process that mapped the arena still lives: by its id and its start time, from procfs.
-
-_STATE = 0
-# Fields of /proc/<pid>/stat after the name, which is the only one that may hold spaces.
-_STARTED_AT = 19
-_DEAD = "ZX"
-
-
-def writer_of(process_id: int, session: bytes = b"") -> Writer | None:
-    """Return the living process with this id as a `Writer` for `session`; None when there is none."""
-    fields = _fields(process_id)
-    if fields is None or fields[_STATE] in _DEAD:
-        return None
-    return Writer(process_id, int(fields[_STARTED_AT]), session)
-
-
-def is_running(writer: Writer) -> bool:
-    """Whether that very process lives. A zombie does not: its memory is gone."""
-    found = writer_of(writer.process_id)
-    return found is not None and found.started_at == writer.started_at
-
-
-def _fields(process_id: int) -> list[str] | None:
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()

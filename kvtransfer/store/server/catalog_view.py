@@ -12,7 +12,8 @@ from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.holder_reader import Holder
 from kvtransfer.store.index.index import Index
-from kvtransfer.store.messages import FromOwner, RecordId, Tier
+from kvtransfer.store.messages.owner_codec import FromOwner
+from kvtransfer.store.messages.records import RecordId, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.server.shard_cover import cover
 from kvtransfer.store.server.tier_changes import TierChanges, tier_of

@@ -17,7 +17,8 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, TierStat
+from kvtransfer.store.messages.admin_requests import TierStat
+from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
 from kvtransfer.store.nvme.log import Compacted, NvmeTier
 from kvtransfer.store.nvme.segments import NvmeRef, PageBuffer
 from kvtransfer.store.policy.nvme_admission import Admission

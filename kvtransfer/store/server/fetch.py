@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import (
-    FetchedBlocks,
-    FetchRequest,
-    FromOwner,
-    RecordId,
-    RecordInfo,
-    Source,
-)
+from kvtransfer.store.messages.engine_session import FetchedBlocks, FetchRequest, Source
+from kvtransfer.store.messages.owner_codec import FromOwner
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.server.catalog_view import CatalogView, FetchPlan
 from kvtransfer.store.server.loader import NO_SPACE, LoadedRecord
 from kvtransfer.store.server.node import StoreNode

@@ -18,7 +18,7 @@ from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.owner_codec import (
     FROM_OWNER_CODEC,
     MAX_OWNER_BYTES,
     TO_OWNER_CODEC,

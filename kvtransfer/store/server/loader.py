@@ -18,7 +18,8 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
+from kvtransfer.store.messages.engine_session import HELD, REFUSED
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, decode_header
 from kvtransfer.store.remote.exchange import Exchange
 from kvtransfer.store.remote.owner_link import Wanted

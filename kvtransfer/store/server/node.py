@@ -19,7 +19,7 @@ from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.index.holder_reader import Holder
 from kvtransfer.store.index.index import Index
-from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, Tier
+from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, arena_pool
 from kvtransfer.store.remote.serve import LeasedRecord

@@ -9,24 +9,23 @@ import logging
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.rpc.stream import FrameStream
-from kvtransfer.store.messages import (
-    FROM_OWNER_CODEC,
+from kvtransfer.store.messages.engine_session import (
     REFUSED,
-    TO_OWNER_CODEC,
     EngineHello,
     FetchRelease,
     FetchRequest,
     FindAnswer,
     FindRequest,
-    FromOwner,
     NewRecord,
     PutCommit,
     PutGrant,
     PutRequest,
 )
-from kvtransfer.store.server.arena_manager import ArenaManager, writer_of
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner
+from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.fetch import Fetch
 from kvtransfer.store.server.node import StoreNode
+from kvtransfer.store.server.writer_process import writer_of
 
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_FETCHES = 4096

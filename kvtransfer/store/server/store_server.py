@@ -4,40 +4,30 @@ copy.
     engine cores, ranks, admins ----unix-----> ProvenListener -> EngineSession | ArenaManager | AdminService
     other owners, remote admins ----TCP------> ProvenListener -> Exchange | AdminService
     all of these -> StoreNode: catalog, disk, index
-
-`python -m kvtransfer.store.server.store_server` reads a `StoreServerSpec` frame from standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
-import sys
-from typing import BinaryIO
 
-from kvtransfer.codec import CONTROL_FRAME_BYTES, Codec, Message, read_frame
-from kvtransfer.common.clock import Clock, SystemClock
-from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.codec import CONTROL_FRAME_BYTES
+from kvtransfer.common.clock import Clock
+from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
-from kvtransfer.rpc.trust import Trust, TrustFiles
-from kvtransfer.store.messages import (
-    MAX_OWNER_BYTES,
-    STORE_PROTOCOL,
-    AdminHello,
-    EngineHello,
-    OwnerHello,
-    RankHello,
-    StoreStat,
-    StoreWelcome,
-)
+from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.messages.admin_requests import AdminHello, StoreStat
+from kvtransfer.store.messages.arena_mapping import RankHello
+from kvtransfer.store.messages.engine_session import EngineHello, StoreWelcome
+from kvtransfer.store.messages.owner_codec import MAX_OWNER_BYTES, STORE_PROTOCOL
+from kvtransfer.store.messages.record_exchange import OwnerHello
 from kvtransfer.store.server.admin_service import AdminService
-from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank, is_running
+from kvtransfer.store.server.arena_manager import OFFER_WAIT_S, ArenaManager, MappedRank
 from kvtransfer.store.server.listeners import (
     LocalPeer,
     RemotePeer,
@@ -48,6 +38,7 @@ from kvtransfer.store.server.listeners import (
 )
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
+from kvtransfer.store.server.writer_process import is_running
 
 _TICK_S = 0.25
 # Engine cores are sent the rates again when one has changed by more than this part.
@@ -223,50 +214,3 @@ class StoreServer:
             _log.error("the store of %s failed", self.identity.replica_id, exc_info=error)
             self._error = error
             self._has_ended.set()
-
-
-# ----------------------------------------------------------------------------------------------- process
-
-
-class StoreServerSpec(Message, frozen=True):
-    """The arguments of an owner process, read from its standard input."""
-
-    settings: StoreSettings
-    trust: TrustFiles
-    faults: tuple[FaultRule, ...] = ()
-    offer_wait_s: float = OFFER_WAIT_S
-
-
-SPEC_CODEC: Codec[StoreServerSpec] = Codec(StoreServerSpec)
-
-
-async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
-    """Serve until standard input ends, or SIGTERM; the first line printed is the owner's address."""
-    trust = Trust.read(spec.trust)
-    owner = StoreServer(spec.settings, trust, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
-    await owner.start()
-    print(owner.address, flush=True)
-    loop = asyncio.get_running_loop()
-    stop_requested = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop_requested.set)
-    loop.add_reader(stdin, stop_requested.set)  # nothing is sent on it but its end
-    ends = [asyncio.create_task(stop_requested.wait()), asyncio.create_task(owner.wait_ended())]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    loop.remove_reader(stdin)
-    owner.check_health()
-    for end in ends:
-        end.cancel()
-    await owner.stop()
-
-
-def main() -> None:
-    """Run the owner process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    stdin = sys.stdin.buffer
-    frame = read_frame(stdin)
-    assert frame is not None, "standard input has no specification"
-    asyncio.run(run_store_server(SPEC_CODEC.decode(frame), stdin))
-
-
-if __name__ == "__main__":
-    main()

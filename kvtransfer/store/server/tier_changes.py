@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from kvtransfer.messages import BlocksStored, Shard
+from kvtransfer.kv_events import BlocksStored
+from kvtransfer.messages import Shard
 from kvtransfer.store.dram.record_table import Held
-from kvtransfer.store.messages import TierEvents
+from kvtransfer.store.messages.engine_session import TierEvents
 from kvtransfer.store.server.shard_cover import cover
 
 LocalTier = Literal["dram", "nvme"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import RecordId, RecordInfo
+from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.server.disk import Disk
 

@@ -33,9 +33,9 @@ def world() -> Iterator[AdmissionWorld]:
     world = AdmissionWorld()
     yield world
     world.run()
-    assert len(world.admission) == 0
-    assert world.admission.num_bytes == 0
-    assert world.admission.waiting_s() == 0
+    assert len(world.admission.waiting) == 0
+    assert world.admission.bytes.num_bytes == 0
+    assert world.admission.waiting.queues.waiting_s() == 0
     assert world.router.num_placements == 0
 
 
@@ -56,18 +56,18 @@ def test_what_a_class_is_given_leaves_the_rest_of_it_as_it_is() -> None:
 # ------------------------------------------------------------------------------------- what is taken
 
 
-def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_held(world: AdmissionWorld) -> None:
+def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_queued(world: AdmissionWorld) -> None:
     for index in range(8):
         world.arrive(str(index), num_tokens=100)
     # While less than 2.5 steps of 100 tokens are there, the next is sent.
     assert list(world.released) == ["0", "1", "2"]
-    assert world.admission.num_waiting() == {"interactive": 5, "standard": 0, "batch": 0}
-    assert world.admission.waiting_s() == pytest.approx(0.5)
+    assert world.admission.waiting.queues.num_waiting() == {"interactive": 5, "standard": 0, "batch": 0}
+    assert world.admission.waiting.queues.waiting_s() == pytest.approx(0.5)
     world.run(0.1)
     assert list(world.released) == ["0", "1", "2", "3"]
     world.run()
     assert list(world.first_token_at) == [str(index) for index in range(8)]
-    assert world.admission.counts.num_released == {"interactive": 8}
+    assert world.admission.num_released == {"interactive": 8}
 
 
 def test_what_waits_is_told_by_the_replica_that_it_waits_for() -> None:
@@ -102,12 +102,12 @@ def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_
     assert "objective of the class interactive" in str(error)
     late_s = num_taken - WAIT_MARGIN * 10.0
     assert (1 - JITTER) * late_s <= error.retry_after_s <= (1 + JITTER) * late_s
-    assert world.admission.num_refused == 1
+    assert world.admission.refusals.num_by_load == 1
     # Another class has more time.
     assert world.arrive("standard", service_class="standard") is not None
     world.run()
     assert all(world.ttft_s(str(index)) <= 10.0 for index in range(num_taken))
-    assert world.admission.counts.num_refused == {("late", "interactive"): 1}
+    assert world.admission.refusals.counts == {("late", "interactive"): 1}
 
 
 def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: AdmissionWorld) -> None:
@@ -119,10 +119,10 @@ def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: Admiss
     assert "the prompt alone takes 8.5 s to compute" in str(world.unattainable["too long"])
     assert "coming back does not help" in str(world.unattainable["too long"])
     assert not isinstance(world.unattainable["too long"], RetryableError)
-    assert world.admission.counts.num_refused == {("unattainable", "interactive"): 1}
+    assert world.admission.refusals.counts == {("unattainable", "interactive"): 1}
     # A deadline of its own counts as well, and another class has more time.
     with pytest.raises(DeadlineError, match="the deadline passed"):
-        world.admission.check_early(world.new("past", deadline_s=-0.1), 100)
+        world.admission.checks.check_early(world.new("past", deadline_s=-0.1), 100)
     assert world.arrive("hurried", num_tokens=1000, deadline_s=1.0) is None
     assert isinstance(world.unattainable["hurried"], DeadlineError)
     assert "1.0 s are left of the deadline: allow more time" in str(world.unattainable["hurried"])
@@ -143,7 +143,7 @@ def test_a_prompt_is_not_refused_for_an_objective_that_nobody_has_set() -> None:
     assert arrive("behind", num_tokens=num_tokens) is None
     assert "30.0 s are the objective of the class standard" in str(world.ended_early["behind"])
     assert arrive("short") is None, "59 s are more than the objective, by default too"
-    assert world.admission.counts.num_refused == {("late", "standard"): 2}
+    assert world.admission.refusals.counts == {("late", "standard"): 2}
     world.run()
     assert world.ttft_s("long") == pytest.approx(2 * objective_s)
     # A short wait is no obstacle.
@@ -228,11 +228,11 @@ def test_the_time_that_passed_counts_against_the_objective_and_not_against_the_d
 def test_nobody_waits_until_its_deadline_is_out_of_reach(world: AdmissionWorld) -> None:
     world.servers["r0"].slowness = 4.0
     world.arrive("first", num_tokens=3000)
-    held = world.arrive("held", num_tokens=2000, deadline_s=8.0)
-    assert held is not None
-    assert held.refused_at == pytest.approx(6.0)
+    queued = world.arrive("queued", num_tokens=2000, deadline_s=8.0)
+    assert queued is not None
+    assert queued.refused_at == pytest.approx(6.0)
     world.run()
-    assert world.refused["held"] == pytest.approx(6.0)
+    assert world.refused["queued"] == pytest.approx(6.0)
     assert "after which it would miss its deadline" in str(world.errors[0])
 
 
@@ -244,15 +244,15 @@ def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_t
     for index in range(30):
         world.arrive(str(index), num_tokens=100, service_class="batch")
     assert {it.compute_id for it in map(world.router.explain, world.requests) if it} == {"p0"}
-    held = world.arrive("hurried", num_tokens=100, deadline_s=0.2)
-    assert held is not None
-    assert held.decision.compute_id == "d0"
+    queued = world.arrive("hurried", num_tokens=100, deadline_s=0.2)
+    assert queued is not None
+    assert queued.decision.compute_id == "d0"
     # It stays there, though the other costs less.
     world.clock.advance(0.01)
     world.admission.pump()
-    assert held.decision.compute_id == "d0"
+    assert queued.decision.compute_id == "d0"
     # Under pressure it would take more from others than it is worth.
-    world.admission.ladder.rung = Rung.BATCH_PAUSED
+    world.admission.degradation.ladder.rung = Rung.BATCH_PAUSED
     assert world.arrive("late", num_tokens=100, deadline_s=0.2) is None
     assert "0.2 s are left of the deadline" in str(world.ended_early["late"])
     world.run()
@@ -261,43 +261,44 @@ def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_t
 def test_what_was_accepted_before_waits_and_is_not_judged(world: AdmissionWorld) -> None:
     while world.arrive(str(len(world.requests))) is not None:
         pass
-    world.admission.ladder.rung = Rung.REFUSING
+    world.admission.degradation.ladder.rung = Rung.REFUSING
     queued = world.new("resumed", service_class="batch", weight=0.5)
     queued.arrived_at, queued.is_judged = -1.0, True
     world.admission.place(queued, RouteRequest("resumed", RequestFacts("a"), (), 1000, 16))
-    assert world.admission.num_waiting()["batch"] == 1
+    assert world.admission.waiting.queues.num_waiting()["batch"] == 1
     queued.close()
-    assert world.admission.num_waiting()["batch"] == 0
+    assert world.admission.waiting.queues.num_waiting()["batch"] == 0
 
 
 def test_the_queues_alone_refuse_before_a_prompt_is_read(world: AdmissionWorld) -> None:
     for index in range(9):
         world.arrive(str(index), service_class="batch")
-    world.admission.check_early(world.new("b", "b"), 100)
+    world.admission.checks.check_early(world.new("b", "b"), 100)
     with pytest.raises(OverloadedError, match="predicted in"):
-        world.admission.check_early(world.new("a", "a", "batch", deadline_s=5.0), 100)
+        world.admission.checks.check_early(world.new("a", "a", "batch", deadline_s=5.0), 100)
 
 
 def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: AdmissionWorld) -> None:
     """And when something does, or a moment has passed, the waits are predicted anew."""
     asked = Counter[str]()
-    predict = world.admission._least_wait_s
+    placement = world.admission._placement
+    predict = placement.least_wait_s
 
     def counted(of: Flow, weight: float, now: float) -> float:
         asked[of.tenant] += 1
         return predict(of, weight, now)
 
-    world.admission._least_wait_s = counted  # type: ignore[assignment, method-assign]
-    while world.arrive(f"{world.admission.counts}{len(world.requests)}") is not None:
+    placement.least_wait_s = counted  # type: ignore[assignment, method-assign]
+    while world.arrive(f"{world.admission.refusals.counts}{len(world.requests)}") is not None:
         pass
     before = asked["a"]
     for _ in range(100):
         with pytest.raises(OverloadedError):
-            world.admission.check_early(world.new("again", deadline_s=0.5 - world.clock.now()), 100)
+            world.admission.checks.check_early(world.new("again", deadline_s=0.5 - world.clock.now()), 100)
     assert asked["a"] <= before + 1
     world.run(1.0)  # one is done
     with pytest.raises(OverloadedError):
-        world.admission.check_early(world.new("again", deadline_s=0.5), 100)
+        world.admission.checks.check_early(world.new("again", deadline_s=0.5), 100)
     assert asked["a"] > before
 
 
@@ -339,20 +340,20 @@ def test_without_a_replica_the_router_says_so(world: AdmissionWorld) -> None:
     world.router.remove_replica("r0")
     with pytest.raises(NoReplicaError):
         world.arrive("a")
-    assert len(world.admission) == 0
+    assert len(world.admission.waiting) == 0
 
 
 # ----------------------------------------------------------------------------------- what waits
 
 
 def test_who_ends_while_it_waits_makes_way(world: AdmissionWorld) -> None:
-    held = [world.arrive(str(index)) for index in range(4)]
+    requests = [world.arrive(str(index)) for index in range(4)]
     assert list(world.released) == ["0"]
-    assert held[1] is not None
-    held[1].close()
-    held[1].close()  # it is gone already
-    assert held[0] is not None
-    held[0].close()  # it was released, and its attempt is its own matter
+    assert requests[1] is not None
+    requests[1].close()
+    requests[1].close()  # it is gone already
+    assert requests[0] is not None
+    requests[0].close()  # it was released, and its attempt is its own matter
     world.run()
     assert list(world.released) == ["0", "2", "3"]
 
@@ -366,7 +367,7 @@ def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(w
     assert world.refused
     assert all("admission.interactive.ttft_s" in str(error) for error in world.errors)
     assert set(world.refused.values()) == {9.0}, "with the second of its prefill it would be late"
-    assert world.admission.counts.num_refused["aged", "interactive"] == len(world.refused)
+    assert world.admission.refusals.counts["aged", "interactive"] == len(world.refused)
     assert {*world.released} | {*world.refused} == {str(index) for index in range(7)}
 
 
@@ -411,21 +412,21 @@ def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: AdmissionWor
         world.clock.advance(0.11)
         world.arrive(f"i{next(numbers)}", num_tokens=500)
     assert Rung.REFUSING not in world.rungs or world.rungs.index(Rung.BATCH_PAUSED) == 0
-    assert world.admission.ladder.rung >= Rung.LOW_WEIGHT_SHED
+    assert world.admission.degradation.ladder.rung >= Rung.LOW_WEIGHT_SHED
     assert world.arrive("low", tenant="b", weight=0.5, service_class="standard") is None
     assert "weight of 0.5" in str(world.ended_early["low"])
     assert world.arrive("batch", tenant="b", service_class="batch") is None
-    assert world.admission.max_tokens("standard", 1000) == 64
-    assert world.admission.max_tokens("standard", 10) == 10
-    assert world.admission.max_tokens("interactive", 1000) == 1000
+    assert world.admission.degradation.max_tokens("standard", 1000) == 64
+    assert world.admission.degradation.max_tokens("standard", 10) == 10
+    assert world.admission.degradation.max_tokens("interactive", 1000) == 1000
     assert world.ended_early["low"].retry_after_s >= (1 - JITTER) * IDLE_RELEASE_S, "no sooner than the rung"
     world.run()
     for _ in range(60):
         world.clock.advance(1.0)
         world.admission.pump()
-    assert world.admission.ladder.rung is Rung.NORMAL
+    assert world.admission.degradation.ladder.rung is Rung.NORMAL
     assert world.rungs[-1] is Rung.NORMAL
-    assert world.admission.max_tokens("standard", 1000) == 1000
+    assert world.admission.degradation.max_tokens("standard", 1000) == 1000
 
 
 def test_batch_waits_while_it_is_paused_and_goes_at_last() -> None:
@@ -544,7 +545,7 @@ def test_few_wake_ups_are_due_however_many_requests_come_and_go() -> None:
         world.admission.wait(queued)
         queued.close()
         world.run(world.clock.now() + 10.0)
-    assert len(world.admission) == 2
+    assert len(world.admission.waiting) == 2
     assert len(world.events._due) <= 3, "a wake-up for each class, and the end of what is computed"
 
 
@@ -557,23 +558,23 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
     dropped, once, within its bound."""
     world = AdmissionWorld(num_replicas=2)
     dropped: set[str] = set()
-    held: list[QueuedRequest] = []
+    requests: list[QueuedRequest] = []
     for number, (gap_s, service_class, tenant, num_tokens, priority, event) in enumerate(given_arrivals):
         world.run(world.clock.now() + gap_s)
         if event in ("slow", "fast"):
             for server in world.servers.values():
                 server.slowness = 10.0 if event == "slow" else 0.5
-        if event == "drop" and held and (last := held[-1].request_id) not in world.released:
-            held[-1].close()
+        if event == "drop" and requests and (last := requests[-1].request_id) not in world.released:
+            requests[-1].close()
             dropped.add(last)
         taken = world.arrive(
             str(number), num_tokens, str(tenant), service_class, weight=1.0 + tenant, priority=priority
         )
         if taken is not None:
-            held.append(taken)
+            requests.append(taken)
     world.run()
-    assert len(world.admission) == 0
-    for queued in held:
+    assert len(world.admission.waiting) == 0
+    for queued in requests:
         request_id = queued.request_id
         bound_s = CONFIG.of(queued.flow.service_class).max_wait_s
         ended_at = world.released.get(request_id, world.refused.get(request_id))

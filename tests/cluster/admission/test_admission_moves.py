@@ -11,26 +11,27 @@ from admission_world import AdmissionWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission.admission import MOST_PER_PUMP, RequestAdmission
+from cluster.admission.admission import MOST_PER_PUMP
 from cluster.admission.config import AdmissionConfig
+from cluster.admission.queue_placement import QueuePlacement
 from cluster.admission.queued_request import QueuedRequest
 
 
 def test_what_waits_moves_only_where_it_would_wait_less() -> None:
     """With queues of equal length it stays where it is, however often it is looked at."""
     world = AdmissionWorld(num_replicas=2)
-    held = [world.arrive(str(index), service_class="batch") for index in range(16)]
+    requests = [world.arrive(str(index), service_class="batch") for index in range(16)]
     for _ in range(2):
         for server in world.servers.values():
             server.slowness = 1e6  # nothing ends meanwhile
-    at = {it.request_id: it.decision.decode for it in held if it is not None}
+    at = {it.request_id: it.decision.decode for it in requests if it is not None}
     assert set(at.values()) == {"r0", "r1"}
     for _ in range(60):
         world.clock.advance(10.0)
         for server in world.servers.values():
             world.router.loads.on_load(server.load())
         world.admission.pump()
-    waiting = [it for it in held if it is not None and it.request_id not in world.released]
+    waiting = [it for it in requests if it is not None and it.request_id not in world.released]
     assert len(waiting) > 10
     assert {it.request_id: it.decision.decode for it in waiting} == {
         it.request_id: at[it.request_id] for it in waiting
@@ -41,16 +42,16 @@ def test_what_waits_for_a_replica_that_leaves_waits_for_others() -> None:
     """In the order and within the bounds of all that wait there: nothing is sent to the leaver, and the other
     is not flooded."""
     world = AdmissionWorld(num_replicas=2)
-    held = [it for index in range(6) if (it := world.arrive(str(index))) is not None]
+    requests = [it for index in range(6) if (it := world.arrive(str(index))) is not None]
     assert len(world.released) == 2
-    waiting = [it for it in held if it.request_id not in world.released]
+    waiting = [it for it in requests if it.request_id not in world.released]
     assert {it.decision.decode for it in waiting} == {"r0", "r1"}
     world.router.members.set_leaving("r0")
     world.admission.leave("r0")
     assert len(world.released) == 2
     assert {it.decision.decode for it in waiting} == {"r1"}
     assert {(prefill, decode) for _, prefill, decode in world.moved} == {("", "r1")}
-    assert len(world.admission) == 4
+    assert len(world.admission.waiting) == 4
     world.run()
     assert len(world.released) == 6
     assert world.servers["r0"].num_submitted == 1
@@ -63,7 +64,7 @@ def test_without_another_replica_its_task_is_told_so() -> None:
     world.router.remove_replica("r0")
     world.admission.leave("r0")
     assert {*world.unplaced} == {"1", "2", "3"}
-    assert len(world.admission) == 0
+    assert len(world.admission.waiting) == 0
     assert [it.request_id for it in world.router.own_placements()] == ["0"]
 
 
@@ -73,12 +74,12 @@ def test_what_waits_for_a_replica_that_is_avoided_waits_for_others() -> None:
     for name in ("d0", "d1"):
         world.servers[name].num_running = 1000
         world.router.loads.on_load(world.servers[name].load())
-    held = [it for index in range(8) if (it := world.arrive(str(index))) is not None]
+    requests = [it for index in range(8) if (it := world.arrive(str(index))) is not None]
     assert not world.released
-    assert {it.decision.decode for it in held} == {"d0", "d1"}
+    assert {it.decision.decode for it in requests} == {"d0", "d1"}
     world.router.members.set_usable("d0", False)
     world.admission.leave("d0")
-    assert {it.decision.decode for it in held} == {"d1"}
+    assert {it.decision.decode for it in requests} == {"d1"}
     world.servers["d1"].num_running = 0
     world.router.loads.on_load(world.servers["d1"].load())
     world.admission.pump("d1")
@@ -89,7 +90,7 @@ def test_what_waits_for_a_replica_that_is_avoided_waits_for_others() -> None:
     world.router.members.set_usable("d1", False)
     before = len(world.moved)
     world.admission.leave("d1")
-    assert len(world.admission) == len(held) - len(world.released)
+    assert len(world.admission.waiting) == len(requests) - len(world.released)
     assert not [at for at in world.moved[before:] if at[2] == "d1"]
 
 
@@ -98,10 +99,10 @@ def test_while_one_request_finds_out_whether_a_replica_is_well_the_others_wait()
     for server in world.servers.values():
         server.num_running = 1000
         world.router.loads.on_load(server.load())
-    held = [it for index in range(5) if (it := world.arrive(str(index), num_tokens=10)) is not None]
+    requests = [it for index in range(5) if (it := world.arrive(str(index), num_tokens=10)) is not None]
     world.router.members.set_usable("r1", False)
     world.admission.leave("r1")
-    assert {it.decision.decode for it in held} == {"r0"}
+    assert {it.decision.decode for it in requests} == {"r0"}
     world.router.members.set_usable("r1", True)
     world.router.members.set_usable("r0", False)
     world.servers["r0"].num_running = 0
@@ -128,24 +129,24 @@ def crowd(world: AdmissionWorld, num_requests: int, tenants: str = "ab") -> list
     """Let requests come of which the replicas take very few."""
     for server in world.servers.values():
         server.slowness = 1e6
-    held = [
+    requests = [
         world.arrive(f"{tenants[index % len(tenants)]}-{index}", 1000, tenants[index % len(tenants)], "batch")
         for index in range(num_requests)
     ]
-    return [it for it in held if it is not None and it.request_id not in world.released]
+    return [it for it in requests if it is not None and it.request_id not in world.released]
 
 
 def counted_moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
     """Count how many requests a call looks at again, each of which takes some hundred microseconds."""
     num_moves = 0
-    move: Any = RequestAdmission._move
+    move: Any = QueuePlacement.move
 
-    def counting(self: RequestAdmission, held: QueuedRequest, now: float) -> bool:
+    def counting(self: QueuePlacement, queued: QueuedRequest, now: float) -> bool:
         nonlocal num_moves
         num_moves += 1
-        return bool(move(self, held, now))
+        return bool(move(self, queued, now))
 
-    monkeypatch.setattr(RequestAdmission, "_move", counting)
+    monkeypatch.setattr(QueuePlacement, "move", counting)
 
     def of(call: Callable[[], object]) -> int:
         before = num_moves
@@ -228,7 +229,7 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
     world = AdmissionWorld(num_replicas=4, config=PATIENT)
     for server in world.servers.values():
         server.slowness = 100.0
-    held = [
+    requests = [
         it
         for index, (tenant, tokens) in enumerate(arrivals)
         if (it := world.arrive(f"{index}", 100 * tokens, tenant, "batch")) is not None
@@ -243,8 +244,8 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
         elif event == "avoid":
             world.router.members.set_usable(name, number % 2 == 0)
             world.admission.leave(name)
-        elif event == "drop" and held:
-            held.pop().close()
+        elif event == "drop" and requests:
+            requests.pop().close()
         elif event == "arrive":
             world.arrive(f"later-{number}", 500, "a", "batch")
         elif world.has_due(world.clock.now() + 1.0):
@@ -253,5 +254,5 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
         assert all(world.servers[name].num_submitted == num_taken for name, num_taken in gone.items())
     world.run(world.clock.now())
     assert not world.unplaced
-    waiting = [it for it in held if it.request_id not in world.ended]
+    waiting = [it for it in requests if it.request_id not in world.ended]
     assert not [it for it in waiting if it.decision.decode in gone]

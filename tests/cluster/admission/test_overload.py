@@ -53,11 +53,11 @@ def test_goodput_is_back_soon_after_a_storm_and_nothing_is_left() -> None:
     assert recovered is not None
     assert recovered < 5.0
     assert all(it.ended_at is not None for it in load.cluster.requests)
-    assert len(load.cluster.admission) == 0
+    assert len(load.cluster.admission.waiting) == 0
     assert load.cluster.router.num_placements == 0
 
 
-def test_batch_requests_that_are_held_go_when_nothing_else_is_left() -> None:
+def test_batch_requests_that_are_queued_go_when_nothing_else_is_left() -> None:
     """The ladder stands on the rung that pauses them, and nothing comes that could move it."""
     scenario = SCENARIOS["mixed"]
     load = run_load(scenario, NUM_REPLICAS, 5 * capacity_of("mixed"), 30.0)

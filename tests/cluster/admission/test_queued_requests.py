@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.admission.admission import CAPACITY_WAIT_S, REROUTE_PART, RequestAdmission
+from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
+from cluster.admission.retries import CAPACITY_WAIT_S
+from cluster.admission.waiting_requests import REROUTE_PART
 from cluster.errors import InternalError, OverloadedError, RequestError
 from cluster.gateway.announcement import ANNOUNCE_AGAIN_S
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers
@@ -24,7 +26,8 @@ from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.errors import NoReplicaError
@@ -219,7 +222,7 @@ async def test_an_announcement_is_withdrawn_when_the_request_ends(
     if end is _wait_too_long:
         assert isinstance(gateway.errors[0], OverloadedError)
     gateway.admission.check()
-    assert len(gateway.admission) == 0
+    assert len(gateway.admission.waiting) == 0
 
 
 async def settle() -> None:
@@ -260,14 +263,14 @@ async def test_a_request_without_a_replica_waits_for_its_turn_at_one_that_comes(
     gateway = Gateway(num_backlog_tokens=5000)
     gateway.router.remove_replica("d0")
     task = gateway.begin()
-    assert len(gateway.admission) == 0
+    assert len(gateway.admission.waiting) == 0
     gateway.router.add_replica(D0, "both")
     gateway.report(D0, 5000)
     for _ in range(10):
         await settle()
         gateway.clock.advance(0.05)
     await settle()
-    assert len(gateway.admission) == 1, "it is full"
+    assert len(gateway.admission.waiting) == 1, "it is full"
     assert gateway.sent == [Announce("r", "group", NUM_TOKENS, KEYS)]
     gateway.report(D0, 0)
     gateway.admission.pump()
@@ -324,7 +327,7 @@ async def test_a_bound_that_passes_while_another_request_is_refused_is_not_misse
     gateway.clock.advance(MAX_WAIT_S - NUM_TOKENS * 0.001 - 0.009)
     await settle()
     assert [type(error) for error in gateway.errors] == [OverloadedError] * 3
-    assert len(gateway.admission) == 0
+    assert len(gateway.admission.waiting) == 0
 
 
 async def test_a_retry_that_cannot_be_placed_by_a_fault_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +336,7 @@ async def test_a_retry_that_cannot_be_placed_by_a_fault_ends_alone(monkeypatch: 
     gateway.router.on_refused("d0")
     task.apply(task.state.on_failed, D0, RequestFailed("r", 1, "refused", "full"))
     await settle()
-    assert len(gateway.admission.retries) == 1
+    assert len(gateway.admission.retries.queue) == 1
 
     def break_down(*_: object, **__: object) -> None:
         raise ValueError("a bug")
@@ -342,5 +345,5 @@ async def test_a_retry_that_cannot_be_placed_by_a_fault_ends_alone(monkeypatch: 
     gateway.clock.advance(CAPACITY_WAIT_S)
     await settle()
     assert [type(error) for error in gateway.errors] == [InternalError]
-    assert gateway.admission.num_bytes == 0
+    assert gateway.admission.bytes.num_bytes == 0
     assert gateway.router.num_placements == 0

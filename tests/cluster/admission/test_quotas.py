@@ -141,13 +141,13 @@ def test_concurrent_tokens_come_back_once() -> None:
         quotas.take_prompt("a", 100, 1, 0.0)
 
 
-def test_the_prompt_of_a_free_request_is_not_taken_and_its_tokens_are_held_or_refused() -> None:
+def test_the_prompt_of_a_free_request_is_not_taken_and_its_tokens_are_reserved_or_refused() -> None:
     quotas = quotas_of(prompt_tokens_per_s=1.0, burst_s=1.0, concurrent_tokens=100)
-    hold = quotas.take_prompt("a", 50, 40, 0.0, is_free=True)
+    reserved = quotas.take_prompt("a", 50, 40, 0.0, is_free=True)
     with pytest.raises(QuotaError, match="has 90") as refused:
         quotas.take_prompt("a", 10, 1, 0.0, is_free=True)
     assert refused.value.retry_after_s > 0
-    quotas.end("a", hold)
+    quotas.end("a", reserved)
     quotas.take_prompt("a", 10, 1, 0.0, is_free=True)
     quotas.take_prompt("a", 1, 1, 0.0)
 
@@ -166,18 +166,18 @@ def test_requests_of_a_list_are_taken_together_or_not_at_all() -> None:
     assert refusal(quotas, 10.0).retry_after_s == pytest.approx(16.0)
 
 
-def test_many_tenants_are_kept_in_a_bounded_table_but_none_that_holds_tokens(
+def test_many_tenants_are_kept_in_a_bounded_table_but_none_that_reserves_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quotas_module, "MAX_TENANTS", 4)
     quotas = Quotas(AuthConfig.model_validate({"tenants": {"*": {"concurrent_tokens": 10}}}))
-    hold = quotas.take_prompt("first", 5, 5, 0.0)
+    reserved = quotas.take_prompt("first", 5, 5, 0.0)
     for number in range(100):
         quotas.end(f"t{number}", quotas.take_prompt(f"t{number}", 5, 5, float(number)))
     assert len(quotas.record(100.0).tenants) <= 4
     with pytest.raises(QuotaError):
         quotas.take_prompt("first", 1, 1, 100.0)
-    quotas.end("first", hold)
+    quotas.end("first", reserved)
     quotas.take_prompt("first", 1, 1, 100.0)
 
 
@@ -194,13 +194,13 @@ def test_operators_see_what_is_used_and_refused_until_the_tenant_is_idle() -> No
     assert quotas.uses(0.0) == ()
     for _ in range(4):
         quotas.admit("a", 0.0)
-    hold = quotas.take_prompt("a", 20, 30, 0.0)
+    reserved = quotas.take_prompt("a", 20, 30, 0.0)
     for _ in range(3):
         refusal(quotas, 0.0)
     (use,) = quotas.uses(1.0)
     assert use.used == {"requests_per_s": pytest.approx(0.75), "concurrent_tokens": 0.5}
     assert use.num_refused == {"requests_per_s": 3}
-    quotas.end("a", hold)
+    quotas.end("a", reserved)
     quotas.divide(0, 60.0)
     assert quotas.uses(60.0) == ()
 
@@ -288,22 +288,22 @@ def test_whoever_waits_as_told_is_served_then_and_not_before(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 60)), max_size=80))
-def test_held_tokens_are_those_of_the_requests_that_run(steps: list[tuple[bool, int, int]]) -> None:
+def test_reserved_tokens_are_those_of_the_requests_that_run(steps: list[tuple[bool, int, int]]) -> None:
     quotas = quotas_of(concurrent_tokens=100)
     running: list[tuple[int, int]] = []
     for begins, prompt, max_tokens in steps:
         if begins:
-            num_held = sum(num for _, num in running)
+            num_reserved = sum(num for _, num in running)
             try:
-                hold = quotas.take_prompt("a", prompt, max_tokens, 0.0)
+                reserved = quotas.take_prompt("a", prompt, max_tokens, 0.0)
             except QuotaError:
-                assert num_held + prompt + max_tokens > 100
+                assert num_reserved + prompt + max_tokens > 100
             else:
-                assert num_held + prompt + max_tokens <= 100
-                running.append((hold, prompt + max_tokens))
+                assert num_reserved + prompt + max_tokens <= 100
+                running.append((reserved, prompt + max_tokens))
         elif running:
-            hold, _ = running.pop(prompt % len(running))
-            quotas.end("a", hold)
+            reserved, _ = running.pop(prompt % len(running))
+            quotas.end("a", reserved)
     assert sum(it.num_held_tokens for it in quotas.record(0.0).tenants) == sum(num for _, num in running)
 
 
@@ -458,11 +458,11 @@ def test_concurrent_tokens_of_other_gateways_count_and_come_back() -> None:
     fleet = SharedRecords(2, concurrent_tokens=100)
     one, two = fleet.gateways.values()
     fleet.sync_all(0.0)
-    hold = one.take_prompt("a", 50, 40, 0.1)
+    reserved = one.take_prompt("a", 50, 40, 0.1)
     fleet.sync_all(0.2)
     with pytest.raises(QuotaError, match="has 90"):
         two.take_prompt("a", 10, 10, 0.2)
-    one.end("a", hold)
+    one.end("a", reserved)
     fleet.sync_all(0.4)
     two.take_prompt("a", 10, 10, 0.4)
 
@@ -620,16 +620,16 @@ def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[
             with contextlib.suppress(QuotaError):
                 running.append((name, fleet.gateways[name].take_prompt("a", 20, 10, now)))
         elif what == "end" and running:
-            ended_at, hold = running.pop(which % len(running))
-            fleet.gateways[ended_at].end("a", hold)
+            ended_at, reserved = running.pop(which % len(running))
+            fleet.gateways[ended_at].end("a", reserved)
         elif what == "sync":
             fleet.sync_all(now)
         elif what == "cut":
             fleet.cut.add(name)
         else:
             fleet.cut.discard(name)
-    for name, hold in running:
-        fleet.gateways[name].end("a", hold)
+    for name, reserved in running:
+        fleet.gateways[name].end("a", reserved)
     fleet.cut.clear()
     fleet.sync_all(now + 1)
     fleet.sync_all(now + 1)

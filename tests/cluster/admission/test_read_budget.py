@@ -36,7 +36,9 @@ async def test_calls_that_wait_are_read_once_others_end_and_small_ones_pass() ->
     budget = ReadBudget(100, 60)
     with budget.open("a") as first, budget.open("a") as large, budget.open("a") as small:
         await first.take(60)
-        waiting = [asyncio.create_task(hold.take(size)) for hold, size in ((large, 50), (small, 20))]
+        waiting = [
+            asyncio.create_task(reservation.take(size)) for reservation, size in ((large, 50), (small, 20))
+        ]
         await asyncio.sleep(0)
         first.shrink(40)
         await waiting[1]
@@ -63,8 +65,8 @@ async def test_a_call_that_ends_while_it_waits_leaves_nothing_behind() -> None:
 
 async def test_requests_of_one_call_are_passed_on_one_by_one() -> None:
     budget = ReadBudget(100, 100)
-    with budget.open("a") as hold:
-        await hold.take(90)
+    with budget.open("a") as reservation:
+        await reservation.take(90)
         read_budget.divide(3)
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
@@ -84,8 +86,8 @@ async def passed_on() -> None:
 async def test_what_was_paid_when_reading_began_is_used_once() -> None:
     budget = ReadBudget(100, 100)
     assert not read_budget.use_paid()
-    with budget.open("a") as hold:
-        hold.is_paid = True
+    with budget.open("a") as reservation:
+        reservation.is_paid = True
         assert [read_budget.use_paid() for _ in range(2)] == [True, False]
 
 

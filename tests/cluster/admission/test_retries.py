@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.admission.end_rate import EndRate
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
-from cluster.admission.retries import EndRate, RetryQueue
+from cluster.admission.retry_queue import RetryQueue
 from router.messages import Decision
 
 

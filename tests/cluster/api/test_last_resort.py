@@ -14,11 +14,12 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 from http_harness import CHAT, HttpFrontHarness, Reply
 
-import cluster.http.chat
+import cluster.http.chat_answer
 import cluster.http.completions
 import cluster.http.endpoints
 import cluster.http.server
 from cluster.admission.admission import RequestAdmission
+from cluster.admission.admission_checks import AdmissionChecks
 from cluster.admission.quotas import Quotas
 from cluster.api.output_messages import OutputMessages
 from cluster.api.replies import StatusService
@@ -55,7 +56,7 @@ COLLABORATORS: dict[str, Fault] = {
     "authenticator": Fault(Authenticator, "identify"),
     "manager": Fault(RequestManager, "accept"),
     "limits": Fault(RequestManager, "limits"),
-    "early admission": Fault(RequestAdmission, "check_early"),
+    "early admission": Fault(AdmissionChecks, "check_early"),
     "quota of requests": Fault(Quotas, "admit"),
     "tokenizer": Fault(Preprocessor, "encode_now"),
     "decoder": Fault(Preprocessor, "decode"),
@@ -90,9 +91,9 @@ COLLABORATORS: dict[str, Fault] = {
 HTTP_COLLABORATORS: dict[str, Fault] = {
     "decoding of bodies": Fault(cluster.http.endpoints, "decode"),
     "translation": Fault(cluster.http.chat, "translate"),
-    "chat answer": Fault(cluster.http.chat.ChatAnswer, "take"),
-    "end of the chat answer": Fault(cluster.http.chat.ChatAnswer, "last"),
-    "whole chat answer": Fault(cluster.http.chat.ChatAnswer, "whole"),
+    "chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "take"),
+    "end of the chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "last"),
+    "whole chat answer": Fault(cluster.http.chat_answer.ChatAnswer, "whole"),
     "completion answer": Fault(cluster.http.completions.CompletionAnswer, "take"),
     "quota headers": Fault(cluster.http.server, "rate_limit_headers"),
     "servicer": Fault(InferenceServicer, "Generate"),

@@ -22,20 +22,20 @@ from typer.testing import CliRunner
 
 from cluster.api.admin_client import AdminClient
 from cluster.cli.calls import status
-from cluster.cli.store import Selection, cli, purge_records, show_records, show_stat, verify_records
+from cluster.cli.store import cli
+from cluster.cli.store_calls import Selection, purge_records, show_records, show_stat, verify_records
 from cluster.errors import CallError, StoreAwayError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.store.messages import (
+from kvtransfer.store.messages.admin_requests import (
     AdminFailed,
-    FromOwner,
     ListRequest,
     PurgeRequest,
-    StoreRefusal,
     VerifyRequest,
     VerifyResult,
 )
+from kvtransfer.store.messages.owner_codec import FromOwner, StoreRefusal
 
 EVERYTHING = Selection(None, None)
 

@@ -16,14 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.bench.bench_command import cli, engine_table
-from cluster.bench.serving_command import (
-    LoadOptions,
-    bench_table,
-    histogram,
-    offered_requests_per_s,
-    planned_runs,
-    read_dataset,
-)
+from cluster.bench.bench_runs import bench_table, histogram, offered_requests_per_s
+from cluster.bench.load_options import LoadOptions, planned_runs, read_dataset
 from cluster.bench.serving_load import (
     BenchPrompt,
     BenchRequest,

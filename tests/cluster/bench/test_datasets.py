@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.api.generate_options import Turn
+from cluster.bench.conversations import read_conversations
 from cluster.bench.datasets import (
     Dataset,
     DatasetSettings,
@@ -21,10 +22,9 @@ from cluster.bench.datasets import (
     drawn_lengths,
     open_dataset,
     parse_dataset,
-    read_conversations,
-    read_lengths,
 )
 from cluster.bench.json_items import MAX_LINE_BYTES, json_items
+from cluster.bench.request_lengths import read_lengths
 from cluster.errors import BenchError
 
 RUN = RunSettings(rate_per_s=0.0, seed=1, vocab_size=500, context_tokens=0)

@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from cluster.api.channel import ClientCredentials
 from cluster.api.generate_options import Turn
 from cluster.bench.bench_command import cli
-from cluster.bench.serving_command import turns_table
+from cluster.bench.bench_runs import turns_table
+from cluster.bench.http_target import http_target, http_url
 from cluster.bench.serving_load import (
     MAX_TURN,
     AnswerEnd,
@@ -36,7 +37,7 @@ from cluster.bench.serving_load import (
     run_sessions,
     summarize,
 )
-from cluster.bench.targets import Target, TargetModel, http_target, http_url
+from cluster.bench.targets import Target, TargetModel
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
 

@@ -21,15 +21,9 @@ from serving import ROOT, environment, tandem
 
 from cluster.api.client import Completion
 from cluster.api.generate_options import Turn
-from cluster.cli.chat_session import (
-    Conversation,
-    PipeScreen,
-    SpokenAnswer,
-    TerminalScreen,
-    pipe_lines,
-    printable,
-    stats_line,
-)
+from cluster.cli.chat_pipe import PipeScreen, pipe_lines
+from cluster.cli.chat_session import Conversation, SpokenAnswer
+from cluster.cli.chat_terminal import TerminalScreen, printable, stats_line
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import SystemClock
 

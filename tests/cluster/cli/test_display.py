@@ -10,8 +10,9 @@ from rich.console import Console, RenderableType
 
 from cluster.cli.calls import status_view
 from cluster.cli.demo import DemoRow, demo_table
-from cluster.cli.store import size
-from cluster.cli.terminal import NONE, progress_to, stages
+from cluster.cli.progress_report import progress_to, stages
+from cluster.cli.store_tables import size
+from cluster.cli.terminal import NONE
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import StartingReplica

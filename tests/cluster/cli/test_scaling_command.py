@@ -22,8 +22,10 @@ from serving import free_port, tandem
 from typer.testing import CliRunner
 
 from cluster.cli.calls import move_line, pool_parts
-from cluster.cli.scale import DashboardTarget, GatewayTarget, ScaleTarget, ScaleWork, read_token, scale
+from cluster.cli.scale import read_token, scale
 from cluster.cli.scale_plan import parse_orders, plan_json, plan_scale, plan_view
+from cluster.cli.scale_target import DashboardTarget, GatewayTarget, ScaleTarget
+from cluster.cli.scale_work import ScaleWork
 from cluster.errors import (
     CallError,
     ConfigError,

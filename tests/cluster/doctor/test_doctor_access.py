@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from doctor_harness import config_of, context_of, only, said
 
 from cluster.doctor import access
-from cluster.doctor.checks import CheckContext, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import Severity
 from cluster.identity.api_keys import add_key
 from cluster.identity.identity import Role
 from cluster.serve.machine import Machine

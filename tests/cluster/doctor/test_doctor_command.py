@@ -28,8 +28,8 @@ from cluster.cli.doctor import (
     summary,
 )
 from cluster.cli.main import cli
+from cluster.doctor.check_context import Check
 from cluster.doctor.checks import (
-    Check,
     Finding,
     Severity,
     as_json,

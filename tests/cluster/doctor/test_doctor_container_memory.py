@@ -10,8 +10,9 @@ from doctor_harness import FakeMachine, config_of
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from cluster.serve.container_memory import check_container_memory
 from cluster.serve.machine import Machine
-from cluster.serve.memory import ENGINE_CORE_BYTES, check_container_memory, needs_of
+from cluster.serve.resource_needs import ENGINE_CORE_BYTES, needs_of
 
 GIB = 1 << 30
 

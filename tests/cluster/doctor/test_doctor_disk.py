@@ -12,7 +12,8 @@ from doctor_harness import FakeMachine, config_of, context_of, only, said
 
 from cluster.config import ClusterConfig
 from cluster.doctor import storage
-from cluster.doctor.checks import CheckContext, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine
 from kvtransfer.rpc.handshake import draw_id
 

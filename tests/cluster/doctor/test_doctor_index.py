@@ -12,7 +12,8 @@ from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 
 from cluster.doctor import redis
-from cluster.doctor.checks import CheckContext, CheckResult, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import CheckResult, Severity
 from cluster.serve.machine import Machine
 from cluster.stores import smallest_record_bytes
 from kvtransfer.errors import StoreError

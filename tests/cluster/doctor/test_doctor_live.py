@@ -9,7 +9,8 @@ from doctor_harness import live, only, replica, said
 
 from cluster.cli.doctor import cluster_checks, run_checks
 from cluster.doctor import kv_cache, serving
-from cluster.doctor.checks import CheckResult, GatewayReply, Severity
+from cluster.doctor.checks import CheckResult, Severity
+from cluster.doctor.live_cluster import GatewayReply
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 OK, NOTE, WARNING, ERROR = Severity

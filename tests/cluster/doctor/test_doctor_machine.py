@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from doctor_harness import FakeMachine, config_of, context_of, only, said
 
-from cluster.doctor import hardware, limits
+from cluster.doctor import devices, hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
-from cluster.serve.memory import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
+from cluster.serve.resource_needs import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
 from workers.model.rank_memory import PROCESS_BYTES
 
 OK, NOTE, WARNING, ERROR = Severity
@@ -333,6 +333,6 @@ def test_commands_that_fail_or_are_missing_say_nothing() -> None:
 def test_a_machine_that_reports_nothing_breaks_nothing(tmp_path: Path) -> None:
     """Other systems, and containers that hide /proc or /sys."""
     context = context_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
-    for check in (*limits.CHECKS, *hardware.CHECKS):
+    for check in (*limits.CHECKS, *hardware.CHECKS, *devices.CHECKS):
         for result in check.look(context):
             assert check.name in ("shared-memory", "processes", "compiler", "kv-capacity"), result

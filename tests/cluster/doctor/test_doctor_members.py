@@ -6,7 +6,8 @@ import pytest
 from doctor_harness import NOW, live, only, said
 
 from cluster.doctor import kv_cache, members
-from cluster.doctor.checks import GatewayReply, Severity
+from cluster.doctor.checks import Severity
+from cluster.doctor.live_cluster import GatewayReply
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -10,9 +10,10 @@ import pytest
 from doctor_harness import TINY, config_of, context_of, only, said
 
 from cluster.doctor import model
-from cluster.doctor.checks import CheckContext, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine
-from cluster.serve.memory import needs_of
+from cluster.serve.resource_needs import needs_of
 from kvtransfer.common.clock import SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity

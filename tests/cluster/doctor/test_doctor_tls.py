@@ -10,7 +10,8 @@ from authority import CLIENT, SERVER, Authority
 from doctor_harness import config_of, context_of, only, said
 
 from cluster.doctor import tls
-from cluster.doctor.checks import CheckContext, Severity
+from cluster.doctor.check_context import CheckContext
+from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine
 from kvtransfer.common.clock import ManualClock, SystemClock
 

@@ -16,7 +16,7 @@ from serving import TINY, tandem
 from cluster.cli.serve_options import ServeOptions, in_options, serve_config
 from cluster.doctor.preflight import preflight
 from cluster.errors import ConfigError
-from cluster.serve.memory import needs_of
+from cluster.serve.resource_needs import needs_of
 
 
 def engine(kv_tokens: int) -> list[dict[str, object]]:

@@ -17,8 +17,8 @@ from inner_tls import TLS_FILES
 from cluster.api.client import Client, Collector
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError, StartError
-from cluster.gateway import fleet
-from cluster.gateway.fleet import (
+from cluster.gateway.fleet import fleet, peer_queries
+from cluster.gateway.fleet.messages import (
     ANSWER_CODEC,
     FLEET_PROTOCOL,
     MAX_ANSWER_BYTES,
@@ -83,7 +83,7 @@ async def pair(harness: GatewayHarness) -> Pair:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for longer than it takes to see that he is."""
-    monkeypatch.setattr(fleet, "ANSWER_S", 0.3)
+    monkeypatch.setattr(peer_queries, "ANSWER_S", 0.3)
 
 
 async def code_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
@@ -334,7 +334,7 @@ async def test_a_gateway_that_was_not_reached_is_told_again_that_a_session_has_e
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_REPEAT_S", 0.02)
-    monkeypatch.setattr(fleet, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peer_queries, "_FIRST_PAUSE_S", 0.01)
     num_queries = 0
     told = asyncio.Event()
 

@@ -242,7 +242,7 @@ async def test_a_refused_request_goes_at_once_to_a_replica_that_has_capacity(har
     assert {it.identity.replica_id for it in asked[:3]} <= {"d0", "d1", "d2"}
     assert all(len(replica.submissions) >= 1 for replica in replicas), "none was asked twice before all were"
     assert harness.clock.now() - began_at < 1.0
-    assert len(gateway.requests.admission.retries) == 0
+    assert len(gateway.requests.admission.retries.queue) == 0
 
 
 async def test_a_request_that_waits_for_capacity_can_be_cancelled(harness: GatewayHarness) -> None:
@@ -251,7 +251,7 @@ async def test_a_request_that_waits_for_capacity_can_be_cancelled(harness: Gatew
     replica.script.num_refusals = 1000
     stream = harness.client(address).generate(PROMPT, resume=False)
     work = asyncio.create_task(anext(stream.events()))
-    retries = gateway.requests.admission.retries
+    retries = gateway.requests.admission.retries.queue
     await until(lambda: len(retries) == 1, "it was refused, and waits until the replica is heard again")
     await gateway.requests.close()
     await until(lambda: gateway.requests.num_running == 0, "it has ended")
@@ -463,7 +463,7 @@ async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harne
         await client.complete(PROMPT, resume=False)
     assert caught.value.is_refusal
     assert "gateway.max_requests" in caught.value.message
-    assert gateway.requests.admission.counts.num_refused == {("requests", "standard"): 1}
+    assert gateway.requests.admission.refusals.counts == {("requests", "standard"): 1}
     # Streams of another gateway that has ended are taken all the same.
     _, other = await harness.add_gateway()
     stream = harness.client(other, address).generate(PROMPT, GenerateOptions(max_tokens=9, seed=3))

@@ -15,7 +15,7 @@ import pytest_asyncio
 from gateway_harness import MAX_CONTEXT, PROMPT, VOCAB, GatewayHarness, Pair, encode, until, write_model
 from http_harness import EmbeddingReplica
 
-from cluster.admission.admission import RequestAdmission
+from cluster.admission.degradation import Degradation
 from cluster.api.client import Completion
 from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.errors import CallError
@@ -197,7 +197,7 @@ async def test_what_load_cut_is_no_longer_where_it_is_resumed(
 ) -> None:
     """The load has gone by then; at 3 the end alone is missing."""
     caps = iter([3])
-    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: next(caps))
+    monkeypatch.setattr(Degradation, "max_tokens", lambda self, service_class, asked: next(caps))
     write(thinking, "abcdefgh")
     request = generate_request(PROMPT, GenerateOptions(max_tokens=8, seed=3, request_id="cut"))
     whole = [reply async for reply in thinking.client.stub().Generate(request)]

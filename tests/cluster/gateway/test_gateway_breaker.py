@@ -181,7 +181,7 @@ async def test_what_waits_in_the_gateway_for_a_stopped_replica_waits_for_others(
         replica.script.num_backlog_tokens = 5000
     gateway, address = await harness.add_gateway()
     calls = [asyncio.create_task(generate(harness.client(address), seed)) for seed in range(8)]
-    await until(lambda: len(gateway.requests.admission) == 8, "they wait in the gateway")
+    await until(lambda: len(gateway.requests.admission.waiting) == 8, "they wait in the gateway")
 
     def waits_at() -> set[str]:
         return {it.compute_id for it in gateway.exchange._router.own_placements()}

@@ -13,7 +13,8 @@ from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 
 from cluster.api.generate_options import GenerateOptions
 from cluster.doctor import members, serving
-from cluster.doctor.checks import Expected, Severity, look
+from cluster.doctor.checks import Severity
+from cluster.doctor.live_cluster import Expected, look
 from cluster.gateway import history, prefix_reuse
 from cluster.gateway.history import MAX_AGE_S, RequestHistory, percentile
 from cluster.gateway.prefix_reuse import WINDOW_TOKENS, KnownSince, PrefixTracker, Reuse, find_anchors

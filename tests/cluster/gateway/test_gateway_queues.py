@@ -43,7 +43,7 @@ async def test_on_a_rung_that_sheds_a_request_it_is_not_even_tokenized(
 ) -> None:
     await harness.add_replica("d0", "decode")
     gateway, address = await opened(harness)
-    gateway.requests.admission.ladder.rung = Rung.LOW_WEIGHT_SHED
+    gateway.requests.admission.degradation.ladder.rung = Rung.LOW_WEIGHT_SHED
     num_read = 0
 
     async def read(*_: Any) -> None:
@@ -57,7 +57,7 @@ async def test_on_a_rung_that_sheds_a_request_it_is_not_even_tokenized(
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "of the class batch" in caught.value.message
     assert num_read == 0
-    assert gateway.requests.admission.num_bytes == 0
+    assert gateway.requests.admission.bytes.num_bytes == 0
 
 
 async def test_all_of_a_request_counts_in_bytes_until_it_is_submitted(harness: GatewayHarness) -> None:
@@ -67,13 +67,13 @@ async def test_all_of_a_request_counts_in_bytes_until_it_is_submitted(harness: G
     gateway, address = await opened(harness)
     admission = gateway.requests.admission
     work = asyncio.create_task(generate(harness, address, constraint=pb.Constraint(json_schema=SCHEMA)))
-    await until(lambda: len(admission) == 1, "it waits")
-    assert admission.num_bytes > 250_000
+    await until(lambda: len(admission.waiting) == 1, "it waits")
+    assert admission.bytes.num_bytes > 250_000
     replica.script.num_backlog_tokens = 0
     await until(lambda: bool(replica.submissions), "it is submitted")
-    assert admission.num_bytes == 0
+    assert admission.bytes.num_bytes == 0
     await work
-    assert admission.num_bytes == 0
+    assert admission.bytes.num_bytes == 0
 
 
 async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
@@ -89,10 +89,10 @@ async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
     first = harness.client(address).generate(PROMPT, options, resume=False).events()
     accepted = await anext(first)
     assert isinstance(accepted, pb.Accepted)
-    await until(lambda: len(gateway.requests.admission) == 1, "it waits")
-    (held,) = gateway.requests.admission._waiting.values()
+    await until(lambda: len(gateway.requests.admission.waiting) == 1, "it waits")
+    (queued,) = gateway.requests.admission.waiting
     for each in (gateway, other):
-        each.requests.admission.ladder.rung = Rung.REFUSING
+        each.requests.admission.degradation.ladder.rung = Rung.REFUSING
     calls = []
     for at, claimed in ((address, [1, 2]), (address, [1, 2]), (address, []), (other_address, [])):
         request = generate_request(PROMPT, options)
@@ -102,10 +102,10 @@ async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
         call = InferenceStub(channel).Generate(request)
         calls.append((channel, call, aiter(call)))
         assert (await anext(calls[-1][2])).WhichOneof("event") == "accepted"
-    assert (len(gateway.requests.admission), len(other.requests.admission)) == (1, 1)
-    (last,) = gateway.requests.admission._waiting.values()
-    assert last is not held
-    assert last.arrived_at == held.arrived_at
+    assert (len(gateway.requests.admission.waiting), len(other.requests.admission.waiting)) == (1, 1)
+    (last,) = gateway.requests.admission.waiting
+    assert last is not queued
+    assert last.arrived_at == queued.arrived_at
     assert not replica.submissions
     replica.script.num_backlog_tokens = 0
     for _, _, responses in calls[2:]:
@@ -133,16 +133,16 @@ async def test_a_request_counts_while_its_prompt_is_read(
     monkeypatch.setattr(preprocessor, "prompt_tokens", slowly)
     constraint = pb.Constraint(json_schema=SCHEMA)
     first = asyncio.create_task(generate(harness, address, constraint=constraint))
-    await until(lambda: admission.num_bytes > 250_000, "it has arrived")
+    await until(lambda: admission.bytes.num_bytes > 250_000, "it has arrived")
     gone = asyncio.create_task(generate(harness, address, constraint=constraint))
-    await until(lambda: admission.num_bytes > 500_000, "another one has arrived")
+    await until(lambda: admission.bytes.num_bytes > 500_000, "another one has arrived")
     with pytest.raises(CallError, match="max_queue_mb"):
         await generate(harness, address, constraint=constraint)
     gone.cancel()
-    await until(lambda: admission.num_bytes < 500_000, "it has left")
+    await until(lambda: admission.bytes.num_bytes < 500_000, "it has left")
     goes_on.set()
     await first
-    assert admission.num_bytes == 0
+    assert admission.bytes.num_bytes == 0
     await asyncio.gather(gone, return_exceptions=True)
 
 
@@ -152,11 +152,11 @@ async def test_a_request_counts_again_while_it_waits_after_a_refusal(harness: Ga
     gateway, address = await opened(harness)
     admission = gateway.requests.admission
     work = asyncio.create_task(generate(harness, address))
-    await until(lambda: len(admission.retries) == 1, "it was refused, and waits")
-    assert admission.num_bytes > 0
+    await until(lambda: len(admission.retries.queue) == 1, "it was refused, and waits")
+    assert admission.bytes.num_bytes > 0
     await gateway.requests.close()
     await asyncio.gather(work, return_exceptions=True)
-    assert admission.num_bytes == 0
+    assert admission.bytes.num_bytes == 0
 
 
 async def test_a_request_counts_while_there_is_no_replica(harness: GatewayHarness) -> None:
@@ -166,10 +166,10 @@ async def test_a_request_counts_while_there_is_no_replica(harness: GatewayHarnes
     await until(lambda: not gateway.connections.is_connected(), "it is gone")
     work = asyncio.create_task(generate(harness, address))
     await until(lambda: gateway.requests.num_running == 1, "it asks again and again")
-    assert gateway.requests.admission.num_bytes > 0
+    assert gateway.requests.admission.bytes.num_bytes > 0
     with pytest.raises(CallError):
         await work
-    assert gateway.requests.admission.num_bytes == 0
+    assert gateway.requests.admission.bytes.num_bytes == 0
 
 
 async def test_a_request_that_is_refused_for_the_load_is_not_counted_by_its_quota(
@@ -189,7 +189,7 @@ async def test_a_request_that_is_refused_for_the_load_is_not_counted_by_its_quot
         for _ in range(3):
             with pytest.raises(CallError, match="too late"):
                 await generate(harness, address)
-    assert requests.admission.num_bytes == 0
+    assert requests.admission.bytes.num_bytes == 0
     assert not replica.submissions
     await generate(harness, address)
     with pytest.raises(CallError, match="requests_per_s"):
@@ -217,12 +217,12 @@ async def test_what_is_refused_after_all_was_not_capped(harness: GatewayHarness)
     standard = {"capped_tokens": 2, "ttft_s": 0.0001, "aging_s": 0.1, "max_wait_s": 0.3}
     gateway, address = await opened(harness, standard=standard, interactive={"capped_tokens": 2})
     admission = gateway.requests.admission
-    admission.ladder.rung = Rung.TOKENS_CAPPED
+    admission.degradation.ladder.rung = Rung.TOKENS_CAPPED
     with pytest.raises(CallError, match="objective"):
         await generate(harness, address)
-    assert admission.counts.num_capped == 0
+    assert admission.degradation.num_capped == 0
     await generate(harness, address, service_class="interactive")
-    assert admission.counts.num_capped == 1
+    assert admission.degradation.num_capped == 1
 
 
 async def test_bytes_are_released_whatever_ends_the_acceptance(
@@ -244,5 +244,5 @@ async def test_bytes_are_released_whatever_ends_the_acceptance(
             patched.setattr(owner, name, break_down)
             with pytest.raises(CallError):
                 await generate(harness, address)
-        assert requests.admission.num_bytes == 0, name
-        assert len(requests.admission) == 0, name
+        assert requests.admission.bytes.num_bytes == 0, name
+        assert len(requests.admission.waiting) == 0, name

@@ -10,10 +10,10 @@ from gateway_harness import PROMPT, GatewayHarness, until
 
 from cluster.api.client import Collector
 from cluster.api.generate_options import GenerateOptions
-from cluster.gateway.placement_exchange import (
-    FOLLOW_CODEC,
+from cluster.gateway.fleet.messages import (
     PLACEMENT_CODEC,
     PLACEMENT_PROTOCOL,
+    QUERY_CODEC,
     Finished,
     FollowPlacements,
     PlacementDelta,
@@ -158,5 +158,5 @@ async def test_a_follower_that_speaks_is_cut_off(harness: GatewayHarness) -> Non
 
 async def open_follower(harness: GatewayHarness, gateway: Gateway, follow: FollowPlacements) -> FrameStream:
     stream = await open_tcp(f"127.0.0.1:{gateway.fleet_port}", harness.trust, "follower", has_heartbeat=True)
-    stream.send(FOLLOW_CODEC.encode(follow))
+    stream.send(QUERY_CODEC.encode(follow))
     return stream

@@ -15,7 +15,7 @@ from wire_image import recorded_images
 
 from cluster.api.generate_options import GenerateOptions
 from cluster.config import parse_config
-from cluster.gateway.fleet import (
+from cluster.gateway.fleet.messages import (
     ANSWER_CODEC,
     FLEET_PROTOCOL,
     QUERY_CODEC,

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.gateway import placement_exchange
-from cluster.gateway.placement_exchange import (
+from cluster.gateway.fleet import peer_placements, placement_feed
+from cluster.gateway.fleet.messages import (
     MAX_COUNT,
     MAX_KEYS,
     MAX_PLACEMENT_FRAME_BYTES,
     PLACEMENT_CODEC,
     Change,
     Finished,
-    PeerPlacements,
     Placed,
     PlacementDelta,
-    PlacementFeed,
     PlacementSnapshot,
     PlacementsRefused,
     Prefilled,
 )
+from cluster.gateway.fleet.peer_placements import PeerPlacements
+from cluster.gateway.fleet.placement_feed import PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
@@ -125,7 +125,7 @@ class Group:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) -> None:
-    """Any interleaving of placements, held and sent, first tokens, ends, frames, cuts and reconnections."""
+    """Any interleaving of placements, queued and sent, first tokens, ends, frames, cuts and reconnections."""
     group = Group(data.draw(st.integers(2, 4)))
     names = sorted(group.members)
     # By (gateway, request): the replica, and whether it waits in the gateway, is sent or has a token.
@@ -150,13 +150,13 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             )
             decision = member.router.decide(request)
             member.router.place(request, decision, is_queued=is_queued)
-            model[name, request_id] = (decision.compute_id, "held" if is_queued else "sent")
+            model[name, request_id] = (decision.compute_id, "queued" if is_queued else "sent")
         elif action == "submit" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_submitted(key[1])
-            if model[key][1] == "held":
+            if model[key][1] == "queued":
                 model[key] = (model[key][0], "sent")
-        elif action == "prefill" and (sent := [it for it in own if model[it][1] != "held"]):
+        elif action == "prefill" and (sent := [it for it in own if model[it][1] != "queued"]):
             key = data.draw(st.sampled_from(sent))
             member.router.on_prefilled(key[1])
             model[key] = (model[key][0], "prefilled")
@@ -174,15 +174,15 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             group.connect(pair)
         group.check()
     group.settle()
-    expected, expected_held = dict.fromkeys(REPLICAS, 0), dict.fromkeys(REPLICAS, 0)
+    expected, expected_queued = dict.fromkeys(REPLICAS, 0), dict.fromkeys(REPLICAS, 0)
     for replica_id, state in model.values():
         expected[replica_id] += 0 if state == "prefilled" else PROMPT_TOKENS
-        expected_held[replica_id] += PROMPT_TOKENS if state == "held" else 0
+        expected_queued[replica_id] += PROMPT_TOKENS if state == "queued" else 0
     for member in group.members.values():
         assert member.router.num_placements == len(model)
         assert member.backlogs() == expected
-        held = {it: member.router.loads.state(it).num_queued_tokens for it in REPLICAS}
-        assert held == expected_held
+        queued = {it: member.router.loads.state(it).num_queued_tokens for it in REPLICAS}
+        assert queued == expected_queued
     for name, request_id in model:
         group.members[name].router.on_finished(request_id)
     group.settle()
@@ -224,7 +224,7 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
 def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.gateway.placement_exchange.MAX_PLACEMENTS", 3)
+    monkeypatch.setattr(placement_feed, "MAX_PLACEMENTS", 3)
     group = Group(2)
     group.settle()
     holder, other = group.members["g0"].router, group.members["g1"].router
@@ -373,7 +373,8 @@ def test_the_order_of_frames_their_size_and_a_refusal() -> None:
 
 def test_the_placements_of_one_gateway_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender does not announce more, and the receiver does not take more."""
-    monkeypatch.setattr(placement_exchange, "MAX_PLACEMENTS", 3)
+    for module in (placement_feed, peer_placements):
+        monkeypatch.setattr(module, "MAX_PLACEMENTS", 3)
     group = Group(2)
     group.settle()
     sender, follower = group.members["g1"], group.members["g0"]
@@ -390,7 +391,7 @@ def test_the_placements_of_one_gateway_are_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_long_snapshot_comes_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_exchange, "_FULL_FRAME_BYTES", 500)
+    monkeypatch.setattr(placement_feed, "_FULL_FRAME_BYTES", 500)
     group = Group(2)
     group.cut(("g0", "g1"))
     sender, follower = group.members["g1"], group.members["g0"]

@@ -9,7 +9,8 @@ from cluster.api.generate_options import GenerateOptions
 from cluster.gateway import replica_connections
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.trust import Trust
 from workers.messages.link import LinkUp, LoadReport, RoleChanged, StepFrame
 

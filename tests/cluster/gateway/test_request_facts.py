@@ -12,7 +12,7 @@ from cluster.gateway.submissions import first_route_request, route_request, subm
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.codec import Codec
-from kvtransfer.messages import LandingRequest
+from kvtransfer.peer_messages import LandingRequest
 from kvtransfer.request_facts import RequestFacts
 from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
@@ -29,7 +29,7 @@ WAY = (
     "workers/messages/link.py",
     "workers/scheduler",
     "workers/disagg",
-    "kvtransfer/messages.py",
+    "kvtransfer/peer_messages.py",
     "kvtransfer/request_facts.py",
     "kvtransfer/protocol",
 )

@@ -353,14 +353,14 @@ async def test_requests_of_a_gateway_that_died_go_on_free_of_charge_once(scripte
     await scripted.roster.remove("g0", 1)
     meters = [await Meter.steady(gateway, 2) for gateway in (second, third)]
     for gateway in (second, third):
-        gateway.requests.admission.ladder.rung = Rung.REFUSING  # nor are they judged
+        gateway.requests.admission.degradation.ladder.rung = Rung.REFUSING  # nor are they judged
     replica.script.resume.set()
     for call in calls:
         again = await begun(address, call.resumed(*call.token_ids))
         assert call.token_ids + await again.read() == expected(3, 6)
     assert [meter.num_charged for meter in meters] == [0, 0]
     for gateway in (second, third):
-        gateway.requests.admission.ladder.rung = Rung.NORMAL
+        gateway.requests.admission.degradation.ladder.rung = Rung.NORMAL
     for at in (address, other):
         await (await begun(at, calls[0].resumed(*expected(3, 6)[:5]))).read()
     assert [meter.num_charged for meter in meters] == [1, 1]
@@ -405,7 +405,7 @@ async def test_a_refused_call_has_no_place_while_other_gateways_hear_of_it(
 
     async def ask(claim: ResumeClaim) -> OtherGateways:
         if claim.is_returned:
-            left.append((len(admission), admission.num_bytes))
+            left.append((len(admission.waiting), admission.bytes.num_bytes))
         return await ask_others(claim)
 
     monkeypatch.setattr(resumed, "_ask_others", ask)

@@ -19,8 +19,8 @@ import cluster.http
 from cluster.errors import STATUS_TABLE, reason_of
 from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem
+from cluster.http.field_types import Ignored
 from cluster.http.fields import FIELDS
-from cluster.http.schemas import Ignored
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 # `make test-clients` runs those of OpenAI's client.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequestError
-from cluster.http.schemas import Body, ChatRequest, CompletionRequest, decode
+from cluster.http.body_decoding import Body, decode
+from cluster.http.schemas import ChatRequest, CompletionRequest
 from cluster.text.json_schemas import MAX_OPTIONAL_PROPERTIES, MAX_PROPERTIES, SchemaError, prepared
 from cluster.text.validation import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOPS
 

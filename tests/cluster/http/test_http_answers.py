@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.http.answers import Answer, Maker
-from cluster.http.chat import ChatAnswer
+from cluster.http.chat_answer import ChatAnswer
 from cluster.http.completions import CompletionAnswer
 from cluster.http.errors import HttpProblem
-from cluster.http.messages import MessagesAnswer, MessagesRequest
+from cluster.http.messages_answer import MessagesAnswer
+from cluster.http.messages_schemas import MessagesRequest
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.responses import ResponsesRequest
 from cluster.http.schemas import ChatRequest, CompletionRequest

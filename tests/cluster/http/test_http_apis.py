@@ -12,11 +12,11 @@ import pytest
 from gateway_harness import MAX_CONTEXT, PROMPT, GatewayHarness, decode, encode, raw, truth
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
-from cluster.admission.admission import RequestAdmission
+from cluster.admission.degradation import Degradation
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
-from cluster.http import chat, fields, messages, responses, schemas
-from cluster.http.schemas import decode as decode_body
+from cluster.http import chat, fields, messages, messages_schemas, responses, schemas
+from cluster.http.body_decoding import decode as decode_body
 from cluster.http.server import ROUTE_ACCESS
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
@@ -121,7 +121,7 @@ def test_a_conversation_with_tools_becomes_turns() -> None:
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"a": 1}}},
         "cache_control": {"type": "ephemeral"},
     }
-    call = calls_of(messages.MessagesRequest, messages, body)
+    call = calls_of(messages_schemas.MessagesRequest, messages, body)
     assert call.constraint.json_schema == '{"a":1}'
     found = call.chat
     roles = [pb.Role.Name(turn.role).removeprefix("ROLE_").lower() for turn in found.messages]
@@ -176,11 +176,11 @@ def test_a_tool_that_failed_says_so() -> None:
     for is_error, text in ((True, "Error: no such city"), (False, "no such city"), (None, "no such city")):
         result = {"type": "tool_result", "tool_use_id": "t1", "content": "no such city", "is_error": is_error}
         body = {"max_tokens": 8, "messages": [{"role": "user", "content": [result]}]}
-        (turn,) = calls_of(messages.MessagesRequest, messages, body).chat.messages
+        (turn,) = calls_of(messages_schemas.MessagesRequest, messages, body).chat.messages
         assert "".join(part.text for part in turn.content) == text
     alone = {"type": "tool_result", "tool_use_id": "t1", "is_error": True}
     body = {"max_tokens": 8, "messages": [{"role": "user", "content": [alone]}]}
-    (turn,) = calls_of(messages.MessagesRequest, messages, body).chat.messages
+    (turn,) = calls_of(messages_schemas.MessagesRequest, messages, body).chat.messages
     assert "".join(part.text for part in turn.content) == "Error: "
 
 
@@ -512,7 +512,7 @@ async def test_usage_says_what_the_maximum_was_cut_to_under_load(
     front: HttpFrontHarness, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "capped_max_tokens" not in (await front.post(path, body)).json["usage"]
-    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: min(asked, 3))
+    monkeypatch.setattr(Degradation, "max_tokens", lambda self, service_class, asked: min(asked, 3))
     usage = (await front.post(path, body)).json["usage"]
     assert usage["capped_max_tokens"] == 3
     assert 3 in (usage.get("completion_tokens"), usage.get("output_tokens"))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequestError
 from cluster.http import endpoints
+from cluster.http.body_decoding import decode
 from cluster.http.body_shape import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, check_shape
-from cluster.http.schemas import decode
 
 JSON = {"Content-Type": "application/json"}
 BODIES: dict[str, tuple[str, str]] = {

@@ -15,7 +15,7 @@ from http_harness import SCHEMAS, HttpFrontHarness, Reply
 from msgspec import inspect
 
 from cluster.errors import InvalidRequestError
-from cluster.http import chat, completions, embeddings, messages, responses, schemas
+from cluster.http import body_decoding, chat, completions, embeddings, messages, responses, schemas
 
 TRANSLATED: dict[str, Callable[[Any], object]] = {
     "/v1/chat/completions": chat.translate,
@@ -192,7 +192,7 @@ def problem_of(route: str, body: dict[str, Any], reply: Reply) -> str:
 def refused_paths(route: str, body: dict[str, Any]) -> list[str]:
     """The bad fields of a request; none where it can be translated."""
     try:
-        TRANSLATED[route](schemas.decode(json.dumps(body).encode(), SCHEMAS[route], {}))
+        TRANSLATED[route](body_decoding.decode(json.dumps(body).encode(), SCHEMAS[route], {}))
     except InvalidRequestError as error:
         return [it.field for it in error.violations]
     return []
@@ -388,6 +388,6 @@ async def test_what_is_unusual_is_answered(front: HttpFrontHarness, changes: dic
 def test_half_a_character_is_refused_in_words(half: str) -> None:
     body = f'{{"prompt": "{half}"}}'.encode()
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
-        schemas.decode(body, schemas.CompletionRequest, {})
+        body_decoding.decode(body, schemas.CompletionRequest, {})
     whole = b'{"prompt": "\\ud83d\\ude00"}'
-    assert schemas.decode(whole, schemas.CompletionRequest, {}).prompt == "\U0001f600"
+    assert body_decoding.decode(whole, schemas.CompletionRequest, {}).prompt == "\U0001f600"

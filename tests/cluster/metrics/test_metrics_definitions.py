@@ -30,7 +30,7 @@ from cluster.metrics.ray_registry import RayRegistry
 from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
+from kvtransfer.store.messages.admin_requests import IndexStat, StoreStat, TierStat
 from workers.messages.link import LoadReport
 from workers.stats_record import BATCH_BOUNDS, DeviceMemory, PathMeasure
 

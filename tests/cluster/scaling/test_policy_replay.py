@@ -19,15 +19,9 @@ from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.measured_rates import StepCost
-from cluster.scaling.simulation import (
-    Arrival,
-    Replayed,
-    ServiceModel,
-    SimulatedCluster,
-    TargetQueue,
-    keep_counts,
-    replay,
-)
+from cluster.scaling.other_policies import TargetQueue, keep_counts
+from cluster.scaling.scaling_replay import Replayed, replay
+from cluster.scaling.simulation import Arrival, ServiceModel, SimulatedCluster
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,

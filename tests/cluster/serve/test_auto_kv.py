@@ -15,16 +15,9 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.doctor import limits
 from cluster.doctor.checks import Severity
 from cluster.errors import ConfigError
+from cluster.serve.auto_kv import NodeResources, engine_config, host_memory, most_replicas_here, planned_needs
 from cluster.serve.machine import Machine
-from cluster.serve.memory import (
-    ENGINE_CORE_BYTES,
-    RAY_BYTES,
-    NodeResources,
-    engine_config,
-    host_memory,
-    most_replicas_here,
-    needs_of,
-)
+from cluster.serve.resource_needs import ENGINE_CORE_BYTES, RAY_BYTES
 
 GB = 10**9
 CONTEXT = 2048  # of the bundled model
@@ -56,14 +49,14 @@ def config(store_gb: float = 0.0, **fields: Any) -> ClusterConfig:
 
 
 def tokens(given: ClusterConfig, on: Machine, node: NodeResources | None = None) -> dict[str, int]:
-    return {pool.name: pool.kv_tokens for pool in needs_of(given, on, node).pools}
+    return {pool.name: pool.kv_tokens for pool in planned_needs(given, on, node).pools}
 
 
 def test_a_small_model_does_not_take_a_large_machine(tmp_path: Path) -> None:
     given = config_of()
     found = tokens(given, machine(tmp_path, 512 * GB))
     assert found == {"prefill": MOST, "decode": MOST}
-    need = needs_of(given, machine(tmp_path, 512 * GB)).pools[0]
+    need = planned_needs(given, machine(tmp_path, 512 * GB)).pools[0]
     assert need.kv_reason == "all that max_sequences contexts can use"
     assert need.replica_bytes < 2 * GB
 
@@ -71,7 +64,7 @@ def test_a_small_model_does_not_take_a_large_machine(tmp_path: Path) -> None:
 def test_what_is_left_is_counted_by_hand(tmp_path: Path) -> None:
     """Two replicas with all that they take, a store and Ray fill nine tenths of the memory, to a block."""
     given = config(store_gb=1.0)
-    needs = needs_of(given, machine(tmp_path, 20 * GB))
+    needs = planned_needs(given, machine(tmp_path, 20 * GB))
     total = FIXED + GB + sum(need.replica_bytes for need in needs.pools)
     assert 18 * GB - 20e6 < total <= 18 * GB
     assert len({need.kv_tokens for need in needs.pools}) == 1
@@ -94,11 +87,11 @@ def test_the_limit_of_the_control_group_counts_where_it_is_less(tmp_path: Path) 
 def test_no_replica_takes_more_than_is_free_now(tmp_path: Path) -> None:
     given = config()
     busy = machine(tmp_path, 64 * GB, free=4 * GB)
-    need = needs_of(given, busy).of("d")
+    need = planned_needs(given, busy).of("d")
     assert need.replica_bytes <= 0.9 * 4 * GB
     assert "are free here now" in need.kv_reason
     # While the cluster runs, what is free is what it left.
-    assert needs_of(given, busy, is_running=True).of("d").kv_tokens > need.kv_tokens
+    assert planned_needs(given, busy, is_running=True).of("d").kv_tokens > need.kv_tokens
 
 
 def test_all_replicas_that_may_come_are_counted(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_a_node_that_cannot_hold_them_all_is_divided_by_its_cpus(tmp_path: Path)
 
     everywhere = tokens(given, on)
     assert tokens(given, on, node(100.0)) == everywhere
-    two = needs_of(given, on, node(8.1)).pools  # two of the eight fit: any two
+    two = planned_needs(given, on, node(8.1)).pools  # two of the eight fit: any two
     for first in two:
         for second in two:
             assert FIXED + first.replica_bytes + second.replica_bytes <= 0.9 * 40 * GB
@@ -138,7 +131,7 @@ def test_a_node_that_cannot_hold_them_all_is_divided_by_its_cpus(tmp_path: Path)
     )
     alone = node(100.0, pool_d=1.0)  # half of it for the engine core and half for the stage
     assert most_replicas_here(own, alone) == {"p": 0, "d": 1}
-    assert FIXED + needs_of(own, on, alone).of("d").replica_bytes > 0.899 * 40 * GB
+    assert FIXED + planned_needs(own, on, alone).of("d").replica_bytes > 0.899 * 40 * GB
 
 
 def test_too_little_memory_is_refused_with_field_parts_and_remedy(tmp_path: Path) -> None:
@@ -158,7 +151,7 @@ def test_too_little_memory_is_refused_with_field_parts_and_remedy(tmp_path: Path
 
 
 def kv_context(given: ClusterConfig, on: Machine) -> Any:
-    return context_of(on, given, needs=needs_of(given, on))
+    return context_of(on, given, needs=planned_needs(given, on))
 
 
 def test_the_doctor_reports_the_capacity_and_its_reason(tmp_path: Path) -> None:
@@ -247,7 +240,7 @@ def test_whatever_is_placed_here_fits(
     )
     node = None if cpus is None else NodeResources({"CPU": cpus[0]}, {"p": cpus[1], "d": cpus[2]})
     with tempfile.TemporaryDirectory() as folder:
-        needs = needs_of(given, machine(Path(folder), total_gb * GB), node)
+        needs = planned_needs(given, machine(Path(folder), total_gb * GB), node)
     asked = {name: 0.05 + tp * pp * share for name, share in node.cpus.items()} if node else {}
     for num_p in range(replicas[0] + 1):
         for num_d in range(replicas[1] + 1):

@@ -22,7 +22,7 @@ from cluster.api.client import Client
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.identity.key_roots import end_rotation, rotate_key_root
-from kvtransfer.messages import BlocksStored, KvSnapshot
+from kvtransfer.kv_events import BlocksStored, KvSnapshot
 
 NUM_WORKERS = 4
 TORN = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"

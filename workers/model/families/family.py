@@ -45,8 +45,8 @@ class LayerNorms:
 class Rotary:
     """The rotary embedding of a family, beside what config.json says of it."""
 
-    # Only this part of a head is rotated, unless config.json says otherwise.
-    partial_factor: float = 1.0
+    # Only this part of a head is rotated, unless `partial_rotary_factor` says otherwise; None: all of it is.
+    partial_factor: float | None = None
     # Pairs are neighbors, (2i, 2i + 1), and not halves.
     is_interleaved: bool = False
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":

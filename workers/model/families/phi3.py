@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.model.families.family import Family
+from workers.model.families.family import Family, Rotary
 
 FAMILY = Family(
     "phi3",
@@ -10,6 +10,7 @@ FAMILY = Family(
     ("Phi3ForCausalLM",),
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     windows="all",
+    rotary=Rotary(partial_factor=1.0),
     is_qkv_fused=True,
     is_gate_up_fused=True,
 )

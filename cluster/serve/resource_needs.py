@@ -1,0 +1,202 @@
+"""The resources that the configured pools take: the memory of each rank and process, threads, open files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.dtypes import resolve_dtype
+from cluster.served_model import described_model, read_checkpoint
+from kvtransfer.blocks.host_memory import mapping_bytes
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.messages import ITEM_BYTES, Shard
+from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.rank_memory import (
+    CUDA_CONTEXT_BYTES,
+    PROCESS_BYTES,
+    Checkpoint,
+    RankShape,
+    activation_bytes,
+    least_kv_tokens,
+    whole_blocks,
+)
+from workers.model.sizes import part
+
+# The memory of a replica's engine core, or of a gateway.
+ENGINE_CORE_BYTES = 150_000_000
+# The memory of a Ray node with Serve, and of the processes that it starts in advance.
+RAY_BYTES = 1_000_000_000
+# The files that any process of ours has open: libraries, logs, Ray's connections.
+FILES_OF_A_PROCESS = 256
+
+
+class RankNeed(NamedTuple):
+    """Represents the memory of one rank. `offload_bytes` are in host memory whatever the device.
+    `kv_token_bytes` is the KV of one token."""
+
+    device: str
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    offload_bytes: int
+    kv_token_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        context = CUDA_CONTEXT_BYTES if self.device == "cuda" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + context
+
+    @property
+    def host_bytes(self) -> int:
+        on_host = self.device_bytes if self.device == "cpu" else 0
+        return PROCESS_BYTES + on_host + self.offload_bytes
+
+
+class PoolNeed(NamedTuple):
+    """Represents the needs of one pool. `ranks` are those of each replica, stage by stage."""
+
+    name: str
+    num_replicas: int
+    ranks: tuple[RankNeed, ...]
+    num_threads: int
+    tp: int
+    block_tokens: int
+    # The KV of each replica, and the reason where it is `auto` ("": it is configured). With `auto`, the
+    # memory that a GPU has left is not known here: the least is counted.
+    kv_tokens: int
+    kv_reason: str = ""
+
+    @property
+    def replica_bytes(self) -> int:
+        """Host memory of one replica."""
+        return ENGINE_CORE_BYTES + _host_bytes(self.ranks)
+
+    @property
+    def stages(self) -> list[tuple[RankNeed, ...]]:
+        """The ranks of each stage, which share a node, the smallest stage first."""
+        stages = [self.ranks[first : first + self.tp] for first in range(0, len(self.ranks), self.tp)]
+        return sorted(stages, key=_host_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Host memory of the largest stage."""
+        return _host_bytes(self.stages[-1])
+
+    @property
+    def host_kv_token_bytes(self) -> int:
+        """Host memory for the KV of one token."""
+        return sum(rank.kv_token_bytes for rank in self.ranks if rank.device == "cpu")
+
+    def with_kv(self, kv_tokens: int, reason: str = "") -> PoolNeed:
+        """Return the need with so much KV in each replica."""
+        num_tokens = whole_blocks(kv_tokens, self.block_tokens)
+        ranks = [
+            rank._replace(kv_bytes=mapping_bytes(num_tokens * rank.kv_token_bytes)) for rank in self.ranks
+        ]
+        return self._replace(ranks=tuple(ranks), kv_tokens=num_tokens, kv_reason=reason)
+
+
+class ClusterNeed(NamedTuple):
+    """Represents the needs of the whole configuration."""
+
+    pools: tuple[PoolNeed, ...]
+    # The bytes of one node.
+    store_bytes: int
+    num_gateways: int
+    # The files of the process that opens most.
+    open_files: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory if all of it ran on one machine."""
+        replicas = sum(pool.num_replicas * pool.replica_bytes for pool in self.pools)
+        return RAY_BYTES + self.store_bytes + self.num_gateways * ENGINE_CORE_BYTES + replicas
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of all ranks on CPUs, which compute at once."""
+        return sum(
+            pool.num_replicas * pool.num_threads
+            for pool in self.pools
+            for rank in pool.ranks
+            if rank.device == "cpu"
+        )
+
+    def of(self, pool_name: str) -> PoolNeed:
+        """Return the need of the pool."""
+        return next(pool for pool in self.pools if pool.name == pool_name)
+
+
+def needs_of(config: ClusterConfig) -> ClusterNeed:
+    """Return the needs of the configuration; where `kv_tokens` is `auto`, with the least KV, which
+    `cluster.serve.auto_kv` decides on a machine. Raises `CheckpointError` where the model folder cannot be
+    read."""
+    model = read_model_config(described_model(config))
+    checkpoint = read_checkpoint(config)
+    return ClusterNeed(
+        pools=tuple(_pool_need(pool, config, model, checkpoint) for pool in config.pools),
+        store_bytes=round(config.store.dram_gb * 1e9),
+        num_gateways=config.gateway.replicas,
+        open_files=_open_files(config),
+    )
+
+
+def stage_layers(pool: PoolConfig, num_layers: int) -> Sequence[int]:
+    """Return the layers of each stage; equal shares where none are configured (the real ones are
+    measured)."""
+    return pool.layers or [len(part(num_layers, stage, pool.pp)) for stage in range(pool.pp)]
+
+
+def gb(num_bytes: float) -> str:
+    """Return `1.5 GB` (1e9 bytes); small amounts in MB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _host_bytes(ranks: Sequence[RankNeed]) -> int:
+    return sum(rank.host_bytes for rank in ranks)
+
+
+def _pool_need(
+    pool: PoolConfig, config: ClusterConfig, model: ModelConfig, checkpoint: Checkpoint
+) -> PoolNeed:
+    """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
+    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
+    engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
+    ranks: list[RankNeed] = []
+    first = 0
+    for stage, num_layers in enumerate(stage_layers(pool, model.num_layers)):
+        for tp_rank in range(pool.tp):
+            shape = RankShape(model, first, first + num_layers, tp_rank, pool.tp)
+            layout = BlockLayout(
+                Shard(0, num_layers, 0, shape.num_kv_heads), model.head_dim, engine.block_tokens, item_bytes
+            )
+            ranks.append(
+                RankNeed(
+                    device=pool.stage_devices[stage],
+                    weight_bytes=checkpoint.weight_bytes(shape, item_bytes),
+                    activation_bytes=activation_bytes(
+                        shape, item_bytes, sizes.max_batch_tokens, engine.max_sequences
+                    ),
+                    kv_bytes=0,
+                    offload_bytes=engine.offload_tokens // engine.block_tokens * layout.block_bytes,
+                    kv_token_bytes=layout.block_bytes // engine.block_tokens,
+                )
+            )
+        first += num_layers
+    need = PoolNeed(
+        pool.name, pool.replicas, tuple(ranks), engine.num_threads, pool.tp, engine.block_tokens, 0
+    )
+    if engine.kv_tokens == "auto":
+        return need.with_kv(least_kv_tokens(model, engine.block_tokens), "the least")
+    return need.with_kv(engine.kv_tokens)
+
+
+def _open_files(config: ClusterConfig) -> int:
+    num_replicas = sum(pool.replicas for pool in config.pools)
+    num_ranks = sum(pool.replicas * pool.num_ranks for pool in config.pools)
+    of_gateway = 2 * config.gateway.max_requests + 2 * num_replicas
+    of_rank = 2 * config.transfer.tcp_streams * num_ranks + 2 * num_replicas
+    of_store = MAX_IDLE_FILES + 2 * num_ranks if config.store.dram_gb else 0
+    return FILES_OF_A_PROCESS + max(of_gateway, of_rank, of_store)
