@@ -21,5 +21,5 @@ class HeadNorms:
         """Normalize queries and keys of `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], in
         place."""
         num_heads, head_dim = self._weight.shape
-        heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+        heads = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
         heads.copy_(F.layer_norm(heads.float(), (head_dim,), None, None, self._eps) * self._weight)
