@@ -34,6 +34,7 @@ from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.model_source.config import DownloadConfig
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
+from cluster.parser_names import ReasoningParserName, ToolParserName
 from cluster.scaling.config import ScalingConfig
 from cluster.setting_errors import Location, setting_lines
 from kvtransfer.common.faults import FaultRule
@@ -193,10 +194,6 @@ class PoolConfig(_Settings):
             raise ConfigError(
                 f"pool {self.name}: layers add up to {sum(self.layers)}, the model has {model.num_layers}"
             )
-
-
-ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen3_coder"]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 
 class GatewayConfig(_Settings):

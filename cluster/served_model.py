@@ -1,5 +1,5 @@
-"""The model that the configuration names, as a folder on this host: a GGUF file has one made of it, in
-`model_cache`. No torch."""
+"""The model that the configuration names, as a folder on this host: in `model_cache` one is made of a GGUF
+file, and the description of a folder whose tokenizer has to be converted. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from cluster.config import ClusterConfig
 from workers.model.gguf.gguf_file import GgufFile, is_gguf
 from workers.model.gguf.gguf_names import written_tensors
-from workers.model.gguf.model_folder import described_folder, weights_folder
+from workers.model.model_folder import described_folder, weights_folder
 from workers.model.rank_memory import Checkpoint
 
 
 def described_model(config: ClusterConfig) -> Path:
-    """Return the folder with the model's configuration and tokenizer. Of a GGUF file it is made here, in a
-    second or two, where it is not there yet. Raises `CheckpointError`."""
+    """Return the folder with the model's configuration and tokenizer. Of a GGUF file, or where tokenizer.json
+    is missing beside tokenizer.model, it is made here, in a second or two, if it is not there yet. Raises
+    `CheckpointError`."""
     return described_folder(config.model_path, config.model_cache)
 
 

@@ -120,7 +120,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
     readers.add(PEER_CHILD.as_posix())
     readers |= {"cluster/cli/update.py", "cluster/serve/ray_token.py", "cluster/serve/ray_private.py"}
     readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks
-    readers |= {"workers/model/gguf/model_folder.py"}  # each host has a cache of its own
+    readers |= {"workers/model/model_folder.py"}  # each host has a cache of its own
     assert_none(
         {
             str(path): attributes(path) & {"os.environ", "os.getenv"}

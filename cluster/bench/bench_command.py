@@ -14,11 +14,14 @@ from rich.table import Table
 
 from cluster.bench.replayed_traces import bench_scaling, bench_store
 from cluster.bench.serving_command import bench_serve_command
+from cluster.cli.model_download import fetched
 from cluster.cli.terminal import NONE, AsJson, bundled_model, made_table, out
 from cluster.dtypes import auto_dtype
+from cluster.model_source.names import located_model
+from cluster.model_source.source import ModelSource
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
-from workers.model.gguf.model_folder import described_folder, weights_folder
+from workers.model.model_folder import described_folder, weights_folder
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
@@ -29,7 +32,13 @@ cli.command("scaling")(bench_scaling)
 
 @cli.command("engine")
 def bench_engine(
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder, GGUF file, or name, as of `tandem serve`; default: the bundled one."),
+    ] = None,
+    model_cache: Annotated[
+        Path | None, typer.Option(help="Folder for what is made of a GGUF file; default: ~/.cache/tandem.")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (as the cluster resolves it), bf16, fp16 or fp32.")
     ] = "auto",
@@ -70,11 +79,12 @@ def bench_engine(
         raise typer.BadParameter(str(error)) from None
     prompts = [_prompt_tokens(item) for item in prefill.split(",")] if prefill else []
     shapes = [_decode_shape(item, context) for item in decode_batch.split(",")] if decode_batch else []
-    model = model or bundled_model()
+    named = located_model(model or str(bundled_model()), Path().resolve())
+    path = fetched(ModelSource(model=named)).path
     if dtype == "auto":
-        dtype = auto_dtype(described_folder(model), on_cpu=device == "cpu")
+        dtype = auto_dtype(described_folder(path, model_cache), on_cpu=device == "cpu")
     options = BenchOptions(
-        model_dir=weights_folder(model, dtype),
+        model_dir=weights_folder(path, dtype, model_cache),
         dtype=dtype,
         threads=threads,
         prefill=prompts,

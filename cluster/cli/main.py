@@ -8,12 +8,14 @@ import json
 import logging
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cluster.api.blocking_client import BlockingClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.generate_options import Turn, generate_request
 from cluster.cli import calls
 from cluster.cli.chat_pipe import PipeScreen, chat_through_pipe
@@ -133,6 +135,16 @@ def generate(
 @gateway_options
 @sampling_options
 def chat_command(
+    served_model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="As of `tandem serve`: served here for the chat, unless --address serves it already. "
+            "Default: chat with what --address serves.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Of a MODEL that is served here: cpu or cuda.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt; /system changes it.")] = "",
     history: Annotated[
         str | None,
@@ -148,14 +160,18 @@ def chat_command(
     sampling: SamplingOptions,
     to: InferenceOptions,
 ) -> None:
-    """Chat with the model; /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.
+    """Chat with a model; /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.
 
     Where standard input or output is no terminal, each line is answered by one line.
     """
     options = sampling.generate_options()
     check_values(generate_request([Turn("user", system)], options))
+    who = to.credentials()
     try:
-        with BlockingClient(to.address, credentials=to.credentials()) as client:
+        with (
+            _chat_address(served_model, device, to.address, who) as address,
+            BlockingClient(address, credentials=who) as client,
+        ):
             if sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
                 file = _chat_history() if history is None else Path(history) if history else None
                 chat_on_terminal(client, options, out, system=system, timeout_s=timeout, history=file)
@@ -199,6 +215,22 @@ def explain(
     """Where a running or recent request went, and why."""
     who = to.credentials()
     run(calls.explain(to.address, admin_address, request_id, out, as_json=as_json, who=who))
+
+
+def _chat_address(
+    model: str | None, device: str | None, address: str, who: ClientCredentials
+) -> AbstractContextManager[str]:
+    """Return a context with the address of the gateway to chat with."""
+    if model is None:
+        if device is not None:
+            raise typer.BadParameter("is that of a MODEL; name one", param_hint="--device")
+        return nullcontext(address)
+    from cluster.cli.chat_server import chat_server  # here: without MODEL, nothing of it is needed
+    from cluster.cli.serve_options import ServeOptions
+
+    os.environ.pop("RAY_ADDRESS", None)  # Ray itself would follow it
+    options = ServeOptions(model=model, device=device, prefill=0, port=0)
+    return chat_server(options, address, who, os.environ)
 
 
 def _call_failed(error: CallError) -> str:

@@ -27,8 +27,8 @@ from cluster.errors import ConfigError, StartError
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
 from cluster.shown_urls import settings_without_secrets
-from workers.model.gguf.model_folder import described_folder
 from workers.model.model_config import read_model_config
+from workers.model.model_folder import described_folder
 
 
 @dataclass(frozen=True, kw_only=True)

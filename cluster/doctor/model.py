@@ -18,7 +18,6 @@ from cluster.text.tokenizer import ModelText
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_file import GgufFile, is_gguf
 from workers.model.gguf.gguf_names import written_tensors
-from workers.model.gguf.model_folder import default_cache
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import (
     ModelConfig,
@@ -27,6 +26,7 @@ from workers.model.model_config import (
     read_model_config,
     weight_files,
 )
+from workers.model.model_folder import default_cache
 from workers.model.sizes import refuse_empty_parts
 
 GROUP = "model"

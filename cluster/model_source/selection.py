@@ -30,7 +30,8 @@ SMALL_FILES = (
     "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 )
-_NEEDED = ("config.json", "tokenizer.json")
+# One of each is needed.
+_NEEDED = (("config.json",), ("tokenizer.json", "tokenizer.model"))
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w-][\w.-]*\.jinja")
 _WEIGHTS = re.compile(r"[\w-][\w.-]*\.safetensors")
 _PICKLED = (".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5", ".pkl")
@@ -67,7 +68,7 @@ def is_whole(folder: Path, file: str) -> bool:
     try:
         if file:
             return all((folder / part).is_file() for part in gguf_parts(file))
-        if not all((folder / name).is_file() for name in _NEEDED):
+        if not all(any((folder / name).is_file() for name in names) for names in _NEEDED):
             return False
         return not any(file_problem(weights) for weights in weight_files(folder))
     except (CheckpointError, OSError):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from cluster.text.bounded_process import BoundsBrokenError
 from cluster.text.chat_template import CalledTool, Chat, ChatRenderer, ChatTool, ChatTurn, Rendered
 from cluster.text.output_parsers.choose import OutputParsers
-from cluster.text.output_parsers.tool_grammar import CallNotation
 
 _NAME, _KEY = "probe_tool", "probe_key"
 # Ids of nine letters and digits, as some families demand.
@@ -24,9 +23,14 @@ _QUESTION = "probe question"
 _MAX_CHARS = 1 << 18
 
 _ARGUMENTS = rf'\{{\s*"{_KEY}": ?"{_VALUES[0]}"\s*\}}'
+# The keys of a listed call come in any order.
+_LISTED = (
+    rf'\{{\s*("name": ?"{_NAME}",\s*"arguments": ?{_ARGUMENTS}'
+    rf'|"arguments": ?{_ARGUMENTS},\s*"name": ?"{_NAME}")'
+)
 _OBJECT = rf'\{{\s*"name": ?"{_NAME}", ?"%s": ?{_ARGUMENTS}'
-# The form of the first call.
-_NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
+# The form of the first call, by the name of the parser.
+_NOTATIONS: Mapping[str, re.Pattern[str]] = {
     "hermes": re.compile(rf"<tool_call>\s*{_OBJECT % 'arguments'}\s*\}}\s*</tool_call>"),
     "llama3": re.compile(rf"{_OBJECT % 'parameters'}\s*\}}"),
     "mistral": re.compile(rf"\[TOOL_CALLS\]\s*\[\s*{_OBJECT % 'arguments'}"),
@@ -37,6 +41,23 @@ _NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
         rf"<tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUES[0]}\s*</parameter>\s*"
         r"</function>\s*</tool_call>"
     ),
+    "seed_oss": re.compile(
+        rf"<seed:tool_call>\s*<function={_NAME}>\s*<parameter={_KEY}>\s*{_VALUES[0]}\s*</parameter>\s*"
+        r"</function>\s*</seed:tool_call>"
+    ),
+    "glm45": re.compile(
+        rf"<tool_call>\s*{_NAME}\s*<arg_key>\s*{_KEY}\s*</arg_key>\s*<arg_value>\s*{_VALUES[0]}\s*"
+        r"</arg_value>\s*</tool_call>"
+    ),
+    "phi4": re.compile(rf"<\|tool_call\|>\s*\[\s*{_LISTED}.*<\|/tool_call\|>", re.DOTALL),
+    "granite": re.compile(rf"(<\|tool_call\|>|<tool_call>)\s*\[\s*{_LISTED}"),
+    "apertus": re.compile(rf'<\|tools_prefix\|>\s*\[\s*\{{\s*"{_NAME}": ?{_ARGUMENTS}'),
+    "olmo3": re.compile(rf'<function_calls>\s*{_NAME}\({_KEY} ?= ?"{_VALUES[0]}"\)'),
+    "gemma3": re.compile(rf"```tool_code\s*{_NAME}\({_KEY}='{_VALUES[0]}'\)"),
+    "gemma4": re.compile(
+        rf'<\|tool_call>call:{_NAME}\{{\s*{_KEY}:<\|"\|>{_VALUES[0]}<\|"\|>\s*\}}\s*<tool_call\|>'
+    ),
+    "glm4": re.compile(rf"{_NAME} *\n\s*{_ARGUMENTS}"),
 }
 
 
@@ -83,8 +104,8 @@ class CallProbe:
         return result.text.rpartition(_QUESTION)[2] if isinstance(result, Rendered) else ""
 
 
-def notation_in(text: str) -> CallNotation | None:
-    """Return the notation of the probe's first call; None where it is not known."""
+def notation_in(text: str) -> str | None:
+    """Return the parser for the probe's first call, or `mistral_args`; None where it is not known."""
     return next((name for name, pattern in _NOTATIONS.items() if pattern.search(text)), None)
 
 

@@ -26,6 +26,7 @@ from msgspec import structs
 from cluster.errors import TemplateRefusedError
 from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
 from cluster.text.special_text import SpecialText, StandIns, texts_of, with_plain
+from cluster.text.template_dialects import in_dialect
 from kvtransfer.codec import Codec, Message, Part
 from workers.errors import CheckpointError
 from workers.model.model_config import read_json
@@ -280,6 +281,7 @@ def _rendered(order: RenderOrder, *, cut_arguments_key: str) -> Rendered | Rende
                 args = {name: stand_ins.put(value) for name, value in args.items()}
                 messages = [_with_stand_ins(message, stand_ins) for message in messages]
                 tools = stand_ins.put(tools)
+        messages, tools = in_dialect(messages, tools, source)
         if chat.continue_final_message:
             messages[-1]["content"] += _OPEN_END
         context: dict[str, Any] = {

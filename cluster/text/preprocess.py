@@ -38,6 +38,7 @@ from cluster.text.special_text import SpecialText
 from cluster.text.tag_grammar import tag_markers
 from cluster.text.text_threads import TextThreads
 from cluster.text.tokenizer import ModelText
+from cluster.text.turn_end import TurnEnd
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
@@ -66,12 +67,14 @@ class SampleStart:
 
 class Prompt(NamedTuple):
     """The prompt's token ids, uint32 little-endian, the parsers of its answer, whether it ends with the
-    beginning of reasoning, and the rules of reasoning that may follow it (None: a grammar allows none)."""
+    beginning of reasoning, the rules of reasoning that may follow it (None: a grammar allows none), and
+    tokens that end the answer beside the model's end tokens."""
 
     tokens: bytes
     parsers: OutputParsers
     opens_reasoning: bool = False
     reasoning: ReasoningRules | None = None
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +179,19 @@ class Preprocessor:
         marks = template.source + template.tool_source if template is not None else None
         self._parsers = OutputParsers.choose(marks, gateway.tool_parser, gateway.reasoning_parser)
         self._chat: ChatRenderer | None = None
+        self._turn_end: TurnEnd | None = None
         self._marked_prompts: MarkedPromptEncoder | None = None
         if template is not None:
             special = None
+            ends = set(map(self._text.token_text, self._model.eos_token_ids))
+            named = {*template.special_tokens.values(), *ends}
+            tokens = self._text.special_tokens(marks or "", named)
             if gateway.special_tokens_in_content == "plain":
-                named = {*template.special_tokens.values()}
-                named.update(map(self._text.token_text, self._model.eos_token_ids))
-                tokens = self._text.special_tokens(marks or "", named)
                 in_answers = {*self._parsers.markers, *marks_in_answers(marks or "")} - named
                 special = SpecialText.of(tokens, in_answers)
                 self._marked_prompts = self._text.marked_prompt_encoder(tokens)
             self._chat = ChatRenderer(template, special)
+            self._turn_end = TurnEnd(self._chat, self._text.token_ids(tokens))
         self._calls = CallProbe(self._parsers, self._chat, finds_notation=gateway.tool_parser == "auto")
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
@@ -222,6 +227,7 @@ class Preprocessor:
     async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
         """Return the prompt of a checked request: its end where it is truncated."""
         opens_reasoning, reasoning, parsers = False, None, self._parsers
+        ends: tuple[int, ...] = ()
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -234,13 +240,14 @@ class Preprocessor:
             opens_reasoning = self._parsers.opens_reasoning(rendered.markup, continued)
             reasoning = self._parsers.reasoning_rules(rendered.markup, continued)
             prompt = await self.encode(rendered, add_special_tokens=False, party=request.tenant)
+            ends = await self._turn_ends(request)
             if parser_needs_of(request).tools:
                 parsers = await self._calls.parsers(self._clock.wall())
             if demands_calls(request.chat):
                 parsers = parsers.demanded()
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return Prompt(prompt, parsers, opens_reasoning, reasoning)
+        return Prompt(prompt, parsers, opens_reasoning, reasoning, ends)
 
     async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
         """Return the required form of the output of a checked request; raise `GrammarError` where there can
@@ -271,6 +278,10 @@ class Preprocessor:
         read = partial(self._samples, request, seed, max_tokens, request_id, prompt)
         is_short = sum(len(item.token_ids) for item in request.resume) <= _SHORT_TOKENS
         starts, texts = read() if is_short else await self._threads.run(request.tenant, read)
+        sampling = sampling_of(request, max_tokens) if facts.decodes else SamplingParams(max_tokens=1)
+        if facts.decodes and prompt.end_token_ids:
+            ends = (*sampling.stop_token_ids, *prompt.end_token_ids)
+            sampling = structs.replace(sampling, stop_token_ids=ends)
         chain = self._key_roots.chain(prompt.tokens, fingerprint, facts.sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
@@ -278,7 +289,7 @@ class Preprocessor:
             prompt=prompt.tokens,
             root_key=chain.root_key,
             block_keys=chain.block_keys,
-            sampling=sampling_of(request, max_tokens) if facts.decodes else SamplingParams(max_tokens=1),
+            sampling=sampling,
             samples=tuple(starts),
             deadline_at=deadline_at,
             max_attempts=self._gateway.max_attempts,
@@ -350,7 +361,7 @@ class Preprocessor:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
                 finish = name_of(pb.FinishReason, resumed[index].finish_reason)
             if output:  # what it said is counted, though it may have ended
-                has_end = not finish and resumed[index].token_ids[-1] in self._end_token_ids(request)
+                has_end = not finish and resumed[index].token_ids[-1] in self._end_token_ids(request, prompt)
                 ended = "stop" if has_end or finish == "tool_calls" else finish
                 found = text.push(output, ended).finish
                 finish = finish or found
@@ -376,8 +387,15 @@ class Preprocessor:
             parser=prompt.parsers.make(needs, request_id, sample, opens_reasoning=prompt.opens_reasoning),
         )
 
-    def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
-        ends = set(request.stop_token_ids)
+    async def _turn_ends(self, request: pb.GenerateRequest) -> tuple[int, ...]:
+        """Return the tokens that end the model's turn in a chat, and are no end tokens of the model."""
+        if self._turn_end is None or request.ignore_eos:
+            return ()
+        known = {*self._model.eos_token_ids, *request.stop_token_ids}
+        return tuple(it for it in await self._turn_end.token_ids(self._clock.wall()) if it not in known)
+
+    def _end_token_ids(self, request: pb.GenerateRequest, prompt: Prompt) -> set[int]:
+        ends = {*request.stop_token_ids, *prompt.end_token_ids}
         return ends if request.ignore_eos else ends | set(self._model.eos_token_ids)
 
 

@@ -68,7 +68,9 @@ class ModelText:
         """Read `tokenizer.json`; `CheckpointError` when there is none."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the gateway needs the model's fast tokenizer")
+            raise CheckpointError(
+                f"{path} is missing: the gateway needs it, or the tokenizer.model of SentencePiece"
+            )
         try:
             with panics_as_errors:
                 return cls(Tokenizer.from_file(str(path)))
@@ -84,6 +86,11 @@ class ModelText:
         """Return the texts that are commands in a prompt of this chat template; some are `named` so
         elsewhere."""
         return special_tokens(self._tokenizer, template, named)
+
+    def token_ids(self, tokens: Collection[str]) -> dict[str, int]:
+        """Return the ids of those of the tokens that the vocabulary has, by their names."""
+        found = ((token, self._tokenizer.token_to_id(token)) for token in tokens)
+        return {token: token_id for token, token_id in found if token_id is not None}
 
     def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:
         """Return an encoder of prompts in which some of these special tokens are plain text."""

@@ -87,6 +87,20 @@ COMBINED: dict[str, Object] = {
             "download": {"command": ["aws", "s3", "sync", "s3://m", "$(MODEL_PATH)"], "backoffLimit": 2},
         }
     },
+    "a model of the nodes": {
+        "model": {
+            "source": "nodes",
+            "cache": {"volume": {"hostPath": {"path": "/var/lib/tandem"}}},
+            "download": {"repo": "org/name", "revision": "0" * 40, "tokenSecret": {"name": "hub"}},
+        },
+    },
+    "a cache beside a claim": {
+        "model": {
+            "source": "pvc",
+            "pvc": {"claim": "models"},
+            "cache": {"volume": {"emptyDir": {"sizeLimit": "50Gi"}}},
+        },
+    },
     "a claim": {"model": {"source": "pvc", "pvc": {"claim": "models", "subPath": "m"}}},
     "a Redis of one's own": {
         "redis": {"mode": "external", "external": {"secretName": "redis", "address": "redis.example:6379"}}

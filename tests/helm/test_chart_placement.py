@@ -290,3 +290,37 @@ def test_an_image_by_digest_is_that_digest() -> None:
     assert found["tandem-redis"] == {f"docker.io/library/redis:7.4@{other}"}
     both = images({"image": {"tag": "t", "digest": big, "cpuDigest": small}})
     assert (both["gateway"], both["pool-decode"]) == ({f"tandem:t@{small}"}, {f"tandem:t@{big}"})
+
+
+def test_each_node_fetches_a_named_model_into_its_own_cache(files: tuple[Path, Path]) -> None:
+    commit, place = "0" * 40, {"path": "/var/lib/tandem"}
+    download = {"repo": "org/name", "revision": commit, "endpoint": "https://hub.example"}
+    model: Object = {"source": "nodes", "cache": {"volume": {"hostPath": place}}, "download": download}
+    values: Object = {"model": {**model, "download": {**download, "tokenSecret": {"name": "hub"}}}}
+    config, _ = application(ray_service(values), files)
+    assert config.model_source.model == f"org/name@{commit}"
+    assert (config.model_name, config.download.endpoint) == ("name", "https://hub.example")
+    for name, pod in pods(objects(values)):
+        if name == "tandem-redis":
+            continue
+        assert {"name": "model-cache", "hostPath": place} in pod["spec"]["volumes"], name
+        assert "model" not in {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert "initContainers" not in pod["spec"]
+        (mounts,) = (it["volumeMounts"] for it in pod["spec"]["containers"])
+        places = {mount["name"]: Path(mount["mountPath"]) for mount in mounts if "mountPath" in mount}
+        for path in (config.download.cache_folder, config.model_cache):
+            assert path is not None
+            assert path.is_relative_to(places["model-cache"])
+        assert config.download.token_file == places["hub-token"] / "token"
+    values = {"model": {**model, "download": {**download, "file": "m.Q8_0.gguf"}}}
+    config, _ = application(ray_service(values), files)
+    assert (config.model_source.model, config.model_name) == (f"org/name@{commit}:m.Q8_0.gguf", "m.Q8_0")
+    assert config.download.token_file is None
+
+
+def test_a_cache_keeps_what_is_made_of_a_claimed_model(files: tuple[Path, Path]) -> None:
+    values: Object = {"model": {"source": "pvc", "pvc": {"claim": "models"}}}
+    assert application(ray_service(values), files)[0].model_cache is None
+    values = merged(values, {"model": {"cache": {"volume": {"emptyDir": {}}}}})
+    config, _ = application(ray_service(values), files)
+    assert (str(config.model), str(config.model_cache)) == ("/tandem/models/tiny", "/tandem/model-cache/made")

@@ -39,7 +39,7 @@ BY_THE_SCHEMA = {
     "gateway.service.console": (True, "'console' not allowed"),
     "networkPolicy.freePorts.first": (80, "minimum: got 80, want 1,024"),
     "gateway.tls.enabled": ("yes", "got string, want boolean"),
-    "model.source": ("hub", "must be one of 'image', 'pvc', 'download'"),
+    "model.source": ("hub", "must be one of 'image', 'pvc', 'download', 'nodes'"),
     "model.path": ("models/tiny", "does not match pattern"),
     "rayVersion": ("latest", "does not match pattern"),
     "rayAuth.mode": ("none", "must be one of 'token', 'disabled'"),
@@ -57,6 +57,17 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName: must be given"),
     ({"model": {"source": "pvc"}}, "model.pvc.claim: must be given"),
     ({"model": {"source": "download"}}, "model.download.repo: must be given"),
+    ({"model": {"source": "nodes"}}, "model.download.repo: must be given with model.source nodes"),
+    ({"model": {"source": "nodes", "download": {"repo": "org/name"}}}, "model.download.revision: must be a"),
+    (
+        {"model": {"source": "nodes", "download": {"repo": "org/name", "revision": "0" * 40}}},
+        "model.cache.volume: must be given with model.source nodes",
+    ),
+    (
+        {"model": {"cache": {"volume": {"emptyDir": {}, "hostPath": {"path": "/m"}}}}},
+        "model.cache.volume: exactly one volume source",
+    ),
+    ({"model": {"download": {"file": "m.gguf"}}}, "model.download.file: one file is fetched with"),
     (
         {"model": {"source": "download", "download": {"command": ["fetch"]}}},
         "model.name: must be given with model.download.command",

@@ -72,7 +72,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "digest": _DIGEST,
     "cpuDigest": _DIGEST,
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
-    "model.source": {"enum": ["image", "pvc", "download"]},
+    "model.source": {"enum": ["image", "pvc", "download", "nodes"]},
     "model.path": {"type": "string", "pattern": "^/"},
     "command": _STRINGS,
     "accessModes": {
@@ -101,6 +101,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "hugePages.amount": {"type": "string", "pattern": "^$|^[0-9]+[KMGT]i$"},
     "rdma.count": _COUNT,
     "nvme.volume": {"type": "object", "minProperties": 1},
+    "cache.volume": {"type": "object"},
     "gateway.replicas": _COUNT,
     "port": _PORT,
     "consolePort": _PORT,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -72,6 +72,50 @@ def write_gguf(
             _add_tensor(writer, gguf_name, values, quantization)
         finish(writer)
     return names[0]
+
+
+def write_family(
+    path: Path,
+    architecture: str,
+    tensors: Mapping[str, Floats],
+    metadata: Mapping[str, Any],
+    *,
+    num_heads: int = 0,
+    num_kv_heads: int = 0,
+    norm_shift: float = 0.0,
+    others: Mapping[str, Floats] | None = None,
+) -> Path:
+    """Write a model of any architecture in 32-bit floats, with the tensor names of the package `gguf`.
+
+    `metadata` has keys without the architecture. With `num_heads` and `num_kv_heads`, the rows of queries and
+    keys are brought into the order of llama.cpp; `norm_shift` is added to the weights of norms. `others` are
+    tensors that have no name in Hugging Face layout.
+    """
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        _ADDERS[type(value)](writer, f"{architecture}.{key}", value)
+    _add_tokens(writer, len(tensors["model.embed_tokens.weight"]))
+    (number,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    name_map = get_tensor_name_map(number, int(metadata["block_count"]))
+    for name, values in tensors.items():
+        found = name_map.get_name(name, (".weight", ".bias"))
+        assert found is not None, name
+        heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2], 0)
+        written = _rotary_order(values, heads) if heads else values
+        writer.add_tensor(found, written + np.float32(norm_shift) if "norm.weight" in name else written)
+    for name, values in (others or {}).items():
+        writer.add_tensor(name, values)
+    finish(writer)
+    return path
+
+
+_ADDERS: dict[type, Callable[[GGUFWriter, str, Any], None]] = {
+    int: GGUFWriter.add_uint32,
+    float: GGUFWriter.add_float32,
+    bool: GGUFWriter.add_bool,
+    str: GGUFWriter.add_string,
+    list: GGUFWriter.add_array,
+}
 
 
 def finish(writer: GGUFWriter) -> None:
@@ -188,6 +232,10 @@ def _permuted(name: str, values: Floats, family: str, config: dict[str, Any]) ->
     num_heads = heads.get(name.split(".")[-2])
     if family != "llama" or num_heads is None:
         return values
+    return _rotary_order(values, num_heads)
+
+
+def _rotary_order(values: Floats, num_heads: int) -> Floats:
     half = values.shape[0] // num_heads // 2
     split = values.reshape(num_heads, 2, half, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

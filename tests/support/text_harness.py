@@ -41,13 +41,111 @@ QWEN3_CODER = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}</function>
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}"""
+SEED_OSS = """{% for message in messages %}<seed:bos>{{ message.role }}
+{% if message.reasoning_content %}<seed:think>{{ message.reasoning_content }}</seed:think>
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}
+<seed:tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\
+{% if value is string %}{{ value }}{% else %}{{ value | tojson }}{% endif %}</parameter>
+{% endfor %}</function>
+</seed:tool_call>{% endfor %}<seed:eos>{% endfor %}"""
+GLM45 = """{% for message in messages %}<|{{ message.role }}|>
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>{{ call.function.name }}
+{% for name, value in call.function.arguments | items %}<arg_key>{{ name }}</arg_key>
+<arg_value>{% if value is string %}{{ value }}{% else %}{{ value | tojson }}{% endif %}</arg_value>
+{% endfor %}</tool_call>{% endfor %}{% endfor %}"""
+# This template knows no calls, and has the name of one and its result in turns of their own.
+GLM4 = """{% for message in messages %}{% set meta = message.get('metadata', '') %}\
+{% if message.role == 'observation' %}<|observation|>
+{{ message.content }}{% elif meta %}<|assistant|>{{ meta }} \n{{ message.content }}\
+{% else %}<|{{ message.role }}|>
+{{ message.content }}{% endif %}{% endfor %}"""
+# Nor do those of Granite 3, SmolLM3 and Gemma 3; the first two say in words how to call.
+GRANITE = """{% if tools %}respond only with <|tool_call|> followed by a JSON list of tools used. \
+{{ tools | tojson }}{% endif %}\
+{% if thinking %}between <think></think> and between <response></response>{% endif %}\
+{% for message in messages %}<|start_of_role|>{{ message.role }}<|end_of_role|>{{ message.content }}\
+<|end_of_text|>
+{% endfor %}"""
+SMOLLM3 = """{% if tools %}an object within <tool_call></tool_call> tags {{ tools | tojson }}{% endif %}\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}"""
+GEMMA3 = """{% set turns = messages[1:] if messages[0].role == 'system' else messages %}\
+{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('roles alternate') }}{% endif %}<start_of_turn>{{ message.role }}
+{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}{{ message.content }}<end_of_turn>
+{% endfor %}"""
+PHI4 = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and \
+message['tools'] is not none %}<|system|>{{ message.content }}<|tool|>{{ message.tools }}<|/tool|><|end|>\
+{% else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}{% endfor %}"""
+APERTUS = """{% for message in messages %}<|{{ message.role }}_start|>{% if message.reasoning_content %}\
+<|inner_prefix|>{{ message.reasoning_content }}<|inner_suffix|>{% endif %}{{ message.content }}\
+{% if message.tool_calls %}<|tools_prefix|>[{% for call in message.tool_calls %}\
+{"{{ call.function.name }}": {{ call.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}\
+{% endfor %}]<|tools_suffix|>{% endif %}<|{{ message.role }}_end|>{% endfor %}"""
+OLMO3 = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}\
+{{ message.content }}{% if message.tool_calls %}<function_calls>{% for call in message.tool_calls %}\
+{{ call.function.name }}({% for name, value in call.function.arguments | items %}{{ name }}=\
+{{ value | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}{{ '\n' }}\
+{% endif %}{% endfor %}</function_calls>{% endif %}<|im_end|>
+{% endfor %}"""
+GEMMA4 = """{% macro shown(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is boolean %}\
+{{ 'true' if value else 'false' }}{% elif value is mapping %}{{ '{' }}{% for key, it in value | dictsort %}\
+{{ key }}:{{ shown(it) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}\
+{% elif value is sequence %}[{% for it in value %}{{ shown(it) }}{% if not loop.last %},{% endif %}\
+{% endfor %}]{% else %}{{ value }}{% endif %}{% endmacro %}\
+{% for message in messages %}<|turn>{{ message.role }}
+{% if message.reasoning_content %}<|channel>thought
+{{ message.reasoning_content }}
+<channel|>{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}\
+<|tool_call>call:{{ call.function.name }}{{ shown(call.function.arguments) }}<tool_call|>{% endfor %}<turn|>
+{% endfor %}"""
 FAMILIES = {
     "hermes": HERMES,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "mistral, named": MISTRAL_NAMED,
     "qwen3 coder": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
+    "glm45": GLM45,
+    "glm4": GLM4,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "gemma3": GEMMA3,
+    "phi4": PHI4,
+    "apertus": APERTUS,
+    "olmo3": OLMO3,
+    "gemma4": GEMMA4,
 }
+# What the template writes before an answer, and behind it.
+TURN_STARTS = (
+    "<|im_start|>assistant\n",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<seed:bos>assistant\n",
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "<start_of_turn>assistant\n",
+    "<|assistant_start|>",
+    "<|turn>assistant\n",
+    "<|assistant|>\n",
+    "<|assistant|>",
+)
+TURN_ENDS = (
+    "<|im_end|>\n",
+    "<|eot_id|>",
+    "<seed:eos>",
+    "<|end_of_text|>\n",
+    "<end_of_turn>\n",
+    "<|assistant_end|>",
+    "<turn|>\n",
+    "<|end|>",
+)
 
 
 def train_byte_fallback() -> Tokenizer:

@@ -17,21 +17,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from decoder_logits import decoder_logits
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.file_lock import try_lock
 from workers.errors import CheckpointError
-from workers.model.attention.choice import choose_attention
-from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.decoder import load_decoder
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.gguf.gguf_file import GgufFile
 from workers.model.gguf.gguf_weights import bfloat16_bits, write_weights
-from workers.model.gguf.model_folder import described_folder, weights_folder
 from workers.model.model_config import read_model_config, weight_files
+from workers.model.model_folder import described_folder, weights_folder
 
 SHAPE = {
     "vocab_size": 256,
@@ -40,7 +39,6 @@ SHAPE = {
     "head_dim": 128,
     "eos_token_id": None,
 }
-BLOCK_TOKENS = 16
 TYPES = ["F32", "F16", "Q8_0", "Q4_1", "Q4_K"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MakeCheckpoint = Callable[..., Path]
@@ -66,16 +64,6 @@ def _theirs(file: Path) -> tuple[Any, dict[str, Tensor]]:
     return model, tensors
 
 
-@torch.inference_mode()
-def _logits(folder: Path, tokens: list[int]) -> Tensor:
-    decoder = load_decoder(folder, torch.float32, torch.device("cpu"))
-    config, num_blocks = decoder.config, -(-len(tokens) // BLOCK_TOKENS)
-    kv = torch.zeros(num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
-    step = StepInput.of([SequenceSpan(0, len(tokens), tuple(range(num_blocks)))], BLOCK_TOKENS)
-    attention = choose_attention(decoder.attention_shape, kv)
-    return decoder.logits(decoder.forward(torch.tensor(tokens), step, attention))
-
-
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tensors_and_logits_equal_those_of_transformers(
@@ -91,7 +79,7 @@ def test_tensors_and_logits_equal_those_of_transformers(
     with torch.inference_mode():
         reference = model(torch.tensor([tokens])).logits[0]
     assert reference.std() > 0
-    error = (_logits(folder, tokens) - reference).abs().max() / reference.abs().max()
+    error = (decoder_logits(folder, tokens) - reference).abs().max() / reference.abs().max()
     assert float(error) <= 1e-4
 
 
@@ -183,7 +171,7 @@ def test_a_changed_file_has_another_folder_and_one_that_is_made_is_kept(
 
 
 _CONVERT = (
-    "import sys; from pathlib import Path; from workers.model.gguf.model_folder import weights_folder\n"
+    "import sys; from pathlib import Path; from workers.model.model_folder import weights_folder\n"
     "phases = []\n"
     "print(weights_folder(Path(sys.argv[1]), 'bf16', Path(sys.argv[2]), phases.append))\n"
     "print(any(phase.startswith('converting') for phase in phases))"
@@ -223,6 +211,39 @@ def test_what_a_process_left_that_ended_meanwhile_is_not_used(
     folder = weights_folder(file, "bf16", cache)
     assert len(_tensors(folder)) == len(GgufFile.read(file).name_to_tensor)
     assert [path for path in cache.iterdir() if path.suffix == ".partial"] == []
+
+
+def test_folders_that_nothing_asks_for_are_removed_when_another_is_made(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    cache, days = tmp_path / "cache", 86400
+    first = weights_folder(_written(tmp_path, make_checkpoint), "bf16", cache)
+    second = weights_folder(tmp_path / "model.gguf", "fp16", cache)
+    (cache / "notes").mkdir()
+    now = second.stat().st_mtime
+    for folder in (first, second, cache / "notes"):
+        os.utime(folder, (now - 31 * days, now - 31 * days))
+    assert weights_folder(tmp_path / "model.gguf", "fp16", cache) == second
+    assert first.is_dir(), "nothing was made"
+    third = weights_folder(tmp_path / "model.gguf", "fp32", cache)
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {second.name, third.name, "notes"}
+    assert weights_folder(tmp_path / "model.gguf", "bf16", cache) == first
+    assert _tensors(first)
+
+
+def test_a_folder_that_another_process_works_on_stays(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    first = weights_folder(_written(tmp_path, make_checkpoint), "bf16", cache)
+    os.utime(first, (1, 1))
+    lock = try_lock(cache / f".{first.name}.lock")
+    assert lock is not None
+    weights_folder(tmp_path / "model.gguf", "fp16", cache)
+    assert first.is_dir()
+    os.close(lock)
+    weights_folder(tmp_path / "model.gguf", "fp32", cache)
+    assert not first.is_dir()
 
 
 def test_templates_become_files(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from tokenizers import (
 from transformers.convert_slow_tokenizer import generate_merges
 
 from workers.model.gguf.gguf_file import GgufFile
-from workers.model.gguf.gguf_tokenizer import TokenizerFiles, scored_merges, tokenizer_of
+from workers.model.gguf.gguf_tokenizer import TokenizerFiles, tokenizer_of
+from workers.model.piece_tokenizer import PieceVocabulary, scored_merges
 
 CORPUS = [path.read_text() for path in sorted(Path(__file__).parent.glob("test_[a-m]*.py"))][:12]
 CORPUS += [
@@ -193,12 +194,19 @@ def test_pieces_merge_by_the_score_of_what_they_become() -> None:
     """As SentencePiece does: of the pairs in a text, that with the highest score first."""
     tokens = ["a", "b", "c", "ab", "bc", "abc"]
     kinds, scores = [gguf_files.NORMAL] * 6, [-9.0, -9.0, -9.0, -2.0, -1.0, -3.0]
-    assert scored_merges(tokens, kinds, scores) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]
+    assert scored_merges(PieceVocabulary(tokens, kinds, scores)) == [
+        ("b", "c"),
+        ("a", "b"),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
     tokenizer = Tokenizer(
-        models.BPE(dict(zip(tokens, range(6), strict=True)), scored_merges(tokens, kinds, scores))
+        models.BPE(
+            dict(zip(tokens, range(6), strict=True)), scored_merges(PieceVocabulary(tokens, kinds, scores))
+        )
     )
     assert tokenizer.encode("abcab").tokens == ["abc", "ab"]
-    no_control = scored_merges(tokens, [1, 1, 1, gguf_files.CONTROL, 1, 1], scores)
+    no_control = scored_merges(PieceVocabulary(tokens, [1, 1, 1, gguf_files.CONTROL, 1, 1], scores))
     assert no_control == [("b", "c"), ("a", "bc")]
 
 

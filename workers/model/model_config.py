@@ -155,10 +155,10 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 def _pickled_words(model_dir: Path) -> str:
-    """Say what to do where the folder has pickled weights instead; "" where it has none."""
+    """Say what to do, and whether the folder has pickled weights instead."""
     pickled = sorted(file.name for file in model_dir.glob("*") if file.suffix in _PICKLED_SUFFIXES)
     if not pickled:
-        return ""
+        return "; download the weights in safetensors into it"
     return (
         f", but {pickled[0]}, which is never loaded, as unpickling can run anything: download a revision "
         "with safetensors, or convert it"
@@ -220,7 +220,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: no such file") from error
+        raise CheckpointError(f"{file}: no such file; download the whole folder of the model") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{file}: cannot be read: {reason}") from error

@@ -366,7 +366,9 @@ class WeightReader:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to the reader's dtype, or to the given one, or moved."""
         if name not in self._name_to_file:
-            raise CheckpointError(f"{self._dir}: tensor {name} is missing")
+            raise CheckpointError(
+                f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"
+            )
         file, opened = self._name_to_file[name]
         self._read.add(name)
         try:
@@ -385,7 +387,8 @@ class WeightReader:
             raise CheckpointError(f"{file}: tensor {name} has shape {found}, config.json says {list(shape)}")
         if stored.get_dtype() not in _FLOATS:
             raise CheckpointError(
-                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16"
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16; "
+                "take the checkpoint in 16 or 32 bits"
             )
         tensor: Tensor = opened.get_tensor(name)
         return tensor

@@ -59,8 +59,8 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
-from workers.model.gguf.model_folder import weights_folder
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.model_folder import described_folder, weights_folder
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
@@ -192,7 +192,8 @@ class _Rank:
             return None
         model_dir = Path(spec.model_dir)
         config = read_model_config(model_dir)
-        grammars = CompiledGrammars(model_dir, config.vocab_size, config.eos_token_ids)
+        folder = described_folder(model_dir, _model_cache(spec))
+        grammars = CompiledGrammars(folder, config.vocab_size, config.eos_token_ids)
         return CompileThread(grammars, self._channel.send)
 
     def _load(self, form: FormGroup, store: Store | None, grammars: CompiledGrammars | None) -> ModelRunner:
@@ -319,8 +320,13 @@ def _with_local_model(spec: RankSpec, progress: Callable[[str], None]) -> RankSp
     was not done. Raises `CheckpointError`."""
     if not spec.gguf_file:
         return spec
-    cache = Path(spec.model_cache) if spec.model_cache else None
-    return replace(spec, model_dir=str(weights_folder(Path(spec.gguf_file), spec.dtype, cache, progress)))
+    folder = weights_folder(Path(spec.gguf_file), spec.dtype, _model_cache(spec), progress)
+    return replace(spec, model_dir=str(folder))
+
+
+def _model_cache(spec: RankSpec) -> Path | None:
+    """Return where folders are kept that are made of a model; None: the default of this host."""
+    return Path(spec.model_cache) if spec.model_cache else None
 
 
 def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch.device]:

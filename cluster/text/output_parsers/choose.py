@@ -6,11 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cluster.config import ReasoningParserName, ToolParserName
+from cluster.parser_names import ReasoningParserName, ToolParserName
+from cluster.text.output_parsers.brace_calls import GEMMA4_MARKS, GEMMA4_QUOTE, BraceCalls
+from cluster.text.output_parsers.named_calls import NamedCalls
 from cluster.text.output_parsers.pieces import CallIds, OutputParser
-from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
-from cluster.text.output_parsers.tagged_calls import TaggedCalls
-from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
+from cluster.text.output_parsers.python_calls import PythonCalls
+from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser, ResponseParser
+from cluster.text.output_parsers.tagged_calls import FunctionTags, KeyTags, TaggedCalls
+from cluster.text.output_parsers.tool_calls import (
+    HERMES_MARKS,
+    BareCalls,
+    CallMarks,
+    ListedCalls,
+    MarkedCalls,
+    MistralCalls,
+)
 from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRules
 
 
@@ -22,32 +32,117 @@ class ParserNeeds(NamedTuple):
     separates_reasoning: bool
 
 
-# Makers of parsers by name, called with the ids of the calls, the needs, and whether an answer may have
-# several calls.
-_TOOL_PARSERS: dict[str, Callable[[CallIds, ParserNeeds, bool], OutputParser]] = {
-    "hermes": lambda ids, _, several: MarkedCalls(ids, allows_several=several),
-    "llama3": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
-    # Families whose templates all know several.
-    "mistral": lambda ids, _, __: ListedCalls(ids),
-    "qwen3_coder": lambda ids, needs, several: TaggedCalls(ids, needs.tools, allows_several=several),
+# Makes the parser of one sample for the needs of its request, and whether an answer may have several calls.
+_MakeParser = Callable[[CallIds, ParserNeeds, bool], OutputParser]
+_GRANITE = ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)
+_PHI4 = ("<|tool_call|>",), ("<|/tool_call|>",)
+_APERTUS = ("<|tools_prefix|>",), ("<|tools_suffix|>",)
+_SEED = CallMarks("<seed:tool_call>", "</seed:tool_call>")
+_OLMO3 = CallMarks("<function_calls>", "</function_calls>")
+_GEMMA3 = CallMarks("```tool_code", "```")
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolParser:
+    """How the calls of a family are read."""
+
+    make: _MakeParser
+    # The special tokens of the notation, which the text must keep.
+    tokens: tuple[str, ...] = ()
+    # The notation of its grammar; None: there is no grammar of such calls.
+    grammar: CallNotation | None = None
+
+
+_TOOL_PARSERS: dict[str, _ToolParser] = {
+    "hermes": _ToolParser(
+        lambda ids, _, several: MarkedCalls(ids, allows_several=several), HERMES_MARKS, "hermes"
+    ),
+    "llama3": _ToolParser(
+        lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
+        ("<|python_tag|>",),
+        "llama3",
+    ),
+    # A family whose templates all know several.
+    "mistral": _ToolParser(
+        lambda ids, _, __: MistralCalls(ids), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), "mistral"
+    ),
+    "qwen3_coder": _ToolParser(
+        lambda ids, needs, several: TaggedCalls(ids, needs.tools, FunctionTags, allows_several=several),
+        HERMES_MARKS,
+        "qwen3_coder",
+    ),
+    "seed_oss": _ToolParser(
+        lambda ids, needs, several: TaggedCalls(
+            ids, needs.tools, FunctionTags, _SEED, allows_several=several
+        ),
+        _SEED,
+        "seed_oss",
+    ),
+    "glm45": _ToolParser(
+        lambda ids, needs, several: TaggedCalls(ids, needs.tools, KeyTags, allows_several=several),
+        (*HERMES_MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "glm4": _ToolParser(
+        lambda ids, needs, several: NamedCalls(ids, frozenset(needs.tools), allows_several=several)
+    ),
+    "granite": _ToolParser(
+        lambda ids, _, several: ListedCalls(ids, *_GRANITE, allows_several=several),
+        (*_GRANITE[0], *_GRANITE[1]),
+        "granite",
+    ),
+    "phi4": _ToolParser(
+        lambda ids, _, several: ListedCalls(ids, *_PHI4, allows_several=several),
+        (*_PHI4[0], *_PHI4[1]),
+        "phi4",
+    ),
+    "apertus": _ToolParser(
+        lambda ids, _, several: ListedCalls(ids, *_APERTUS, is_keyed=True, allows_several=several),
+        (*_APERTUS[0], *_APERTUS[1]),
+        "apertus",
+    ),
+    "olmo3": _ToolParser(
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _OLMO3, allows_several=several), _OLMO3
+    ),
+    "gemma3": _ToolParser(
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _GEMMA3, allows_several=several)
+    ),
+    "gemma4": _ToolParser(
+        lambda ids, _, several: BraceCalls(ids, allows_several=several), (*GEMMA4_MARKS, GEMMA4_QUOTE)
+    ),
     # Calls that are demanded of a model without a notation of its own.
-    "json": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
+    "json": _ToolParser(
+        lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
+        grammar="json",
+    ),
 }
-# The special tokens that each notation writes, which the text must keep.
-_TOOL_TOKENS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+
+
+class _ReasoningMarks(NamedTuple):
+    """The marks around reasoning, those around the answer behind it (None: there are none), and the special
+    tokens in all of them."""
+
+    start: str
+    end: str
+    tokens: tuple[str, ...]
+    answer: tuple[str, str] | None = None
+
+
+_REASONING_MARKS = {
+    "think": _ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
+    "mistral": _ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    "seed_oss": _ReasoningMarks("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
+    "granite": _ReasoningMarks(
+        "<think>",
+        "</think>",
+        ("<think>", "</think>", "<response>", "</response>"),
+        ("<response>", "</response>"),
+    ),
+    "granite32": _ReasoningMarks("Here is my thought process:", "Here is my response:", ()),
+    "apertus": _ReasoningMarks(
+        "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")
+    ),
+    "gemma4": _ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 }
-_CALL_NOTATIONS: dict[str, CallNotation] = {
-    "hermes": "hermes",
-    "llama3": "llama3",
-    "mistral": "mistral",
-    "qwen3_coder": "qwen3_coder",
-    "json": "json",
-}
-_REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +163,15 @@ class OutputParsers:
         the chat template name."""
         source = template or ""
         return OutputParsers(
-            _tools_of(source) if tools == "auto" else tools,
+            marked_tool_parser(source) if tools == "auto" else tools,
             _reasoning_of(source) if reasoning == "auto" else reasoning,
             marks_arguments="[ARGS]" in source,
         )
 
-    def with_notation(self, notation: CallNotation | None) -> OutputParsers:
-        """Return the same for calls in this notation; None: the model has none that is known."""
-        tools = next((name for name, found in _CALL_NOTATIONS.items() if found == notation), "none")
-        if notation == "mistral_args":
-            tools = "mistral"
+    def with_notation(self, notation: str | None) -> OutputParsers:
+        """Return the same for calls as this parser reads them, or as `mistral_args`, Mistral's later form;
+        None: the model has no notation that is known."""
+        tools = "mistral" if notation == "mistral_args" else notation or "none"
         return replace(self, tools=tools, marks_arguments=notation == "mistral_args")
 
     def demanded(self) -> OutputParsers:
@@ -86,39 +180,45 @@ class OutputParsers:
 
     @property
     def call_notation(self) -> CallNotation | None:
-        """The notation of the model's calls; None where it has none for them."""
-        notation = _CALL_NOTATIONS.get(self.tools)
+        """The notation of the model's calls in a grammar; None where there is none for them."""
+        notation = _TOOL_PARSERS[self.tools].grammar if self.tools in _TOOL_PARSERS else None
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The marks of the parts in the model's answers."""
-        return (*_TOOL_TOKENS.get(self.tools, ()), *_REASONING_MARKERS.get(self.reasoning, ()))
+        return (*self._tool_tokens, *self._reasoning_tokens)
+
+    @property
+    def _tool_tokens(self) -> tuple[str, ...]:
+        return _TOOL_PARSERS[self.tools].tokens if self.tools in _TOOL_PARSERS else ()
+
+    @property
+    def _reasoning_tokens(self) -> tuple[str, ...]:
+        return _REASONING_MARKS[self.reasoning].tokens if self.reasoning in _REASONING_MARKS else ()
 
     def reasoning_rules(self, prompt: str, continued: str = "") -> ReasoningRules | None:
         """Return between which markers the model may reason after a rendered prompt; None where it does not,
         or the prompt ends with the end of its reasoning. The answer goes on from the text that is
         `continued`, the last of the prompt."""
-        markers = _REASONING_MARKERS.get(self.reasoning)
-        if markers is None or prompt.rstrip().endswith(markers[1]):
+        marks = _REASONING_MARKS.get(self.reasoning)
+        if marks is None or prompt.rstrip().endswith(marks.end):
             return None
-        return ReasoningRules(*markers, is_open=self.opens_reasoning(prompt, continued))
+        return ReasoningRules(marks.start, marks.end, is_open=self.opens_reasoning(prompt, continued))
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""
-        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.tools else ()
-        if needs.separates_reasoning:
-            kept += _REASONING_MARKERS.get(self.reasoning, ())
-        return frozenset(kept)
+        kept = self._tool_tokens if needs.tools else ()
+        return frozenset((*kept, *self._reasoning_tokens) if needs.separates_reasoning else kept)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Return whether a rendered prompt ends with the beginning of the reasoning, or in the middle of it,
         in the text that is `continued`."""
-        markers = _REASONING_MARKERS.get(self.reasoning)
-        if markers is None:
+        marks = _REASONING_MARKS.get(self.reasoning)
+        if marks is None:
             return False
-        start, end = markers
-        return prompt.rstrip().endswith(start) or continued.rfind(start) > continued.rfind(end)
+        is_begun = continued.rfind(marks.start) > continued.rfind(marks.end)
+        return prompt.rstrip().endswith(marks.start) or is_begun
 
     def make(
         self, needs: ParserNeeds, request_id: str, sample: int, *, opens_reasoning: bool
@@ -127,24 +227,50 @@ class OutputParsers:
         inner: OutputParser | None = None
         if needs.tools and self.tools in _TOOL_PARSERS:
             ids = CallIds(request_id, sample, is_short=self.tools == "mistral")
-            inner = _TOOL_PARSERS[self.tools](ids, needs, self.allows_several)
-        if needs.separates_reasoning and self.reasoning in _REASONING_MARKERS:
-            start, end = _REASONING_MARKERS[self.reasoning]
-            return ReasoningParser(start, end, inner or PlainParser(), is_open=opens_reasoning)
+            inner = _TOOL_PARSERS[self.tools].make(ids, needs, self.allows_several)
+        if needs.separates_reasoning and self.reasoning in _REASONING_MARKS:
+            marks = _REASONING_MARKS[self.reasoning]
+            inner = inner or PlainParser()
+            if marks.answer is not None:
+                inner = ResponseParser(*marks.answer, inner)
+            return ReasoningParser(marks.start, marks.end, inner, is_open=opens_reasoning)
         return inner
 
 
-def _tools_of(template: str) -> str:
+def marked_tool_parser(template: str) -> str:
+    """Return the parser that the marks in the source of a template name, "none" where there are none."""
+    for mark, name in (
+        ("<seed:tool_call>", "seed_oss"),
+        ("<|tool_call>call:", "gemma4"),
+        ("<|tools_prefix|>", "apertus"),
+        ("<function_calls>", "olmo3"),
+        ("<arg_key>", "glm45"),
+        ("<|/tool|>", "phi4"),
+        ("<|tool_call|>", "granite"),
+        ("[TOOL_CALLS]", "mistral"),
+    ):
+        if mark in template and not (name == "mistral" and "<tool_call>" in template):
+            return name
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "tool_calls" in template):
         return "llama3"
-    return "none"
+    if "'observation'" in template and "metadata" in template:
+        return "glm4"
+    # Gemma 3 is prompted to call in blocks of code; its template knows no tools.
+    return "gemma3" if "<start_of_turn>" in template and "tools" not in template else "none"
 
 
 def _reasoning_of(template: str) -> str:
     if "<think>" in template or "</think>" in template:
-        return "think"
-    return "mistral" if "[THINK]" in template else "none"
+        return "granite" if "<response>" in template else "think"
+    for mark, name in (
+        ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("<|inner_prefix|>", "apertus"),
+        ("<|channel>thought", "gemma4"),
+        ("Here is my thought process:", "granite32"),
+    ):
+        if mark in template:
+            return name
+    return "none"

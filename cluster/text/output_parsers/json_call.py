@@ -60,7 +60,9 @@ class JsonCall:
     object, no object at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_keyed: bool = False) -> None:
+        """With `is_keyed`, the call is {name: {...}}."""
+        self._is_keyed = is_keyed
         self.name = ""
         self.has_arguments = False
         self._arguments: list[str] = []
@@ -109,7 +111,7 @@ class JsonCall:
                 self._place = _Place.VALUE
             case _Place.VALUE:
                 self._begin_value(char)
-            case _Place.COMMA if char == ",":
+            case _Place.COMMA if char == "," and not self._is_keyed:
                 self._place = _Place.KEY
             case _Place.COMMA if char == "}" and self.name:
                 self._place = _Place.DONE
@@ -120,13 +122,20 @@ class JsonCall:
         self._token.append(char)
         if self._end.is_reached(char):
             self._key = _text("".join(self._token))
-            is_known = self._key in (_NAME, *_ARGUMENT_KEYS, *_OTHER_KEYS)
+            keys = (_NAME, *_ARGUMENT_KEYS, *_OTHER_KEYS)
+            is_known = bool(self._key) if self._is_keyed else self._key in keys
             self._place = _Place.COLON if is_known else _Place.BROKEN
 
+    @property
+    def _is_in_arguments(self) -> bool:
+        return self._is_keyed or self._key in _ARGUMENT_KEYS
+
     def _begin_value(self, char: str) -> None:
-        if self._key in _ARGUMENT_KEYS:
+        if self._is_in_arguments:
             fits = char == "{" and not self.has_arguments
             self.has_arguments = True
+            if self._is_keyed and fits:
+                self.name = self._key
         else:
             fits = char == '"' and not (self._key == _NAME and self.name)
         if not fits:
@@ -136,10 +145,10 @@ class JsonCall:
         self._read_value(char)
 
     def _read_value(self, char: str) -> None:
-        (self._arguments if self._key in _ARGUMENT_KEYS else self._token).append(char)
+        (self._arguments if self._is_in_arguments else self._token).append(char)
         if self._end.is_reached(char):
             self._place = _Place.COMMA
-            if self._key == _NAME:
+            if self._key == _NAME and not self._is_keyed:
                 self.name = _text("".join(self._token))
                 if not self.name:
                     self._place = _Place.BROKEN

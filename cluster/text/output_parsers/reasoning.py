@@ -83,6 +83,48 @@ class ReasoningParser:
         return [Reasoning(certain)]
 
 
+class ResponseParser:
+    """Takes the markers from around an answer, as Granite writes them behind its reasoning; `inner` gets the
+    text between them, and what follows. An answer that does not begin with the first marker is as it is."""
+
+    def __init__(self, start: str, end: str, inner: OutputParser) -> None:
+        self._start = start
+        self._end = end
+        self._inner = inner
+        # "before" the first marker, "within" the answer, "behind" it, or where there are no markers.
+        self._place = "before"
+        self._held = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._inner.is_reasoning
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that are certain after this text."""
+        self._held += text
+        if self._place == "before":
+            found = self._held.lstrip()
+            num_waiting = len(self._held) - len(found)
+            if num_waiting <= MAX_WAITING_CHARS and self._start.startswith(found) and found != self._start:
+                return []
+            is_begun = num_waiting <= MAX_WAITING_CHARS and found.startswith(self._start)
+            self._place = "within" if is_begun else "behind"
+            self._held = found[len(self._start) :] if is_begun else self._held
+        certain, self._held = self._held, ""
+        if self._place == "within":
+            before, marker, after = find_marker(certain, (self._end,))
+            self._place = "behind" if marker else "within"
+            certain, self._held = (before + after, "") if marker else (before, after)
+        return self._inner.push(certain) if certain else []
+
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the rest."""
+        held, self._held = self._held, ""
+        rest = [] if is_cut or not held else self._inner.push(held)
+        return joined([*rest, *self._inner.flush(is_cut=is_cut)])
+
+
 class PlainParser:
     """All is content."""
 

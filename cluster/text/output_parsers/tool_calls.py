@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.text.output_parsers.json_call import JsonCall, ValueEnd
 from cluster.text.output_parsers.pieces import (
@@ -24,7 +24,7 @@ _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
 _SEPARATORS = " \t\r\n;"
 
 
-class _Call(Protocol):
+class CallText(Protocol):
     """A call whose text is arriving."""
 
     @property
@@ -48,10 +48,18 @@ class _JsonCallText:
     """A call as a JSON object, behind `opening` (given back as content where there is no call). A call of
     another name than `names` is none (None: all names are fine, for a marker begins the call)."""
 
-    def __init__(self, index: int, call_id: str, opening: str, names: frozenset[str] | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        call_id: str,
+        opening: str,
+        names: frozenset[str] | None = None,
+        *,
+        is_keyed: bool = False,
+    ) -> None:
         self._index = index
         self._call_id = call_id
-        self._call = JsonCall()
+        self._call = JsonCall(is_keyed=is_keyed)
         self._names = names
         self._raw = [opening]
         self._is_named = False
@@ -154,7 +162,7 @@ class _NamedCallText:
         return rest.startswith(self._CALL_ID) and is_id is not None
 
 
-class _Calls:
+class Calls:
     """The common part of the notations: content, then calls, one after another."""
 
     def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
@@ -163,7 +171,7 @@ class _Calls:
         self._ids = ids
         self._allows_several = allows_several
         self._num_calls = 0
-        self._call: _Call | None = None
+        self._call: CallText | None = None
         self._held = ""
         # Whether the answer is over: later text does not belong to it.
         self._is_over = False
@@ -232,14 +240,23 @@ class _Calls:
         self._call = _JsonCallText(self._num_calls, self._ids.of(self._num_calls), opening, names)
 
 
-class MarkedCalls(_Calls):
+class CallMarks(NamedTuple):
+    """The markers before and behind calls."""
+
+    start: str
+    end: str
+
+
+HERMES_MARKS = CallMarks("<tool_call>", "</tool_call>")
+
+
+class MarkedCalls(Calls):
     """Reads calls in JSON between two markers each, as Hermes and Qwen write them. White space before a call
     and next to the markers belongs to nothing."""
 
-    _start, _end = "<tool_call>", "</tool_call>"
-
-    def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
+    def __init__(self, ids: CallIds, marks: CallMarks = HERMES_MARKS, *, allows_several: bool = True) -> None:
         super().__init__(ids, allows_several=allows_several)
+        self._start, self._end = marks
         self._is_closing = False
         # The white space that comes now follows a call.
         self._follows = False
@@ -281,7 +298,7 @@ class MarkedCalls(_Calls):
         return [] if is_part_of_end or (self._follows and not held.strip()) else [Content(held)]
 
 
-class BareCalls(_Calls):
+class BareCalls(Calls):
     """The whole answer is calls in JSON, separated by semicolons, as Llama 3 writes it, with or without the
     token <|python_tag|> before. Other answers are content, also JSON that looks like a call: without the
     token, it is one only where a tool has its name."""
@@ -337,19 +354,29 @@ class BareCalls(_Calls):
         return [] if is_separator or is_marker else [Content(held)]
 
 
-class ListedCalls(_Calls):
-    """Calls behind the token [TOOL_CALLS], as Mistral writes them: a JSON list of objects, or a name with its
-    arguments, and the token again before each further one."""
+class ListedCalls(Calls):
+    """Calls in a JSON list behind a marker, as Granite, Phi-4 and Apertus write them, or one call there
+    without a list. A marker may stand behind the list."""
 
-    _START = "[TOOL_CALLS]"
-
-    def __init__(self, ids: CallIds) -> None:
-        super().__init__(ids)
-        # "content", "start" (behind the token), "list" (within one).
+    def __init__(
+        self,
+        ids: CallIds,
+        starts: tuple[str, ...],
+        ends: tuple[str, ...] = (),
+        *,
+        is_keyed: bool = False,
+        allows_several: bool = True,
+    ) -> None:
+        """With `is_keyed`, the objects of the list are {name: {...}}."""
+        super().__init__(ids, allows_several=allows_several)
+        self._starts = starts
+        self._ends = ends
+        self._is_keyed = is_keyed
+        # "content", "start" (behind the marker), "list" (within one).
         self._place = "content"
-        # The beginning of a list without a call so far.
-        self._opening = ""
-        # The white space that comes now follows a call.
+        # The marker that was read, and the beginning of a list without a call so far.
+        self._start = self._opening = ""
+        # What comes now follows calls: white space, or the marker behind them.
         self._follows = False
 
     def _between(self) -> list[Piece] | None:
@@ -358,17 +385,16 @@ class ListedCalls(_Calls):
         text = self._held.lstrip()
         if self._place == "start" and len(self._held) - len(text) > MAX_WAITING_CHARS:
             self._place = "content"
-            return [Content(self._START)]
+            return [Content(self._start)]
         if not text:
             self._held = text if self._place == "list" else self._held
             return None
         if self._place == "start":
             if text[0] == "[":
-                self._place, self._held, self._opening = "list", text[1:], f"{self._START}["
+                self._place, self._held, self._opening = "list", text[1:], f"{self._start}["
                 return []
             self._place, self._held = "content", text
-            self._call = _NamedCallText(self._num_calls, self._ids.of(self._num_calls), self._START)
-            return []
+            return self._without_list()
         if text[0] == "]":
             self._place, self._held, self._follows = "content", text[1:], not self._opening
             return [Content(f"{self._opening}]")] if self._opening else []
@@ -380,26 +406,45 @@ class ListedCalls(_Calls):
         if text[0] != "{":
             self._place, self._held = "content", text
             return [Content(self._opening)]
+        if not self._may_call:
+            self._is_over = True
+            return []
         self._held = text
         self._open(self._opening)
         self._opening = ""
         return []
 
+    def _without_list(self) -> list[Piece]:
+        """Handle text behind the marker that begins no list."""
+        if self._held[0] != "{" or not self._may_call:
+            return [Content(self._start)]
+        self._open(self._start)
+        return []
+
     def _content(self) -> list[Piece] | None:
         if self._follows:
             self._held = self._held.lstrip()
-            if not self._held:
+            if not self._held or any(end.startswith(self._held) and end != self._held for end in self._ends):
                 return None
-        before, marker, after = find_marker(self._held, (self._START,))
+            end = next((end for end in self._ends if self._held.startswith(end)), "")
+            if end:
+                self._held = self._held[len(end) :]
+                return []
+        before, marker, after = find_marker(self._held, self._starts)
         certain = without_end(before)
         if marker:
-            self._place, self._held, self._follows = "start", after, False
+            self._place, self._held, self._start, self._follows = "start", after, marker, False
             return [Content(certain)]
         self._held = before[len(certain) :] + after
         if not certain:
             return None
         self._follows = False
         return [Content(certain)]
+
+    def _open(self, opening: str, names: frozenset[str] | None = None) -> None:
+        self._call = _JsonCallText(
+            self._num_calls, self._ids.of(self._num_calls), opening, names, is_keyed=self._is_keyed
+        )
 
     def _ended(self) -> None:
         self._follows = self._place == "content"
@@ -411,4 +456,19 @@ class ListedCalls(_Calls):
         if self._place == "start" or (self._place == "list" and self._opening):
             return []
         is_between = self._follows or self._place == "list"
-        return [] if is_between and not held.strip(" \t\r\n,") else [Content(held)]
+        rest = held.strip(" \t\r\n,")
+        if is_between and (not rest or any(end.startswith(rest) for end in self._ends)):
+            return []
+        return [Content(held)]
+
+
+class MistralCalls(ListedCalls):
+    """Calls behind the token [TOOL_CALLS], as Mistral writes them: a JSON list of objects, or a name with its
+    arguments, and the token again before each further one."""
+
+    def __init__(self, ids: CallIds) -> None:
+        super().__init__(ids, ("[TOOL_CALLS]",))
+
+    def _without_list(self) -> list[Piece]:
+        self._call = _NamedCallText(self._num_calls, self._ids.of(self._num_calls), self._start)
+        return []

@@ -18,7 +18,18 @@ from kvtransfer.codec import Part
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args", "qwen3_coder", "json"]
+CallNotation = Literal[
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral_args",
+    "qwen3_coder",
+    "json",
+    "seed_oss",
+    "granite",
+    "phi4",
+    "apertus",
+]
 # Returns the id of a marker that is one special token; None where it is text.
 SpecialToken = Callable[[str], int | None]
 
@@ -30,8 +41,21 @@ _STARTS: dict[CallNotation, str] = {
     "mistral_args": "[TOOL_CALLS]",
     "qwen3_coder": "<tool_call>",
     "json": "",
+    "seed_oss": "<seed:tool_call>",
+    "granite": "<|tool_call|>",
+    "phi4": "<|tool_call|>",
+    "apertus": "<|tools_prefix|>",
 }
-_CALL_END = "</tool_call>"
+# The marker behind each call, or behind the list of them.
+_ENDS: dict[CallNotation, str] = {
+    "hermes": "</tool_call>",
+    "qwen3_coder": "</tool_call>",
+    "seed_oss": "</seed:tool_call>",
+    "phi4": "<|/tool_call|>",
+    "apertus": "<|tools_suffix|>",
+}
+_IN_TAGS = "qwen3_coder", "seed_oss"
+_LISTED = "mistral", "granite", "phi4", "apertus"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_END = f"\n{_PARAMETER_END}\n"
@@ -173,30 +197,36 @@ class _Rules:
         """Return the rule of everything behind the first marker."""
         tools = [self._tool(index, tool, calls.notation) for index, tool in enumerate(calls.tools)]
         any_tool = " | ".join(tools)
-        if calls.notation in ("mistral_args", "qwen3_coder"):
+        if calls.notation in ("mistral_args", *_IN_TAGS):
             self.lines.append(f"tool: {any_tool}")
+        elif calls.notation == "apertus":
+            self.lines.append(rf'tool: "{{" ({any_tool}) "}}"')
         else:
             self.lines.append(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
         start = self._mark(_STARTS[calls.notation])
         match calls.notation:
-            case "hermes" | "qwen3_coder":
-                call, between = f"BREAK tool BREAK {self._mark(_CALL_END)}", f"BREAKS {start}"
+            case "hermes" | "qwen3_coder" | "seed_oss":
+                end = self._mark(_ENDS[calls.notation])
+                call, between = f"BREAK tool BREAK {end}", f"BREAKS {start}"
                 self.lines.append("BREAK: /\\n?/")
             case "llama3":
                 call, between = "tool", '";" SPACE'
             case "json":
                 call, between = "tool", r'"\n"'
-            case "mistral":
+            case "mistral" | "granite" | "phi4" | "apertus":
                 call, between = "tool", '"," SPACE'
             case "mistral_args":
                 call, between = "tool", start
         self.lines.append(f"call: {call}")
         several = f"call ({between} call)*" if calls.allows_several else "call"
-        return f'SPACE "[" {several} "]"' if calls.notation == "mistral" else several
+        if calls.notation not in _LISTED:
+            return several
+        end = self._mark(_ENDS[calls.notation]) if calls.notation in _ENDS else ""
+        return f'SPACE "[" {several} "]" {end}'
 
     def _tool(self, index: int, tool: CallableTool, notation: CallNotation) -> str:
         """Return the rule of a call of one tool, without markers around it."""
-        if notation == "qwen3_coder":
+        if notation in _IN_TAGS:
             self.lines.append(f"tool_{index}: {self._tagged(index, tool)}")
             return f"tool_{index}"
         name = json.dumps(tool.name if notation == "mistral_args" else json.dumps(tool.name))
@@ -204,6 +234,8 @@ class _Rules:
         if notation == "mistral_args":
             call_id = f"({self._mark(_CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
             self.lines.append(f"tool_{index}: {name} {call_id} {self._mark(_ARGS)} {arguments}")
+        elif notation == "apertus":
+            self.lines.append(f"tool_{index}: {name} COLON {arguments}")
         else:
             key = "parameters" if notation == "llama3" else "arguments"
             self.lines.append(rf'tool_{index}: {name} COMMA "\"{key}\"" COLON {arguments}')

@@ -78,6 +78,10 @@ open some. Call with (list $ part); the result is as of tandem.authFiles. */}}
 {{- with (include "tandem.redis" $root | fromYaml).authority -}}
 {{- $files = append $files (dict "name" "redis-ca" "kind" "secret" "object" .secret "key" .key "file" "ca.crt") -}}
 {{- end -}}
+{{- $token := $root.Values.model.download.tokenSecret -}}
+{{- if and (eq $root.Values.model.source "nodes") $token.name -}}
+{{- $files = append $files (dict "name" "hub-token" "kind" "secret" "object" $token.name "key" $token.key "file" "token") -}}
+{{- end -}}
 {{- $files | toYaml -}}
 {{- end -}}
 

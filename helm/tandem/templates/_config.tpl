@@ -61,6 +61,6 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $asked := dict "name" $name "resources" (dict (include "tandem.poolResource" $name) 0.001) -}}
 {{- $pools = append $pools (merge $asked (omit $pool.config "replicas")) -}}
 {{- end -}}
-{{- $own := dict "app" .Values.app "model" .Values.model.path "pools" $pools -}}
+{{- $own := merge (dict "app" .Values.app "pools" $pools) (include "tandem.modelConfig" . | fromYaml) -}}
 {{- merge $own $config | toYaml -}}
 {{- end -}}

@@ -273,8 +273,54 @@ marker: {{ $what | quote }}
 {{- end -}}
 {{- end -}}
 
+{{/* The volume in which a node keeps what belongs to the model; nothing where none is given. */}}
+{{- define "tandem.modelCache" -}}
+{{- $volume := .Values.model.cache.volume -}}
+{{- if gt (len $volume) 1 -}}
+{{- fail "model.cache.volume: exactly one volume source must be given" -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "nodes") (not $volume) -}}
+{{- fail "model.cache.volume: must be given with model.source nodes, such as {hostPath: {path: /var/lib/tandem}}" -}}
+{{- end -}}
+{{- with $volume -}}{{- merge (dict "name" "model-cache") . | toYaml -}}{{- end -}}
+{{- end -}}
+
+{{/* What the cluster's file says of the model: where it is, or by which name each node fetches it. */}}
+{{- define "tandem.modelConfig" -}}
+{{- $download := .Values.model.download -}}
+{{- $nodes := eq .Values.model.source "nodes" -}}
+{{- if and $download.file (not $nodes) -}}
+{{- fail "model.download.file: one file is fetched with model.source nodes only" -}}
+{{- end -}}
+{{- if $nodes -}}
+{{- if or $download.command (not $download.repo) -}}
+{{- fail "model.download.repo: must be given with model.source nodes, as org/name, without model.download.command" -}}
+{{- end -}}
+{{- if not (regexMatch "^[0-9a-f]{40}$" $download.revision) -}}
+{{- fail "model.download.revision: must be a commit with model.source nodes, so that all nodes serve the same files" -}}
+{{- end -}}
+model: {{ printf "%s@%s" $download.repo $download.revision }}{{ with $download.file }}:{{ . }}{{ end }}
+download:
+  cache_folder: /tandem/model-cache/hub
+  {{- with $download.endpoint }}
+  endpoint: {{ . }}
+  {{- end }}
+  {{- if $download.tokenSecret.name }}
+  token_file: /tandem/secrets/hub-token/token
+  {{- end }}
+{{- else -}}
+model: {{ .Values.model.path }}
+{{- end }}
+{{- if include "tandem.modelCache" . }}
+model_cache: /tandem/model-cache/made
+{{- end }}
+{{- end -}}
+
 {{- define "tandem.modelName" -}}
 {{- $name := .Values.model.name -}}
+{{- if and (not $name) (eq .Values.model.source "nodes") -}}
+{{- $name = base (default .Values.model.download.repo (trimSuffix ".gguf" .Values.model.download.file)) -}}
+{{- end -}}
 {{- if and (not $name) (eq .Values.model.source "download") -}}
 {{- if and .Values.model.download.command (not .Values.model.download.repo) -}}
 {{- fail "model.name: must be given with model.download.command and without model.download.repo, after which the model would be called" -}}

@@ -9,6 +9,7 @@ The template of a Ray pod. Call with a dict:
 {{- $pod := .pod -}}
 {{- $model := include "tandem.model" $root | fromYaml -}}
 {{- $image := include "tandem.image" (list $root (ternary "cuda" "cpu" (default false .usesGpus))) -}}
+{{- $cache := include "tandem.modelCache" $root | fromYaml -}}
 {{- $redis := include "tandem.redis" $root | fromYaml -}}
 {{- $context := deepCopy $root.Values.containerSecurityContext -}}
 {{- $shared := include "tandem.sharedFiles" (list $root .part) | fromYamlArray -}}
@@ -21,7 +22,7 @@ The template of a Ray pod. Call with a dict:
 {{- $own := list "wait-model" (ternary "ray-head" "ray-worker" (eq .part "head")) -}}
 {{- include "tandem.checkNames" (list (printf "%s.initContainers" $group) $pod.initContainers $own) -}}
 {{- include "tandem.checkNames" (list (printf "%s.sidecars" $group) $pod.sidecars $own) -}}
-{{- $volumes := list "tmp" "shared-memory" "cluster-secret" "redis-secret" "model" -}}
+{{- $volumes := list "tmp" "shared-memory" "cluster-secret" "redis-secret" "model" "model-cache" -}}
 {{- range concat (include "tandem.fileVolumes" $shared | fromYamlArray) (default list .volumes) -}}
 {{- $volumes = append $volumes .name -}}
 {{- end -}}
@@ -169,6 +170,10 @@ spec:
           {{- end }}
           readOnly: true
         {{- end }}
+        {{- if $cache }}
+        - name: model-cache
+          mountPath: /tandem/model-cache
+        {{- end }}
         {{- with .mounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -204,6 +209,9 @@ spec:
     - name: model
       persistentVolumeClaim:
         claimName: {{ . }}
+    {{- end }}
+    {{- with $cache }}
+    - {{- toYaml . | nindent 6 }}
     {{- end }}
     {{- with .volumes }}
     {{- toYaml . | nindent 4 }}

@@ -7,14 +7,19 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import gguf_files
 import grpc
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.random_checkpoint import write_random_checkpoint
+from cluster.bench import bench_command
 from cluster.bench.bench_command import cli, engine_table
 from cluster.bench.bench_runs import bench_table, histogram, offered_requests_per_s
 from cluster.bench.load_options import LoadOptions, planned_runs, read_dataset
@@ -29,6 +34,7 @@ from cluster.bench.serving_load import (
     summarize,
 )
 from cluster.errors import CallError
+from cluster.model_source.source import ModelSource
 from kvtransfer.common.clock import ManualClock
 from workers.engine_bench import bench
 from workers.engine_bench.bench import BenchOptions
@@ -265,6 +271,25 @@ def test_prompt_lengths_and_decode_batches_are_read(monkeypatch: pytest.MonkeyPa
         ([64, 512], [(1, 96), (16, 2048), (4, 96)]),
         ([], []),
     ]
+
+
+def test_a_model_is_measured_by_whatever_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder, a GGUF file, and a name whose files are in the cache."""
+    read: list[Path] = []
+    monkeypatch.setattr(bench, "run_engine_bench", lambda options, emit: read.append(options.model_dir))
+    write_random_checkpoint(tmp_path / "model", "llama", seed=0)
+    file = gguf_files.write_gguf(tmp_path / "m.gguf", tmp_path / "model", GGMLQuantizationType.Q8_0)
+    fetched = ModelSource(model=str(tmp_path / "model"))
+    monkeypatch.setattr(
+        bench_command, "fetched", lambda source: fetched if source.model == "org/name" else source
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", str(file), "org/name"):
+        done = CliRunner().invoke(cli, ["engine", "--model", name, "--model-cache", str(tmp_path / "cache")])
+        assert done.exit_code == 0, done.output
+    assert read[::2] == [tmp_path / "model"] * 2
+    assert read[1].parent == tmp_path / "cache"
+    assert (read[1] / "model.safetensors").is_file()
 
 
 def test_the_table_has_a_row_for_each_measure_and_a_column_for_each_peer() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
-import pty
-import select
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from chat_person import CTRL_C, CTRL_D, Person
 from gateway_harness import GatewayHarness, ScriptedReplica, decode, encode, until, write_model
 from patience import WAIT_S
 from rich.console import Console
@@ -25,15 +23,6 @@ from cluster.cli.chat_pipe import PipeScreen, pipe_lines
 from cluster.cli.chat_session import Conversation, SpokenAnswer
 from cluster.cli.chat_terminal import TerminalScreen, printable, stats_line
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from kvtransfer.common.clock import SystemClock
-
-CTRL_C, CTRL_D = "\x03", "\x04"
-# Takes the pseudo-terminal as that of its session, so that Ctrl-C is a signal, and becomes the command.
-_ON_TERMINAL = """
-import fcntl, runpy, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-runpy.run_module("cluster", run_name="__main__", alter_sys=True)
-"""
 
 
 async def start(harness: GatewayHarness, **gateway: Any) -> tuple[ScriptedReplica, str]:
@@ -150,73 +139,6 @@ def test_lines_of_a_pipe_are_bounded_and_text() -> None:
 
 
 # ----------------------------------------------------------------------------------------- terminal
-
-
-class Person:
-    """Types into `tandem chat` on a pseudo-terminal, and reads what it shows."""
-
-    def __init__(self, address: str, state: Path, *options: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _ON_TERMINAL, "chat", "--address", address, *options],
-            cwd=ROOT,
-            env={**environment(), "XDG_STATE_HOME": str(state), "TERM": "xterm", "NO_COLOR": ""},
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
-        os.close(slave)
-        self.shown = ""
-        self._clock = SystemClock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the command where a test has failed."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(WAIT_S)
-        os.close(self._master)
-
-    def types(self, text: str) -> None:
-        """Type at the next prompt: before it, the terminal is not in the editor's hands."""
-        self.reads("> ")
-        self.presses(text)
-
-    def presses(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def reads(self, text: str) -> str:
-        """What is shown up to this text, and from the text that was read before."""
-        end = self._clock.now() + WAIT_S
-        while text not in self.shown:
-            left_s = end - self._clock.now()
-            assert left_s > 0, f"not shown: {text!r}; shown: {self.shown!r}"
-            if not select.select([self._master], [], [], left_s)[0]:
-                continue
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # the other side is closed
-                data = b""
-            assert data, f"it ended without {text!r}; shown: {self.shown!r}"
-            self.shown += data.decode(errors="replace")
-        before, _, self.shown = self.shown.partition(text)
-        return before + text
-
-    def interrupts_the_editor(self, answer: str) -> None:
-        """Press Ctrl-C, and again where nothing happens: Python's `input` sees a signal that comes while it
-        handles a key only with the next one."""
-        end = self._clock.now() + WAIT_S
-        while answer not in self.shown and self._clock.now() < end:
-            self.presses(CTRL_C)
-            if select.select([self._master], [], [], 1.0)[0]:
-                self.shown += os.read(self._master, 65536).decode(errors="replace")
-        self.reads(answer)
-
-    def leaves(self) -> int:
-        return self.process.wait(WAIT_S)
 
 
 async def test_a_person_chats_cancels_an_answer_and_leaves(harness: GatewayHarness, tmp_path: Path) -> None:

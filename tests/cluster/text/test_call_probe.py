@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from text_harness import FAMILIES
 
 from cluster.text.call_probe import CallProbe
 from cluster.text.chat_template import ChatRenderer, ChatTemplate
@@ -44,6 +45,20 @@ async def probed(template: str, *, finds_notation: bool = True, timeout_s: float
 async def test_the_notation_is_what_the_template_writes(notation: str | None) -> None:
     found = await probed(TEMPLATES[notation])
     assert (found.call_notation, found.allows_several) == (notation, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "tools"),
+    [
+        *((name, name) for name in ("seed_oss", "glm45", "glm4", "granite", "phi4", "apertus", "olmo3")),
+        *((name, name) for name in ("gemma3", "gemma4")),
+        ("smollm3", "hermes"),
+        ("mistral, named", "mistral"),
+    ],
+)
+async def test_each_family_s_template_writes_its_notation(family: str, tools: str) -> None:
+    found = await probed(FAMILIES[family])
+    assert (found.tools, found.allows_several) == (tools, True)
 
 
 async def test_a_template_that_refuses_two_calls_means_one() -> None:

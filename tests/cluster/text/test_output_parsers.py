@@ -4,16 +4,35 @@ text is cut."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from text_harness import FAMILIES, HERMES, LLAMA3, MISTRAL, QWEN3_CODER
+from parsed_answers import NEEDS, parser_of, parts, raw_parts, read, schema_of
+from text_harness import (
+    APERTUS,
+    FAMILIES,
+    GEMMA3,
+    GEMMA4,
+    GLM4,
+    GLM45,
+    GRANITE,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    OLMO3,
+    PHI4,
+    QWEN3_CODER,
+    SEED_OSS,
+    SMOLLM3,
+    TURN_ENDS,
+    TURN_STARTS,
+)
 
 from cluster.text.chat_template import (
     CalledTool,
@@ -24,11 +43,8 @@ from cluster.text.chat_template import (
     RenderOrder,
     render,
 )
-from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
-from cluster.text.output_parsers.parameters import kind_of
-from cluster.text.output_parsers.pieces import Content, OutputParser, Piece, Reasoning, ToolCallDelta, joined
-
-NEEDS = ParserNeeds(tools={"f": "", "find": ""}, separates_reasoning=True)
+from cluster.text.output_parsers.choose import OutputParsers
+from cluster.text.output_parsers.pieces import ToolCallDelta
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,10}", fullmatch=True)
 words = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
@@ -49,51 +65,31 @@ calls = st.lists(
 contents = st.text("abc .<[{t", max_size=15).map(str.strip)
 
 
-def parser_of(
-    template: str, *, opens_reasoning: bool = False, tools: Mapping[str, str] = MappingProxyType({})
-) -> OutputParser:
-    needs = NEEDS._replace(tools={**NEEDS.tools, **tools})
-    found = OutputParsers.choose(template, "auto", "auto").make(
-        needs, "r", 0, opens_reasoning=opens_reasoning
-    )
-    assert found is not None
-    return found
-
-
-def read(parser: OutputParser, pieces: list[str]) -> list[Piece]:
-    return joined([*(piece for text in pieces for piece in parser.push(text)), *parser.flush()])
-
-
-def parts(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Content, reasoning, and calls as (name, arguments)."""
-    found: dict[int, tuple[str, str]] = {}
-    for piece in pieces:
-        if isinstance(piece, ToolCallDelta):
-            name, arguments = found.get(piece.index, ("", ""))
-            assert bool(piece.id) == bool(piece.name) == (not name)
-            found[piece.index] = name + piece.name, arguments + piece.arguments
-    return (
-        "".join(it.text for it in pieces if isinstance(it, Content)),
-        "".join(it.text for it in pieces if isinstance(it, Reasoning)),
-        [(name, json.loads(arguments)) for _, (name, arguments) in sorted(found.items())],
-    )
-
-
-def schema_of(arguments: Mapping[str, Any]) -> str:
-    """A schema of these arguments."""
-    return json.dumps({"properties": {name: {"type": kind_of(value)} for name, value in arguments.items()}})
-
-
 def answer(template: str, turn: ChatTurn) -> str:
     """The text that the model has to write for this turn."""
-    rendered = render(RenderOrder(ChatTemplate(template, {}), Chat((turn,)), 0.0, 1 << 20))
+    before = (ChatTurn("user", "ask"),) if template is GEMMA3 else ()
+    rendered = render(RenderOrder(ChatTemplate(template, {}), Chat((*before, turn)), 0.0, 1 << 20))
     assert isinstance(rendered, Rendered), rendered
     text = rendered.text
-    for before in ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"):
-        text = text.removeprefix(before)
-    for after in ("<|im_end|>\n", "<|eot_id|>"):
-        text = text.removesuffix(after)
-    return text
+    start = "<start_of_turn>user\nask<end_of_turn>\n" if template is GEMMA3 else ""
+    text = text.removeprefix(start)
+    text = text.removeprefix(next((it for it in TURN_STARTS if text.startswith(it)), ""))
+    text = text.removesuffix(next((it for it in TURN_ENDS if text.endswith(it)), ""))
+    # A further call is a further turn there.
+    return text.replace("<|assistant|>", "") if template is GLM4 else text
+
+
+# Families whose answers with calls have no other text.
+CALLS_ALONE = ("llama3", "glm4")
+_WORD = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """All keys of a value of JSON."""
+    if isinstance(value, dict):
+        yield from value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _keys(inner)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,12 +98,16 @@ def test_what_a_template_writes_is_read_back(
     family: str, data: st.DataObject, wanted: list[tuple[str, dict[str, Any]]], content: str, thought: str
 ) -> None:
     template = FAMILIES[family]
-    if family == "llama3" and (wanted or content.startswith("{")):
+    if family in CALLS_ALONE and (wanted or content.startswith("{")):
         content = ""
     if family == "mistral" and "[" in content + thought:
         content = thought = ""
-    if family == "qwen3 coder":  # whose parameters have names that stand in a tag
+    if family in ("qwen3 coder", "seed_oss", "glm45"):  # whose parameters have names that stand in a tag
         assume(not any(char in key for _, arguments in wanted for key in arguments for char in "<>"))
+    if family in ("olmo3", "gemma3"):
+        assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in arguments))
+    if family == "gemma4":  # which has no quotation marks around keys
+        assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in _keys(arguments)))
     reasons = "reasoning_content" in template
     turn = ChatTurn(
         "assistant",
@@ -146,6 +146,13 @@ TEXTS = st.lists(
             '<tool_call>{"name": "f"}</tool_call>',
             *("<function=f>", "<parameter=a>", "</parameter>", "\n</parameter>", "</function>", "</para"),
             "<tool_call><function=f><parameter=b>\n12\n</parameter>",
+            *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+            *("<tool_call>f\n", "<arg_key>a</arg_key>", "<arg_value>", "12</arg_value>", "<arg_key>"),
+            *("f\n", "find \n{", "<|tool_call|>", "<|/tool_call|>", '<|tool_call|>[{"name": "f"}'),
+            *("<|tools_prefix|>", '[{"f": {"a": [1]}}', "<|tools_suffix|>", "<|inner_prefix|>"),
+            *("<|inner_suffix|>", "<function_calls>", "</function_calls>", "f(", "a='b", "'''x", ")", "="),
+            *("```tool_code\n", "```", "<|tool_call>", "call:f{", "a:", '<|"|>', "<tool_call|>", "null"),
+            *("<|channel>thought\n", "<channel|>", "(", "'", "\\", "<response>", "</response>", "find"),
         ]
     ),
     max_size=12,
@@ -184,6 +191,21 @@ ENDLESS = {
     "the name of a function": (QWEN3_CODER, "<tool_call><function=", "f"),
     "white space between parameters": (QWEN3_CODER, "<tool_call><function=f>", " "),
     "the name of a parameter": (QWEN3_CODER, "<tool_call><function=f><parameter=", "f"),
+    "the name of a tagged call": (GLM45, "<tool_call>", "f"),
+    "white space behind the name of a tagged call": (GLM45, "<tool_call>f", " "),
+    "white space behind a key": (GLM45, "<tool_call>f\n<arg_key>a</arg_key>", "\n"),
+    "a key": (GLM45, "<tool_call>f\n<arg_key>", "a"),
+    "white space behind a name": (GLM4, "find\n", " "),
+    "white space behind a list": (PHI4, '<|tool_call|>[{"name": "f"}]', "\n"),
+    "white space behind a marker": (GRANITE, "<|tool_call|>", " "),
+    "white space before Python": (OLMO3, "<function_calls>", "\n"),
+    "separators": (OLMO3, "<function_calls>f()", ",\n"),
+    "a name in Python": (OLMO3, "<function_calls>", "f"),
+    "white space before a parenthesis": (OLMO3, "<function_calls>f", " "),
+    "a name in braces": (GEMMA4, "<|tool_call>call:", "f"),
+    "white space in braces": (GEMMA4, "<|tool_call>call:f{", " "),
+    "a word in braces": (GEMMA4, "<|tool_call>call:f{", "a"),
+    "white space before an answer": (GRANITE, "<think>a</think>", "\n"),
 }
 
 
@@ -214,6 +236,21 @@ MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "an id without a name": lambda: (MISTRAL, "[TOOL_CALLS]<;[CALL_ID]x"),
     "JSON in place of a function": lambda: (QWEN3_CODER, '<tool_call>{"name": "f"}</tool_call>'),
     "a function without a name": lambda: (QWEN3_CODER, "<tool_call><function=></function></tool_call>"),
+    "JSON in place of tags": lambda: (GLM45, '<tool_call>{"name": "f"}</tool_call>'),
+    "a sentence in place of tags": lambda: (GLM45, "<tool_call>so it is</tool_call>"),
+    "a line that is the name of no tool": lambda: (GLM4, 'other\n{"a": 1}'),
+    "a name without arguments": lambda: (GLM4, "find\nit"),
+    "a name in a sentence": lambda: (GLM4, "find {it}"),
+    "no list behind the marker": lambda: (GRANITE, "I write <|tool_call|> so"),
+    "a list of text": lambda: (PHI4, '<|tool_call|>["f"]<|/tool_call|>'),
+    "no object behind a name": lambda: (APERTUS, '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>'),
+    "prose in place of Python": lambda: (OLMO3, "<function_calls>so it is</function_calls>"),
+    "no calls": lambda: (OLMO3, "<function_calls></function_calls>"),
+    "an assignment": lambda: (GEMMA3, "```tool_code\nx = f(1)\n```"),
+    "other code": lambda: (GEMMA3, "```python\nf(1)\n```"),
+    "no name in braces": lambda: (GEMMA4, "<|tool_call>call:{a:1}<tool_call|>"),
+    "a sentence in place of braces": lambda: (GEMMA4, "<|tool_call>so it is<tool_call|>"),
+    "JSON in place of braces": lambda: (GEMMA4, '<|tool_call>{"name": "f"}<tool_call|>'),
 }
 
 
@@ -233,6 +270,10 @@ UNFINISHED = {
     "a tag that only begins": (QWEN3_CODER, "<tool_call><function=f"),
     "the tag of Llama 3": (LLAMA3, "<|python_tag|>"),
     "a tagged object": (LLAMA3, '<|python_tag|>{"na'),
+    "a list behind Granite's marker": (GRANITE, '<|tool_call|>[{"na'),
+    "a name that may end": (GLM45, "<tool_call>f"),
+    "a name in Python": (OLMO3, "<function_calls>fi"),
+    "a name in braces": (GEMMA4, "<|tool_call>call:f"),
 }
 
 
@@ -254,7 +295,7 @@ CUT_ANSWERS = [
     for content in ("", SAID + "so ", "a <b> [T <")
     for num_calls in (0, 1, 2)
     for reasons in (False, True)
-    if (content or num_calls) and not (family == "llama3" and content and num_calls)
+    if (content or num_calls) and not (family in CALLS_ALONE and content and num_calls)
     if not reasons or "reasoning_content" in FAMILIES[family]
 ]
 
@@ -282,20 +323,6 @@ def test_a_cut_answer_is_the_beginning_of_the_whole(
                 assert (name, whole_arguments[: len(arguments)]) == (whole_name, arguments)
             at_once = make()
             assert raw_parts([*at_once.push(said[:length]), *at_once.flush(is_cut=True)]) == found
-
-
-def raw_parts(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning, and calls with the text of their arguments."""
-    found: dict[int, tuple[str, str]] = {}
-    for piece in pieces:
-        if isinstance(piece, ToolCallDelta):
-            name, arguments = found.get(piece.index, ("", ""))
-            found[piece.index] = name + piece.name, arguments + piece.arguments
-    return (
-        "".join(it.text for it in pieces if isinstance(it, Content)),
-        "".join(it.text for it in pieces if isinstance(it, Reasoning)),
-        [call for _, call in sorted(found.items())],
-    )
 
 
 def test_a_marked_call_is_one_whatever_its_name() -> None:
@@ -455,6 +482,17 @@ def test_a_prompt_may_open_the_reasoning() -> None:
         (LLAMA3, "llama3", "none"),
         (MISTRAL, "mistral", "mistral"),
         (QWEN3_CODER, "qwen3_coder", "none"),
+        (SEED_OSS, "seed_oss", "seed_oss"),
+        (GLM45, "glm45", "think"),
+        (GLM4, "glm4", "none"),
+        (GRANITE, "granite", "granite"),
+        (SMOLLM3, "hermes", "none"),
+        (GEMMA3, "gemma3", "none"),
+        (PHI4, "phi4", "none"),
+        (APERTUS, "apertus", "apertus"),
+        (OLMO3, "olmo3", "think"),
+        (GEMMA4, "gemma4", "gemma4"),
+        ("write after 'Here is my thought process:'", "none", "granite32"),
         ("{{ messages }}", "none", "none"),
         (None, "none", "none"),
     ],

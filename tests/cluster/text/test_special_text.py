@@ -51,6 +51,8 @@ MARKS = (
 # Chats with all that a user may write, in the notation of each family, and behind generation prompts.
 _TOOLS = "{% for tool in tools or [] %}{{ tool | tojson(indent=2) }}\n{% endfor %}"
 TEMPLATES = {name: _TOOLS + source for name, source in FAMILIES.items()} | {
+    # Which knows no tools: they are put into the user's turn.
+    "gemma3": FAMILIES["gemma3"],
     "deepseek": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
     "<\uff5cAssistant\uff5c>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
     "{% else %}<\uff5cUser\uff5c>{{ m.content | trim }}{{ m.name }}{% endif %}{% endfor %}",

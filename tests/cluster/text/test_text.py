@@ -11,14 +11,18 @@ import pytest
 from gateway_harness import train_tokenizer, write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sentencepiece_files import BYTES, SPECIAL, Piece
+from sentencepiece_files import write_model as write_pieces
 from text_harness import train_byte_fallback
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.errors import InvalidRequestError
 from cluster.text.sample_text import SampleText, StopStrings
 from cluster.text.tokenizer import REPLACEMENT, SHORT_CHARS, ModelText
 from kvtransfer.common.panics import PanicError
 from workers.errors import CheckpointError
+from workers.model.model_folder import described_folder
 
 BYTE_LEVEL = train_tokenizer()
 PANIC: type[BaseException] = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
@@ -238,3 +242,15 @@ def test_encode_and_decode(tmp_path: Path) -> None:
     assert np.frombuffer(tokens, dtype="<u4").tolist() == BYTE_LEVEL.encode("<|im_start|>the fox").ids
     assert model.decode(tokens) == "the fox"
     assert model.decode(tokens, keep_special_tokens=True) == "<|im_start|>the fox"
+
+
+def test_a_sentencepiece_model_serves_texts(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "model", "llama", seed=0)
+    letters = [Piece(letter, -float(rank)) for rank, letter in enumerate(["\u2581", *"abcdefgh"])]
+    write_pieces(tmp_path / "model" / "tokenizer.model", [*SPECIAL, *BYTES, *letters])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        ModelText.load(tmp_path / "model")
+    model = ModelText.load(described_folder(tmp_path / "model", tmp_path / "cache"))
+    tokens = model.encode("a bad é")
+    assert np.frombuffer(tokens, "<u4")[0] == 1
+    assert model.decode(tokens) == "a bad é"

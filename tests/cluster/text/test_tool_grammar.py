@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from call_texts import FIND, FIND_ALL, NOTATIONS, TEXTS, WRONG
 from gateway_harness import train_tokenizer, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,76 +40,6 @@ SCHEMA = {
 TOOLS = (CallableTool("find", json.dumps(SCHEMA), True), CallableTool("find_all"))
 THINKS = ReasoningRules("<think>", "</think>", is_open=False)
 IS_THINKING = ReasoningRules("<think>", "</think>", is_open=True)
-FIND, FIND_ALL = (
-    '{"name": "find", "arguments": {"city": "Ulm"}}',
-    '{"name": "find_all", "arguments": {"q": [1]}}',
-)
-WRONG = '{"name": "find", "arguments": {"n": 1}}'
-TAGGED_FIND = "<function=find>\n<parameter=city>\nUlm\n</parameter>\n</function>"
-TAGGED_ALL = '<function=find_all>\n<parameter=q>\nany "text"\n</parameter>\n</function>'
-TAGGED_BOTH = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in (TAGGED_FIND, TAGGED_ALL))
-LLAMA_FIND, LLAMA_ALL = (text.replace("arguments", "parameters") for text in (FIND, FIND_ALL))
-NOTATIONS: dict[CallNotation, OutputParsers] = {
-    "hermes": OutputParsers("hermes", "think"),
-    "llama3": OutputParsers("llama3", "think"),
-    "mistral": OutputParsers("mistral", "think"),
-    "mistral_args": OutputParsers("mistral", "think", marks_arguments=True),
-    "qwen3_coder": OutputParsers("qwen3_coder", "think"),
-}
-# Texts, and where they are complete: with calls "required", allowed in "text", and there with "one" at most.
-TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
-    "hermes": [
-        (f"<tool_call>\n{FIND}\n</tool_call>", "required text one"),
-        (f"<tool_call>\n{FIND}\n</tool_call>\n<tool_call>\n{FIND_ALL}\n</tool_call>", "required text"),
-        ("just text", "text one"),
-        (f"I call <tool_call>{FIND_ALL}</tool_call>", "text one"),
-        (f"I call <tool_call>{WRONG}</tool_call>", ""),
-        (f"<tool_call>{FIND.replace('find', 'delete')}</tool_call>", ""),
-        ("<tool_call>", ""),
-        ("this <tool is no call", "text one"),
-    ],
-    "llama3": [
-        (LLAMA_FIND, "required text one"),
-        (f"{LLAMA_FIND}; {LLAMA_ALL}", "required text"),
-        (f"<|python_tag|>{LLAMA_FIND}", "required text one"),
-        ("text with { in it", "text one"),
-        ('{"answer": 42}', ""),
-        (f"  {LLAMA_FIND}", "text one"),
-        (WRONG.replace("arguments", "parameters"), ""),
-        ("<|python_tag|>print(1)", ""),
-    ],
-    "mistral": [
-        (f"[TOOL_CALLS][{FIND}]", "required text one"),
-        (f"[TOOL_CALLS] [{FIND}, {FIND_ALL}]", "required text"),
-        ("a list [x]", "text one"),
-        (f"I call [TOOL_CALLS][{FIND}]", "text one"),
-        (f"[TOOL_CALLS][{WRONG}]", ""),
-        ("[TOOL_CALLS][]", ""),
-    ],
-    "mistral_args": [
-        ('[TOOL_CALLS]find[ARGS]{"city": "Ulm"}', "required text one"),
-        (
-            '[TOOL_CALLS]find[CALL_ID]abcdefgh1[ARGS]{"city": "Ulm"}[TOOL_CALLS]find_all[ARGS]{}',
-            "required text",
-        ),
-        ("a list [x]", "text one"),
-        ("I call [TOOL_CALLS]find_all[ARGS]{}", "text one"),
-        ("[TOOL_CALLS]find[ARGS]{}", ""),
-    ],
-    "qwen3_coder": [
-        (f"<tool_call>\n{TAGGED_FIND}\n</tool_call>", "required text one"),
-        (
-            f"<tool_call>\n{TAGGED_FIND}\n</tool_call>\n<tool_call>\n{TAGGED_ALL}\n</tool_call>",
-            "required text",
-        ),
-        ("just text", "text one"),
-        (f"I call <tool_call>\n{TAGGED_ALL}\n</tool_call>", "text one"),
-        (f"<tool_call>\n{TAGGED_FIND.replace('Ulm', 'Rome')}\n</tool_call>", ""),
-        (f"<tool_call>\n{FIND}\n</tool_call>", ""),
-        ("<tool_call>\n<function=find>\n</function>\n</tool_call>", ""),
-        ("<tool_call>\n<function=find_all>\n</function>\n</tool_call>", "required text one"),
-    ],
-}
 
 
 class Model:
@@ -118,6 +49,8 @@ class Model:
         self.tokenizer = train_tokenizer()
         if has_tokens:
             self.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"])
+            self.tokenizer.add_special_tokens(["<|tool_call|>", "<|/tool_call|>", "<|tools_prefix|>"])
+            self.tokenizer.add_special_tokens(["<|tools_suffix|>", "<seed:tool_call>", "</seed:tool_call>"])
             # As Qwen has them: added, and not special.
             markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
             self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])
@@ -566,10 +499,14 @@ def test_a_tool_without_parameters_takes_none() -> None:
                 "mistral": '[TOOL_CALLS][{"name": "now", "arguments": %s}]',
                 "mistral_args": "[TOOL_CALLS]now[ARGS]%s",
                 "qwen3_coder": "<tool_call>\n<function=now>\n%s</function>\n</tool_call>",
+                "seed_oss": "<seed:tool_call>\n<function=now>\n%s</function>\n</seed:tool_call>",
+                "granite": '<|tool_call|>[{"name": "now", "arguments": %s}]',
+                "phi4": '<|tool_call|>[{"name": "now", "arguments": %s}]<|/tool_call|>',
+                "apertus": '<|tools_prefix|>[{"now": %s}]<|tools_suffix|>',
                 "json": '{"name": "now", "arguments": %s}',
             }[order.calls.notation]
             nothing, something = "{}", '{"time": 1}'
-            if order.calls.notation == "qwen3_coder":
+            if order.calls.notation in ("qwen3_coder", "seed_oss"):
                 nothing, something = "", "<parameter=a>\n1\n</parameter>\n"
             assert MODELS["text"].takes(order, says % nothing)
             assert not MODELS["text"].takes(order, says % something)

@@ -1,2 +1,2 @@
-"""GGUF files, turned into folders in Hugging Face layout once per host (`workers.model.gguf.model_folder`).
+"""GGUF files, turned into folders in Hugging Face layout once per host (`workers.model.model_folder`).
 No torch."""

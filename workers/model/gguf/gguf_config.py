@@ -22,7 +22,7 @@ _CONTROL = 3
 # Checkpoints of the Llama 3 family and what they were stretched from.
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_GEMMA3_PERIOD = 6
+_GEMMA2_PERIOD, _GEMMA3_PERIOD = 2, 6
 _SMOLLM3_PERIOD = 4
 
 
@@ -123,6 +123,9 @@ class _ConfigMaker:
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "tie_word_embeddings": "output.weight" not in self._file.name_to_tensor,
             "torch_dtype": self._dtype(),
+            # Without these, some families have default ones, of another vocabulary.
+            "bos_token_id": None,
+            "pad_token_id": self._file.metadata.get("tokenizer.ggml.padding_token_id"),
         }
         if (scaling := self._rope_scaling(config)) is not None:
             config["rope_scaling"] = scaling
@@ -248,32 +251,39 @@ class _ConfigMaker:
             "attention_bias": False,
         }
 
-    def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
-        kinds = [
-            "full_attention" if layer % 2 else "sliding_attention"
-            for layer in range(config["num_hidden_layers"])
+    def _layer_kinds(self, config: dict[str, Any], period: int) -> list[str]:
+        """Return which layers have a window: all but each last one of a period, if the file has no list."""
+        num_layers, key = config["num_hidden_layers"], "attention.sliding_window_pattern"
+        found = self._get(key)
+        if isinstance(found, list) and len(found) == num_layers and all(isinstance(it, bool) for it in found):
+            return ["sliding_attention" if it else "full_attention" for it in found]
+        period = self.count(key, period)
+        return [
+            "sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)
         ]
+
+    def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
         return self._gemma(config) | {
             "attn_logit_softcapping": self.number("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": self.number("final_logit_softcapping", 30.0),
             "sliding_window": self.count("attention.sliding_window", 4096),
-            "layer_types": kinds,
+            "layer_types": self._layer_kinds(config, _GEMMA2_PERIOD),
         }
 
     def _gemma3(self, config: dict[str, Any]) -> dict[str, Any]:
-        kinds = [
-            "sliding_attention" if (layer + 1) % _GEMMA3_PERIOD else "full_attention"
-            for layer in range(config["num_hidden_layers"])
-        ]
         return self._gemma(config) | {
             "rope_theta": self.number("rope.freq_base", 1e6),
             "rope_local_base_freq": self.number("rope.freq_base_swa", 10000.0),
             "sliding_window": self.count("attention.sliding_window"),
-            "sliding_window_pattern": _GEMMA3_PERIOD,
-            "layer_types": kinds,
+            "layer_types": self._layer_kinds(config, _GEMMA3_PERIOD),
             "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
+            "final_logit_softcapping": self._softcap(),
         }
+
+    def _softcap(self) -> float | None:
+        return (
+            None if self._get("final_logit_softcapping") is None else self.number("final_logit_softcapping")
+        )
 
     def _phi3(self, config: dict[str, Any]) -> dict[str, Any]:
         return (
@@ -312,7 +322,14 @@ class _ConfigMaker:
         }
 
     def _glm4(self, config: dict[str, Any]) -> dict[str, Any]:
-        return self._partial_rope(config) | {"attention_bias": self._has("attn_q.bias")}
+        if self._get("rope.dimension_sections") is not None:
+            sections = self._get("rope.dimension_sections")
+            self._refuse("rope.dimension_sections", sections, "absent, as in GLM-4 without images")
+        rotated = self.count("rope.dimension_count", config["head_dim"])
+        return {
+            "partial_rotary_factor": rotated / config["head_dim"],  # without it, that of the family is half
+            "attention_bias": self._has("attn_q.bias"),
+        }
 
 
 def llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_file import GgufFile
+from workers.model.piece_tokenizer import (
+    MAX_TOKENS,
+    NORMAL,
+    PieceRules,
+    PieceVocabulary,
+    add_tokens,
+    piece_tokenizer,
+    surround,
+)
 
 _PREFIX = "tokenizer.ggml."
-# Values of tokenizer.ggml.token_type.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_SPACE = "\u2581"
 _TEMPLATE_NAME = re.compile(r"[\w-]{1,64}")
 _TEMPLATE = "tokenizer.chat_template"
-_MAX_TOKENS = 1 << 22
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,7 +88,7 @@ class TokenizerFiles(NamedTuple):
 
 def tokenizer_of(file: GgufFile) -> TokenizerFiles:
     """Return the tokenizer's files; `CheckpointError` for one of an unknown kind, or that is not whole."""
-    vocabulary = _Vocabulary.read(file)
+    vocabulary = _read_vocabulary(file)
     model = str(file.metadata.get(f"{_PREFIX}model", ""))
     if model not in _MODELS:
         raise CheckpointError(
@@ -102,7 +98,7 @@ def tokenizer_of(file: GgufFile) -> TokenizerFiles:
     try:
         with panics_as_errors:
             tokenizer, adds_bos = _MODELS[model](file, vocabulary)
-            _add_tokens(tokenizer, vocabulary)
+            add_tokens(tokenizer, vocabulary)
             added = _surround(tokenizer, file, vocabulary, adds_bos)
             text = tokenizer.to_str()
     except (PanicError, ValueError, TypeError) as error:
@@ -111,7 +107,9 @@ def tokenizer_of(file: GgufFile) -> TokenizerFiles:
             "conversion of the model"
         ) from error
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return TokenizerFiles(text, config | added | vocabulary.named(file.metadata), templates_of(file.metadata))
+    return TokenizerFiles(
+        text, config | added | _named(vocabulary, file.metadata), templates_of(file.metadata)
+    )
 
 
 def templates_of(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -127,56 +125,40 @@ def templates_of(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-class _Vocabulary(NamedTuple):
-    """The tokens by id, their kinds and scores."""
-
-    tokens: Sequence[str]
-    kinds: Sequence[int]
-    scores: Sequence[float]
-
-    @classmethod
-    def read(cls, file: GgufFile) -> _Vocabulary:
-        tokens = file.metadata.get(f"{_PREFIX}tokens")
-        if not isinstance(tokens, list) or not 0 < len(tokens) <= _MAX_TOKENS:
-            raise CheckpointError(
-                f"{file.path}: {_PREFIX}tokens is missing; take a GGUF file with the model's tokenizer"
-            )
-        kinds = file.metadata.get(f"{_PREFIX}token_type") or [_NORMAL] * len(tokens)
-        scores = file.metadata.get(f"{_PREFIX}scores") or [0.0] * len(tokens)
-        if not len(tokens) == len(kinds) == len(scores):
-            raise CheckpointError(
-                f"{file.path}: {len(tokens)} tokens with {len(kinds)} kinds and {len(scores)} scores; take "
-                "another conversion of the model"
-            )
-        return cls(tokens, kinds, scores)
-
-    @property
-    def token_to_id(self) -> dict[str, int]:
-        """Each token's first id."""
-        return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
-
-    def token(self, index: object) -> str | None:
-        """Return the token of an id, None where there is none."""
-        return self.tokens[index] if isinstance(index, int) and 0 <= index < len(self.tokens) else None
-
-    def named(self, metadata: Mapping[str, Any]) -> dict[str, str]:
-        """Return the tokens that have a role, as tokenizer_config.json names them."""
-        roles = {
-            "bos": "bos",
-            "eos": "eos",
-            "unknown": "unk",
-            "padding": "pad",
-            "mask": "mask",
-            "seperator": "sep",
-        }
-        found = {
-            f"{ours}_token": self.token(metadata.get(f"{_PREFIX}{theirs}_token_id"))
-            for theirs, ours in roles.items()
-        }
-        return {name: token for name, token in found.items() if token is not None}
+def _read_vocabulary(file: GgufFile) -> PieceVocabulary:
+    tokens = file.metadata.get(f"{_PREFIX}tokens")
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_TOKENS:
+        raise CheckpointError(
+            f"{file.path}: {_PREFIX}tokens is missing; take a GGUF file with the model's tokenizer"
+        )
+    kinds = file.metadata.get(f"{_PREFIX}token_type") or [NORMAL] * len(tokens)
+    scores = file.metadata.get(f"{_PREFIX}scores") or [0.0] * len(tokens)
+    if not len(tokens) == len(kinds) == len(scores):
+        raise CheckpointError(
+            f"{file.path}: {len(tokens)} tokens with {len(kinds)} kinds and {len(scores)} scores; take "
+            "another conversion of the model"
+        )
+    return PieceVocabulary(tokens, kinds, scores)
 
 
-def _byte_pairs(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+def _named(vocabulary: PieceVocabulary, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that have a role, as tokenizer_config.json names them."""
+    roles = {
+        "bos": "bos",
+        "eos": "eos",
+        "unknown": "unk",
+        "padding": "pad",
+        "mask": "mask",
+        "seperator": "sep",
+    }
+    found = {
+        f"{ours}_token": vocabulary.token(metadata.get(f"{_PREFIX}{theirs}_token_id"))
+        for theirs, ours in roles.items()
+    }
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _byte_pairs(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer, bool]:
     """Build a byte-level tokenizer, whose merges the metadata lists."""
     kind = str(file.metadata.get(f"{_PREFIX}pre", "default"))
     if kind not in _SPLITS:
@@ -198,85 +180,31 @@ def _byte_pairs(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, boo
     return tokenizer, split.adds_bos
 
 
-def _scored_pieces(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Build a tokenizer of SentencePiece: pairs are merged in the order of the scores of what they become,
-    and characters that are in no token are spelled in bytes."""
-    metadata = file.metadata
-    unknown = vocabulary.token(metadata.get(f"{_PREFIX}unknown_token_id", 0))
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary.token_to_id,
-            scored_merges(vocabulary.tokens, vocabulary.kinds, vocabulary.scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    has_prefix = bool(metadata.get(f"{_PREFIX}add_space_prefix", True))
-    spaces = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
-    )
-    stages: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if has_prefix:
-        stages.append(decoders.Strip(" ", 1, 0))
-    tokenizer.decoder = decoders.Sequence(stages)
-    return tokenizer, True
-
-
-def scored_merges(
-    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
-    """Return every pair of tokens that together are a token, the highest score of that first."""
-    ids = {
-        token: index
-        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_NORMAL, _USER_DEFINED)
-    }
-    found = []
-    for token, index in ids.items():
-        for cut in range(1, len(token)):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((-scores[index], index, left, right))
-    found.sort()
-    return [(tokens[left], tokens[right]) for _, _, left, right in found]
+def _scored_pieces(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer, bool]:
+    """Build a tokenizer of SentencePiece of the kind BPE."""
+    has_prefix = bool(file.metadata.get(f"{_PREFIX}add_space_prefix", True))
+    rules = PieceRules(space_prefix="every" if has_prefix else "none")
+    return piece_tokenizer(vocabulary, file.metadata.get(f"{_PREFIX}unknown_token_id", 0), rules), True
 
 
 _MODELS = {"gpt2": _byte_pairs, "llama": _scored_pieces}
 
 
-def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Have the tokens that are found in the text before anything else keep their ids."""
-    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
-        if not token:
-            continue
-        if kind in (_CONTROL, _UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
-
-
 def _surround(
-    tokenizer: Tokenizer, file: GgufFile, vocabulary: _Vocabulary, adds_bos: bool
+    tokenizer: Tokenizer, file: GgufFile, vocabulary: PieceVocabulary, adds_bos: bool
 ) -> dict[str, bool]:
     """Have texts begin and end with the tokens that the metadata wants there."""
     wanted = {
         "bos": bool(file.metadata.get(f"{_PREFIX}add_bos_token", adds_bos)),
         "eos": bool(file.metadata.get(f"{_PREFIX}add_eos_token", False)),
     }
-    ids = {name: file.metadata.get(f"{_PREFIX}{name}_token_id") for name in wanted}
-    found = {
-        name: (token, ids[name])
-        for name, is_wanted in wanted.items()
-        if is_wanted and (token := vocabulary.token(ids[name])) is not None
-    }
-    if found:
-        first = [found["bos"][0]] if "bos" in found else []
-        last = [found["eos"][0]] if "eos" in found else []
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last],
-            pair=[*first, "$A", *last, *(f"{it}:1" for it in first), "$B:1", *(f"{it}:1" for it in last)],
-            special_tokens=list(found.values()),
-        )
-    return {f"add_{name}_token": name in found for name in wanted}
+    ends = {name: _end(file, vocabulary, name) if is_wanted else None for name, is_wanted in wanted.items()}
+    surround(tokenizer, ends["bos"], ends["eos"])
+    return {f"add_{name}_token": end is not None for name, end in ends.items()}
+
+
+def _end(file: GgufFile, vocabulary: PieceVocabulary, role: str) -> tuple[str, int] | None:
+    """Return the token of this role and its id; None where the file has none."""
+    index: Any = file.metadata.get(f"{_PREFIX}{role}_token_id")
+    token = vocabulary.token(index)
+    return None if token is None else (token, index)

@@ -1,0 +1,49 @@
+"""The token by which a model ends its turn in a chat: what its template writes behind an answer.
+
+Most checkpoints name this token among their end tokens. Where one does not, an answer would go on, as if the
+model were to write the user's next turn too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from cluster.text.bounded_process import BoundsBrokenError
+from cluster.text.chat_template import Chat, ChatRenderer, ChatTurn, Rendered
+
+_QUESTION, _ANSWER = "probe question", "probe answer"
+_MAX_CHARS = 1 << 18
+
+
+class TurnEnd:
+    """Finds the token out by letting the template render a chat, when that is first needed."""
+
+    def __init__(self, renderer: ChatRenderer, token_to_id: Mapping[str, int]) -> None:
+        """`token_to_id` has the tokens that may end a turn by their texts."""
+        self._renderer = renderer
+        self._token_to_id = token_to_id
+        self._turn = asyncio.Lock()
+        self._found: tuple[int, ...] | None = None
+
+    async def token_ids(self, wall_s: float) -> tuple[int, ...]:
+        """Return the token, if there is one; `wall_s` is the time that a template has for a date."""
+        if self._found is not None:
+            return self._found
+        async with self._turn:
+            if self._found is None:
+                try:
+                    self._found = await self._probed(wall_s)
+                except BoundsBrokenError:  # another time the host may be less busy
+                    return ()
+        return self._found
+
+    async def _probed(self, wall_s: float) -> tuple[int, ...]:
+        turns = (("user", _QUESTION), ("assistant", _ANSWER), ("user", _QUESTION))
+        chat = Chat(tuple(ChatTurn(role, text) for role, text in turns), add_generation_prompt=False)
+        result = await self._renderer.try_render(chat, wall_s=wall_s, max_chars=_MAX_CHARS)
+        if not isinstance(result, Rendered):
+            return ()
+        behind = result.text.partition(_ANSWER)[2].lstrip()
+        found = max((token for token in self._token_to_id if behind.startswith(token)), key=len, default="")
+        return (self._token_to_id[found],) if found else ()

@@ -1,0 +1,131 @@
+"""What people try to serve and cannot: each is refused in one sentence, with its place and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from workers.errors import CheckpointError
+from workers.model.decoder import load_decoder
+from workers.model.model_config import weight_files
+
+
+class _Refusal(NamedTuple):
+    change: Callable[[Path], Path]
+    # In this order, in the message.
+    parts: tuple[str, ...]
+
+
+def _configured(**keys: Any) -> Callable[[Path], Path]:
+    def change(folder: Path) -> Path:
+        config = json.loads((folder / "config.json").read_text()) | keys
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return change
+
+
+def _pickled(*names: str) -> Callable[[Path], Path]:
+    def change(folder: Path) -> Path:
+        (folder / "model.safetensors").unlink()
+        for name in names:
+            (folder / name).write_bytes(b"PK\x03\x04")
+        return folder
+
+    return change
+
+
+def _packed(folder: Path) -> Path:
+    """Replace a matrix by what AWQ and GPTQ store, of which config.json says nothing in old checkpoints."""
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    del tensors[f"{name}.weight"]
+    tensors |= {
+        f"{name}.qweight": torch.zeros(64, 8, dtype=torch.int32),
+        f"{name}.scales": torch.zeros(1, 64),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _eight_bits(folder: Path) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+QUANTIZED = ("awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
+REFUSALS = {
+    "missing": _Refusal(lambda folder: folder / "none", ("none: no such folder; name a folder", "org/name")),
+    "a file": _Refusal(
+        lambda folder: folder / "model.safetensors",
+        ("model.safetensors: is a file, and no GGUF file; name a folder",),
+    ),
+    "no config": _Refusal(
+        lambda folder: _without(folder, "config.json"), ("config.json: no such file; download",)
+    ),
+    "no weights": _Refusal(
+        lambda folder: _without(folder, "model.safetensors"),
+        ("neither model.safetensors nor model.safetensors.index.json; download the weights",),
+    ),
+    "bin": _Refusal(
+        _pickled("pytorch_model.bin"),
+        ("pytorch_model.bin, which is never loaded", "download a revision with safetensors, or convert it"),
+    ),
+    "bin in parts": _Refusal(
+        _pickled("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"),
+        ("pytorch_model-00001-of-00002.bin, which is never loaded",),
+    ),
+    "pth": _Refusal(_pickled("consolidated.00.pth"), ("consolidated.00.pth, which is never loaded",)),
+    "architecture": _Refusal(
+        _configured(architectures=["MambaForCausalLM"]),
+        ("config.json: architectures", "MambaForCausalLM", "is not supported (supported: LlamaForCausalLM"),
+    ),
+    "tensors of AWQ": _Refusal(_packed, ("q_proj.weight is missing", "16 or 32 bits")),
+    "8 bits": _Refusal(_eight_bits, ("model.layers.0.self_attn.q_proj.weight", "16 or 32 bits")),
+    **{
+        method: _Refusal(
+            _configured(quantization_config={"quant_method": method, "bits": 4}),
+            (
+                f"config.json: quantization_config says that the weights are quantized ({method})",
+                "take the checkpoint in 16 or 32 bits",
+            ),
+        )
+        for method in QUANTIZED
+    },
+}
+
+
+def _without(folder: Path, name: str) -> Path:
+    (folder / name).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_it_is_refused_in_a_sentence(case: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("llama"), tmp_path / "model"))
+    model = REFUSALS[case].change(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(model, torch.float32, torch.device("cpu"))
+    message = str(caught.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    places = [message.find(part) for part in REFUSALS[case].parts]
+    assert -1 not in places, message
+    assert places == sorted(places)
+
+
+def test_weights_are_whole_before_one_is_refused(make_checkpoint: Callable[..., Path]) -> None:
+    """The checkpoint of the cases above loads as it is."""
+    folder = make_checkpoint("llama")
+    assert len(weight_files(folder)) == 1
+    load_decoder(folder, torch.float32, torch.device("cpu"))
