@@ -123,6 +123,12 @@ class Checkpoint(NamedTuple):
         model = rank.model
         if ".k_proj." in name or ".v_proj." in name:
             return rank.num_kv_heads / model.num_kv_heads
+        if model.qk_own_norms:
+            q_norm, k_norm = (f".self_attn.{it.partition('.')[0]}." for it in model.traits.qk_norm_names)
+            if q_norm in name:
+                return rank.num_heads / model.num_heads
+            if k_norm in name:
+                return rank.num_kv_heads / model.num_kv_heads
         if ".q_proj." in name or ".o_proj." in name:
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
