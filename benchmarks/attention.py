@@ -45,7 +45,8 @@ class LayerTimer:
         num_blocks = max(max(span.block_ids) for span in spans) + 1
         kv = torch.empty(num_blocks, num_layers, 2, args.kv_heads, args.block_tokens, args.head_dim)
         kv = kv.to(dtype).normal_()
-        shape = AttentionShape(args.heads, (0,) * num_layers, (Rotation(torch.zeros(args.head_dim // 2)),))
+        rotations = (Rotation(torch.zeros(args.head_dim // 2)),)
+        shape = AttentionShape(args.heads, (0,) * num_layers, rotations, softcap=args.softcap)
         self.name_to_backend = {it.name: it for it in candidate_backends(shape, kv)}
         self._layers = [LayerAttention(layer, 0) for layer in range(num_layers)]
         self._step = StepInput.of(spans, args.block_tokens)
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--softcap", type=float, default=0.0, help="caps scores, as Gemma 2 does; 0: none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="decode or prefill")
     args = parser.parse_args()

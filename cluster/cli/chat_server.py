@@ -19,7 +19,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError, StartError
 from cluster.text.chat_template import load_chat_template
 from kvtransfer.common.clock import SystemClock
-from workers.model.gguf.model_folder import described_folder
+from workers.model.model_folder import described_folder
 
 _LOCAL = "local"
 

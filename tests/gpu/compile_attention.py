@@ -8,10 +8,19 @@ import warnings
 import torch
 from hopper_compiler import compiled_for_hopper, print_kernels
 
-from workers.model.cuda.attention import LayerKv, PagedSequences, Partials, attend_chunks, attend_decodes
+from workers.model.cuda.attention import (
+    LayerKv,
+    PagedSequences,
+    Partials,
+    Scoring,
+    attend_chunks,
+    attend_decodes,
+)
 
 
-def compile_step(head_dim: int, group: int, block_tokens: int, window: int, has_host: bool) -> None:
+def compile_step(
+    head_dim: int, group: int, block_tokens: int, window: int, has_host: bool, softcap: float = 0.0
+) -> None:
     """Compile what a mixed step of 8 key-value heads in bfloat16 launches."""
 
     def ids(*shape: int) -> torch.Tensor:
@@ -22,8 +31,9 @@ def compile_step(head_dim: int, group: int, block_tokens: int, window: int, has_
     queries = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
     sequences = PagedSequences(ids(2, 4), ids(2), ids(2), ids(2))
     partials = Partials.allocate(2, 8 * group, head_dim, 8192, queries.device)
-    attend_decodes(queries, kv, sequences, None, window, partials, torch.empty_like(queries))
-    attend_chunks(queries, kv, sequences, ids(2, 3), window, torch.empty_like(queries))
+    scoring = Scoring(head_dim**-0.5, softcap)
+    attend_decodes(queries, kv, sequences, None, window, scoring, partials, torch.empty_like(queries))
+    attend_chunks(queries, kv, sequences, ids(2, 3), window, scoring, torch.empty_like(queries))
 
 
 if __name__ == "__main__":
@@ -31,5 +41,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     with compiled_for_hopper() as kernels:
         compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False)
+        compile_step(head_dim=128, group=2, block_tokens=64, window=0, has_host=False, softcap=50.0)
         compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
     print_kernels(kernels)

@@ -9,8 +9,9 @@ import torch
 from hopper_compiler import compiled_for_hopper, print_kernels
 
 from workers.model.cuda.invariant_product import multiply
-from workers.model.cuda.layer_ops import rms_norm, rotate_and_write, silu_mul
+from workers.model.cuda.layer_ops import gate_mul, rms_norm, rotate_and_write
 from workers.model.cuda.sampling import DeviceSlots, sample
+from workers.model.norm import Norm
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 32, 8, 128, 4096, 151_936
 CPU = torch.device("cpu")
@@ -25,17 +26,20 @@ def ids(*shape: int) -> torch.Tensor:
 
 
 def compile_layer() -> None:
-    hidden, norm = zeros(2, HIDDEN), zeros(HIDDEN)
-    rms_norm(hidden, norm, 1e-6)
-    rms_norm(hidden, norm, 1e-6, torch.empty_like(hidden), hidden.clone())
-    silu_mul(zeros(2, 3 * HIDDEN))
+    hidden = zeros(2, HIDDEN)
+    for is_rounded_first in (True, False):
+        norm = Norm(zeros(HIDDEN, dtype=torch.float32), 1e-6, is_rounded_first)
+        rms_norm(hidden, norm)
+        rms_norm(hidden, norm, torch.empty_like(hidden), hidden.clone())
+    for activation in ("silu", "gelu_tanh"):
+        gate_mul(zeros(2, 3 * HIDDEN), activation)
     qkv = zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     kv = zeros(1, 1, 2, NUM_KV_HEADS, 16, HEAD_DIM)
-    cos, head_norm = zeros(2, 1, HEAD_DIM), zeros(HEAD_DIM)
+    cos = zeros(2, 1, HEAD_DIM)
     rotate_and_write(qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos)
-    rotate_and_write(
-        qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos, q_norm=head_norm, k_norm=head_norm, eps=1e-6
-    )
+    for is_rounded_first in (True, False):
+        norm = Norm(zeros(HEAD_DIM, dtype=torch.float32), 1e-6, is_rounded_first)
+        rotate_and_write(qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos, q_norm=norm, k_norm=norm)
 
 
 def compile_products() -> None:

@@ -19,12 +19,14 @@ from workers.model.attention.interface import (
     AttentionShape,
     DeviceStep,
     LayerAttention,
+    Rotation,
     SequenceSpan,
     StepInput,
     kv_shape,
 )
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.norm import Norm
 
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
@@ -81,8 +83,12 @@ def make_step(
     windows: tuple[int, int] = (0, 0),
     block_tokens: int = 16,
     has_norm: bool = False,
+    is_rounded_first: bool = True,
+    score_scale: float | None = None,
+    softcap: float = 0.0,
 ) -> DrawnStep:
-    """Sequences with (tokens before, new tokens), in blocks of a drawn order."""
+    """Sequences with (tokens before, new tokens), in blocks of a drawn order. Each layer has its own
+    rotary embedding; that of the first one lengthens what it rotates."""
     draw = torch.Generator().manual_seed(seed)
     num_heads = num_kv_heads * group
 
@@ -105,14 +111,17 @@ def make_step(
         first = max(0, start - max(windows) + 1) // block_tokens if all(windows) else 0
         spans.append(SequenceSpan(start, count, (*free[:1] * first, *table[first:], free[0])))
     num_tokens = sum(count for _, count in work)
-    q_norm, k_norm = (normal(head_dim).to(device) if has_norm else None for _ in range(2))
-    frequencies = (torch.rand(head_dim // 2, generator=draw) / 10).to(device)
+    weights = [normal(head_dim).float().to(device) for _ in range(2)]
+    q_norm, k_norm = (Norm(it, 1e-6, is_rounded_first) if has_norm else None for it in weights)
+    rotations = tuple(
+        Rotation((torch.rand(head_dim // 2, generator=draw) / 10).to(device), scale) for scale in (1.1, 1.0)
+    )
     return DrawnStep(
-        AttentionShape(num_heads, windows, frequencies),
+        AttentionShape(num_heads, windows, rotations, score_scale, softcap),
         kv.to(device),
         spans,
         [normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(device) for _ in windows],
-        [LayerAttention(layer, window, q_norm, k_norm, 1e-6) for layer, window in enumerate(windows)],
+        [LayerAttention(layer, window, q_norm, k_norm, layer) for layer, window in enumerate(windows)],
     )
 
 
@@ -140,6 +149,9 @@ def draw_step(device: torch.device, seed: int, kind: str) -> DrawnStep:
         windows=(one(0, 1, 70), one(16, 19, 33)),
         block_tokens=one(16, 32, 64, 128),
         has_norm=bool(one(0, 1)),
+        is_rounded_first=bool(one(0, 1)),
+        score_scale=0.4 if one(0, 1) else None,
+        softcap=float(draw.choice([0.0, 0.0, 1.5, 20.0])),
     )
 
 
@@ -191,13 +203,19 @@ def test_rows_are_computed_in_pieces(
         pytest.param(torch.bfloat16, 3e-3, marks=pytest.mark.gpu),
     ],
 )
-def test_scores_and_probabilities_are_float32(device: torch.device, dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(("score_scale", "softcap"), [(None, 0.0), (0.2, 0.0), (0.2, 5.0), (0.125, 50.0)])
+def test_scores_and_probabilities_are_float32(
+    device: torch.device, dtype: torch.dtype, most: float, score_scale: float | None, softcap: float
+) -> None:
     """Of peaked scores, against float64. The result alone rounds by 2e-4 in float16 and by 1.7e-3 in
     bfloat16; scores rounded to bfloat16 err by more than 4.5e-3."""
-    step = make_step(device, [(300, 1), (100, 40)], dtype=dtype, head_dim=64, block_tokens=64)
-    unrotated = dataclasses.replace(step.shape, frequencies=torch.zeros_like(step.shape.frequencies))
+    step = make_step(
+        device, [(300, 1), (100, 40)], dtype=dtype, head_dim=64, block_tokens=64, score_scale=score_scale,
+        softcap=softcap,
+    )  # fmt: skip
+    still = Rotation(torch.zeros(32, device=device))
     step.qkv[0][:, : 2 * 64] *= 8
-    backend = TritonAttention(unrotated, step.kv)
+    backend = TritonAttention(dataclasses.replace(step.shape, rotations=(still, still)), step.kv)
     actual, _ = step.run(backend)
     row = 0
     for span in step.spans:
@@ -205,7 +223,9 @@ def test_scores_and_probabilities_are_float32(device: torch.device, dtype: torch
         blocks = step.kv[list(span.block_ids[: -(-end // 64)]), 0, :, 0].double()
         keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :end]
         queries = step.qkv[0][rows].double().view(span.num_tokens, -1, 64)[:, :2]
-        scores = torch.einsum("thd,kd->thk", queries, keys) / 8
+        scores = torch.einsum("thd,kd->thk", queries, keys) * (score_scale or 1 / 8)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(span.start, end, device=device)
         is_hidden = torch.arange(end, device=device) > positions[:, None, None]
         right = (scores.masked_fill(is_hidden, -torch.inf).softmax(-1) @ values).flatten(1)
@@ -236,7 +256,7 @@ def test_blocks_in_host_memory_are_read(device: torch.device, mode: OffloadMode)
 
 
 def test_a_row_depends_on_no_other_sequence(device: torch.device) -> None:
-    case = make_step(device, [(600, 1), (30, 20), (7, 1), (90, 50)], windows=(0, 40))
+    case = make_step(device, [(600, 1), (30, 20), (7, 1), (90, 50)], windows=(0, 40), softcap=3.0)
     together = [torch.split(result, [1, 20, 1, 50]) for result in case.run(case.triton())]
     for index in range(4):
         alone = case.only([index])
@@ -249,7 +269,7 @@ def test_a_row_depends_on_no_chunk(
     device: torch.device, sizes: tuple[int, ...], is_deterministic: bool
 ) -> None:
     """A prompt is computed at once and in chunks; in deterministic mode, also token by token."""
-    case = make_step(device, [(0, 60)], windows=(25, 0), group=3)
+    case = make_step(device, [(0, 60)], windows=(25, 0), group=3, softcap=3.0)
     at_once = case.run(case.triton(is_deterministic=is_deterministic))
     backend = case.triton(is_deterministic=is_deterministic)
     table = case.spans[0].block_ids
@@ -336,7 +356,7 @@ def test_it_is_chosen_where_kernels_serve_the_device(
     monkeypatch.setattr(cuda, "DEVICE_TYPES", {device.type})
     monkeypatch.setattr(native, "load", lambda: None)
     kv = torch.zeros(8, 1, 2, 2, 64, 64, device=device)
-    shape = AttentionShape(4, (0,), torch.zeros(32, device=device))
+    shape = AttentionShape(4, (0,), (Rotation(torch.zeros(32, device=device)),), softcap=30.0)
     assert [it.name for it in candidate_backends(shape, kv)] == ["triton", "torch"]
     chosen = choose_attention(shape, kv, is_deterministic=is_deterministic)
     assert (chosen.name, chosen.is_deterministic) == ("triton", is_deterministic)

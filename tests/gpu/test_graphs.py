@@ -124,6 +124,20 @@ def test_padding_writes_to_the_scratch_block_alone(make: Make, num_rows: int) ->
     assert not scratch[1].any()
 
 
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_a_graph_caps_and_normalizes_as_steps_do(device: torch.device, tmp_path: Path, family: str) -> None:
+    """Families whose logits are capped in place, and whose queries and keys are normalized by rows."""
+    write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128)
+    queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
+    runners = [make_runner(tmp_path, device, queue) for _ in range(2)]
+    runners[0]._runner.record_graphs((2,))
+    plans = [prompts(2), *(StepPlan(step, decodes=packed(range(2))) for step in (2, 3, 4))]
+    by_graph, by_kernel = (outputs(runner, plans) for runner in runners)
+    assert by_graph == by_kernel
+    for runner in runners:
+        runner.close()
+
+
 class CountedReplays(CpuQueue):
     """A CPU whose graphs note how many rows they had when they were replayed."""
 

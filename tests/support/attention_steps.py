@@ -26,10 +26,22 @@ from workers.model.attention.torch_backend import TorchAttention
 
 
 def unrotated(
-    num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,), device: torch.device | str = "cpu"
+    num_heads: int,
+    head_dim: int,
+    windows: tuple[int, ...] = (0,),
+    device: torch.device | str = "cpu",
+    *,
+    score_scale: float | None = None,
+    softcap: float = 0.0,
 ) -> AttentionShape:
     """Return a shape whose rotary embedding changes nothing, for tensors on `device`."""
-    return AttentionShape(num_heads, windows, (Rotation(torch.zeros(head_dim // 2, device=device)),))
+    rotations = (Rotation(torch.zeros(head_dim // 2, device=device)),)
+    return AttentionShape(num_heads, windows, rotations, score_scale, softcap)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Return what a cap makes of scores; 0: none."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_steps import unrotated
+from optional_programs import needs_compiler
 from torch import Tensor
 
 from kvtransfer.common.clock import ManualClock
 from workers.model.attention import choice
-from workers.model.attention.choice import AttentionTimes, choose_attention
+from workers.model.attention.choice import AttentionTimes, candidate_backends, choose_attention
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, LayerAttention, StepInput
 
 SHAPE = unrotated(4, 16)
@@ -62,3 +63,11 @@ def test_the_fastest_is_chosen(
     assert choose_attention(SHAPE, kv, clock).name == chosen
     assert not kv.any(), "what the measurement wrote is gone"
     assert choose_attention(SHAPE, kv).name == "first", "nothing is measured without a clock"
+
+
+@needs_compiler
+def test_kernels_serve_capped_scores() -> None:
+    kv = torch.zeros(4, 1, 2, 2, 16, 16)
+    capped = candidate_backends(unrotated(4, 16, softcap=30.0), kv)
+    assert [it.name for it in capped] == [it.name for it in candidate_backends(SHAPE, kv)]
+    assert capped[0].name.startswith("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import attend, attend_once, make_backend, unrotated
+from attention_steps import attend, attend_once, capped, make_backend, unrotated
 from compiled_kernels import BACKENDS, backend_cases
 from slow_cases import slow_but
 from torch import Tensor
@@ -38,6 +38,17 @@ def test_scores_and_probabilities_are_float32(
 ) -> None:
     kv, query = _draw(num_heads, num_kv_heads, spread)
     _check(attend_once(name, kv, SPANS, query, window), query, kv, window)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
+@pytest.mark.parametrize("window", [0, 90])
+def test_so_they_are_with_a_scale_and_a_cap(name: str, window: int, softcap: float) -> None:
+    """A cap of 2 makes flat what would be peaked; one of 50 caps the largest of these scores."""
+    kv, query = _draw(8, 2, 16.0)
+    shape = unrotated(8, HEAD_DIM, (window,), score_scale=0.3, softcap=softcap)
+    (actual,) = attend(make_backend(name, shape, kv), SPANS, [query])
+    _check(actual, query, kv, window, 0.3, softcap)
 
 
 @pytest.mark.parametrize("spread", [1.0, 16.0])
@@ -77,24 +88,33 @@ def _draw(num_heads: int, num_kv_heads: int, spread: float) -> tuple[Tensor, Ten
     return kv.bfloat16(), query.bfloat16()
 
 
-def _check(actual: Tensor, query: Tensor, kv: Tensor, window: int) -> None:
+def _check(
+    actual: Tensor,
+    query: Tensor,
+    kv: Tensor,
+    window: int,
+    scale: float = HEAD_DIM**-0.5,
+    softcap: float = 0.0,
+) -> None:
     """Every sequence's rows by themselves, so that none hides behind the others."""
     assert actual.dtype == torch.bfloat16
     row = 0
     for span in SPANS:
         rows = slice(row, row + span.num_tokens)
-        expected = _exactly(query[rows], kv, span, window)
+        expected = _exactly(query[rows], kv, span, window, scale, softcap)
         error = (actual[rows].double() - expected).norm() / expected.norm()
         assert float(error) < MOST_ERROR, span
         row = rows.stop
 
 
-def _exactly(query: Tensor, kv: Tensor, span: SequenceSpan, window: int) -> Tensor:
+def _exactly(
+    query: Tensor, kv: Tensor, span: SequenceSpan, window: int, scale: float, softcap: float
+) -> Tensor:
     """[t, H * D] in float64."""
     keys, values = kv[list(span.block_ids), 0].double().transpose(0, 1).transpose(1, 2).flatten(2, 3)
     group = query.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = query.double().transpose(0, 1) @ keys.transpose(1, 2) / HEAD_DIM**0.5
+    scores = capped(query.double().transpose(0, 1) @ keys.transpose(1, 2) * scale, softcap)
     position = torch.arange(span.start, span.start + span.num_tokens)[:, None]
     key = torch.arange(keys.shape[1])
     hidden = key > position

@@ -36,6 +36,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "head_dim": 128},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 64},
+    # Norms of what a layer adds, which round only after their weight; caps, a scale of scores, a GeLU.
+    "gemma2": {
+        "head_dim": 64,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    # Each kind of layer rotates in its own way.
+    "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    # Norms of rows of queries and keys, and none of what a layer reads.
+    "olmo2": {"num_attention_heads": 6, "head_dim": 16},
+    "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
 }
 
 
@@ -101,6 +114,7 @@ def test_a_layer_in_one_call_is_its_parts(
             by_parts, kv_by_parts = run(decoder, spans, dtype, Marks())
         assert torch.equal(hidden, by_parts)
         assert torch.equal(kv, kv_by_parts)
+        assert not bool(hidden.isnan().any())
 
 
 def test_layers_go_from_one_backend_to_another(make_checkpoint: MakeCheckpoint) -> None:

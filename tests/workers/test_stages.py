@@ -90,7 +90,7 @@ def test_attention_ratio() -> None:
     assert attention_ratio(1.0, 1.0, 16, 0) == 0.0
 
 
-@pytest.mark.parametrize(("family", "tp"), [("llama", 1), ("qwen3", 2), ("qwen2", 4)])
+@pytest.mark.parametrize(("family", "tp"), [("llama", 1), ("qwen3", 2), ("qwen2", 4), ("olmo2", 2)])
 def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp: int) -> None:
     import torch
 
@@ -111,3 +111,29 @@ def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp:
     measured = probe.measure(32, 4)
     assert min(measured.cost.layer_s, measured.cost.embedding_s, measured.cost.head_s) > 0
     assert measured.attention_ratio >= 0
+
+
+def test_the_probe_attends_as_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from benchmarks.random_checkpoint import write_random_checkpoint
+    from workers.model.attention.choice import choose_attention
+    from workers.model.attention.interface import AttentionBackend, AttentionShape
+    from workers.model.model_config import read_model_config
+    from workers.rank import probe
+
+    shapes: list[AttentionShape] = []
+
+    def chosen(shape: AttentionShape, kv: torch.Tensor) -> AttentionBackend:
+        shapes.append(shape)
+        return choose_attention(shape, kv)
+
+    monkeypatch.setattr(probe, "choose_attention", chosen)
+    write_random_checkpoint(tmp_path, "gemma2", seed=0, query_pre_attn_scalar=100, attn_logit_softcapping=7.0)
+    measuring = probe.Probe(
+        read_model_config(tmp_path), tp=1, tp_rank=0, dtype=torch.float32, device=torch.device("cpu"),
+        block_tokens=16, clock=SystemClock(),
+    )  # fmt: skip
+    assert measuring.measure(8, 1).cost.layer_s > 0
+    (shape,) = shapes
+    assert (shape.scale(16), shape.softcap) == (0.1, 7.0)

@@ -118,7 +118,8 @@ class Probe:
         kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
         rotation = rotation_of(config.rope, config.head_dim, self._device)
-        shape = AttentionShape(self._num_heads, (0,), (rotation,), softcap=config.attention_softcap)
+        scale, softcap = config.attention_scale or None, config.attention_softcap
+        shape = AttentionShape(self._num_heads, (0,), (rotation,), scale, softcap)
         attention = choose_attention(shape, kv)
 
         def run(start: int) -> None:

@@ -89,7 +89,7 @@ def candidate_backends(
         from workers.model.attention.triton_backend import TritonAttention
 
         backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))
-    if CpuAttention.serves(kv) and not shape.softcap:
+    if CpuAttention.serves(kv):
         kernels = native.load()
         assert kernels is not None
         backends.insert(0, CpuAttention(shape, kv, kernels, is_deterministic=is_deterministic))

@@ -49,7 +49,7 @@ class AttentionStep(ctypes.Structure):
                 "is_invariant",
             )
         ),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )  # fmt: skip
 
 
@@ -174,6 +174,7 @@ class CpuPlan(AttentionPlan):
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
             is_invariant=backend.is_deterministic, scale=backend.shape.scale(shape.head_dim),
+            softcap=backend.shape.softcap,
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))
         largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])

@@ -28,6 +28,7 @@ from workers.model.cuda.attention import (
     LayerKv,
     PagedSequences,
     Partials,
+    Scoring,
     attend_chunks,
     attend_decodes,
     chunk_tile,
@@ -54,6 +55,7 @@ class TritonAttention(AttentionBackend):
         self.is_deterministic = is_deterministic
         self.kv_shape = kv_shape(kv)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
+        self.scoring = Scoring(shape.scale(self.kv_shape.head_dim), shape.softcap)
 
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
@@ -115,9 +117,11 @@ class TritonPlan(AttentionPlan):
         sequences = self._sequences._replace(tables=view.tables)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if self._partials is not None:
-            attend_decodes(queries, kv, sequences, self._decodes, layer.window, self._partials, out)
+            attend_decodes(
+                queries, kv, sequences, self._decodes, layer.window, backend.scoring, self._partials, out
+            )
         if self._chunks is not None and len(self._chunks):
-            attend_chunks(queries, kv, sequences, self._chunks, layer.window, out)
+            attend_chunks(queries, kv, sequences, self._chunks, layer.window, backend.scoring, out)
         if view.host is not None:
             view.host.done(layer.index)
         return out.flatten(1)

@@ -48,6 +48,7 @@ _NUM_DECODE_PROGRAMS, _MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
 _INDICES = ["tables", "slots", "starts", "lengths", "tasks"]
+_LOG2_E = math.log2(math.e)
 # The largest exponent of a row that has seen no key.
 _LEAST = tl.constexpr(-1e30)
 
@@ -70,6 +71,25 @@ class PagedSequences(NamedTuple):
     slots: Tensor
     starts: Tensor
     lengths: Tensor
+
+
+class Scoring(NamedTuple):
+    """What scores s are: products of queries and keys times `scale` and, with a `softcap` that is not 0,
+    softcap * tanh(s / softcap)."""
+
+    scale: float
+    softcap: float = 0.0
+
+    @property
+    def exponent_scale(self) -> float:
+        """The factor from what the kernels keep, products or their capped hyperbolic tangents, to an
+        exponent of two."""
+        return _LOG2_E * (self.softcap or self.scale)
+
+    @property
+    def cap_scale(self) -> float:
+        """The factor from a product to the exponent of two in the hyperbolic tangent; 0: no cap."""
+        return 2 * _LOG2_E * self.scale / self.softcap if self.softcap else 0.0
 
 
 class Partials(NamedTuple):
@@ -126,6 +146,7 @@ def attend_decodes(
     sequences: PagedSequences,
     tasks: Tensor | None,
     window: int,
+    scoring: Scoring,
     partials: Partials,
     out: Tensor,
 ) -> None:
@@ -146,11 +167,11 @@ def attend_decodes(
     _attend_pieces[(num_decodes, num_kv_heads, num_splits)](
         queries, kv.blocks, in_host, sequences.tables, sequences.slots, *where, *partials,
         queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
-        num_pieces, window, _scale(head_dim),
+        num_pieces, window, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens,
         ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _reduce_pieces[(num_decodes, num_heads)](
         *where, *partials, out, out.stride(0), num_pieces, window,
@@ -166,6 +187,7 @@ def _attend_pieces(
     HAS_TASKS: tl.constexpr, HAS_HOST: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token to every num_programs(2)-th of its pieces. Grid: (decodes, KV heads, any)."""
     decode = tl.program_id(0)
@@ -186,7 +208,7 @@ def _attend_pieces(
         largest, total, mixed = _attend_range(
             q, positions, position, position, piece * piece_tokens, (piece + 1) * piece_tokens,
             kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
+            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW, CAP_SCALE,
         )  # fmt: skip
         heads = (decode.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + rows
         at = heads * num_pieces + piece - first_piece
@@ -253,7 +275,13 @@ def _pieces(
 
 
 def attend_chunks(
-    queries: Tensor, kv: LayerKv, sequences: PagedSequences, tasks: Tensor, window: int, out: Tensor
+    queries: Tensor,
+    kv: LayerKv,
+    sequences: PagedSequences,
+    tasks: Tensor,
+    window: int,
+    scoring: Scoring,
+    out: Tensor,
 ) -> None:
     """Attend from the new tokens of some sequences. `queries` and `out` are [num_tokens, num_heads, head_dim]
     of the whole step, with contiguous rows. `tasks` int32 [num_tiles, 3] are, for each tile of packed rows,
@@ -266,10 +294,11 @@ def attend_chunks(
     _attend_tiles[(len(tasks), num_kv_heads)](
         queries, kv.blocks, in_host, *sequences, tasks, out,
         queries.stride(0), out.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0),
-        kv.first_host, window, _scale(head_dim),
+        kv.first_host, window, scoring.exponent_scale,
         HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
-        KEYS=tile.keys, HAS_WINDOW=window > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
 
 
@@ -279,7 +308,7 @@ def _attend_tiles(
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, window, scale,
     HAS_HOST: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles, KV heads)."""
     task = tl.program_id(0) * 3
@@ -304,7 +333,7 @@ def _attend_tiles(
     _, total, mixed = _attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
         kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
+        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW, CAP_SCALE,
     )  # fmt: skip
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
     at = (first_row + token)[:, None] * out_stride + heads
@@ -320,6 +349,7 @@ def _attend_range(
     kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
     HAS_HOST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from `q` [ROWS, PADDED_DIM] at `positions` [ROWS], from `oldest` to `newest`, to those of the
     keys [begin, end) that they see; `begin` is a multiple of KEYS. Returns of each row the largest exponent
@@ -343,17 +373,17 @@ def _attend_range(
         largest, total, mixed = _attend_keys(
             q, positions, first // KEYS * KEYS, whole_begin, first, last, largest, total, mixed,
             kv, host, table, block_stride, host_stride, first_host, window, scale, True,
-            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW,
+            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
         )  # fmt: skip
     largest, total, mixed = _attend_keys(
         q, positions, whole_begin, whole_end, first, last, largest, total, mixed,
         kv, host, table, block_stride, host_stride, first_host, window, scale, False,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW,
+        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
     )  # fmt: skip
     return _attend_keys(
         q, positions, whole_end, last, first, last, largest, total, mixed,
         kv, host, table, block_stride, host_stride, first_host, window, scale, True,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW,
+        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
     )  # fmt: skip
 
 
@@ -362,12 +392,13 @@ def _attend_keys(
     q, positions, begin, end, first, last, largest, total, mixed,
     kv, host, table, block_stride, host_stride, first_host, window, scale, IS_BORDER: tl.constexpr,
     HAS_HOST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `end`. At a border only the keys [first, last) are read,
     and each row sees its own part of them.
 
-    Scores are masked before they are scaled, so that both kinds of tile do the same arithmetic. The blocks of
+    Scores are capped, and masked, before they are scaled to exponents, so that both kinds of tile do the same
+    arithmetic. The blocks of
     a tile are looked up one tile ahead: of a look-up within the tile Triton's pipeliner would make a stage of
     its own, at the cost of a buffer of keys and values."""
     dim = tl.arange(0, PADDED_DIM)
@@ -386,6 +417,8 @@ def _attend_keys(
         at = rows[:, None] + dim[None, :]
         k = _load(at, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP_SCALE != 0.0:  # tanh, whose error beside 1 is what matters: scores are only compared
+            scores = 1.0 - 2.0 / (tl.exp2(scores * CAP_SCALE) + 1.0)
         if IS_BORDER:
             is_seen = (keys[None, :] <= positions[:, None]) & is_read[None, :]
             if HAS_WINDOW:
@@ -422,11 +455,6 @@ def _load(
         return tl.load(at, mask=dim[None, :] < HEAD_DIM, other=0.0)
     else:
         return tl.load(at)
-
-
-def _scale(head_dim: int) -> float:
-    """Return the factor from a product of query and key to an exponent of two."""
-    return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def _padded(size: int) -> int:

@@ -3,11 +3,11 @@
 // A task is up to TASK_ROWS rows of one sequence and one key-value head: some consecutive tokens, each with the
 // query heads of that head. One kernel serves one row and a hundred. The keys of a row are cut at absolute
 // positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
-// values. Then a few rows at a time have their scores computed, as products with the keys; then probabilities
-// relative to a row's largest score; then their products with the values. Pieces are combined in their order. What
-// is computed for a row, and in which order, depends on its position and window alone: neither on the rows beside
-// it, nor on which thread computes which piece. Panels of 32 keys of which none of these few rows sees one are left
-// out; what another row sees has the probability 0, which changes no sum.
+// values. Then a few rows at a time have their scores computed, as products with the keys, and capped where the
+// model says so; then probabilities relative to a row's largest score; then their products with the values. Pieces
+// are combined in their order. What is computed for a row, and in which order, depends on its position and window
+// alone: neither on the rows beside it, nor on which thread computes which piece. Panels of 32 keys of which none of
+// these few rows sees one are left out; what another row sees has the probability 0, which changes no sum.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -36,6 +36,7 @@ constexpr int64_t TURN_ROWS = 2 * MOST_ROWS;
 constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
 constexpr int64_t AHEAD = 32;         // keys whose memory is prefetched, a multiple of 16
 constexpr int64_t MOST_DIM = 1024;
+constexpr float LOG2_E = 1.44269504f;
 constexpr float LEAST = -1e30f;  // the largest exponent of a row that has seen no key
 constexpr int64_t SHARE = 4;  // a task of more than this part of a thread's share of the work is split
 
@@ -52,7 +53,7 @@ struct AttentionStep {
   void *kv, *host;       // blocks on the device, and those with ids from first_host on
   int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, first_host,
       num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
-  float scale;
+  float scale, softcap;  // softcap 0: scores are not capped
 };
 
 // Fills in the tasks of a step: at most one for each sequence and TASK_ROWS rows. The first `num_split` are
@@ -443,6 +444,12 @@ class Attention {
   }
 #endif
 
+  // Turns products of queries and keys into scores that are scaled and capped.
+  void cap_scores(float* scores, int64_t count) const {
+    Vec scale = broadcast(step.scale / step.softcap), cap = broadcast(step.softcap);
+    for (int64_t i = 0; i < count; i += LANES) store(cap * vtanh(load(scores + i) * scale), scores + i);
+  }
+
   // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and what else is in
   // [from, to), whole panels, into zeros. A row that sees none has a sum of 0.
   void normalize(float* scores, A* probabilities, int64_t from, int64_t to, int64_t first, int64_t end, float* largest,
@@ -452,12 +459,14 @@ class Attention {
       *largest = LEAST, *sum = 0;
       return;
     }
+    float factor = step.scale * LOG2_E;
+    if (step.softcap) cap_scores(scores + from, to - from), factor = LOG2_E;
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
     for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
     Vec top = load(scores + from), other = load(scores + from + LANES);
     for (int64_t i = from + 2 * LANES; i < to; i += 2 * LANES)
       top = vmax(top, load(scores + i)), other = vmax(other, load(scores + i + LANES));
-    float factor = step.scale * 1.44269504f, most = max_lanes(vmax(top, other)) * factor;
+    float most = max_lanes(vmax(top, other)) * factor;
     Vec factors = broadcast(factor), offset = broadcast(-most), total = broadcast(0);
     for (int64_t i = from; i < to; i += LANES) {
       Vec p = vexp2(fma(load(scores + i), factors, offset));
