@@ -141,6 +141,8 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         "model.embed_tokens.weight": matrix(config.vocab_size, hidden, 2.0),
         "model.norm.weight": vector(hidden, norm_mean, 0.1),
     }
+    if config.traits.has_norm_bias:
+        tensors["model.norm.bias"] = vector(hidden, 0.0, 0.1)
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
     # Each layer adds to the residual stream twice; this keeps its variance near one.
@@ -163,12 +165,18 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
-        names = dataclasses.astuple(config.traits.norms)
+        names = dataclasses.astuple(config.norm_names)
         norms = dict.fromkeys(filter(None, names), hidden)
+        if config.traits.has_norm_bias:
+            tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
         if config.qk_norm:
             norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
         if config.qk_row_norm:
             norms |= {"self_attn.q_norm": num_q, "self_attn.k_norm": num_kv}
+        if config.qk_own_norms:
+            q_name, k_name = (f"{prefix}self_attn.{name}" for name in config.traits.qk_norm_names)
+            tensors |= _own_norms(q_name, vector(num_q, 1.0, 0.1), head_dim)
+            tensors |= _own_norms(k_name, vector(num_kv, 1.0, 0.1), head_dim)
         for name, size in norms.items():
             tensors[f"{prefix}{name}.weight"] = vector(size, norm_mean, 0.1)
         if config.traits.is_qkv_fused:
@@ -176,6 +184,14 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
+
+
+def _own_norms(name: str, weights: Tensor, head_dim: int) -> dict[str, Tensor]:
+    """Name the weights of heads that have their own, in one tensor or in one for each head."""
+    rows = weights.view(-1, head_dim)
+    if "{head}" not in name:
+        return {f"{name}.weight": rows}
+    return {f"{name.format(head=head)}.weight": row.clone() for head, row in enumerate(rows)}
 
 
 def _xielu_parameters(prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:

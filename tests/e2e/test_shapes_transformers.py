@@ -39,6 +39,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"family": "phi3", "pad_token_id": 0, "sliding_window": 20},
     "seed_oss": {"family": "seed_oss", "attention_bias": True},
+    "cohere": {"family": "cohere", "logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True},
+    "cohere2": {"family": "cohere2", "logit_scale": 0.5, "sliding_window": 20, "sliding_window_pattern": 2},
+    "stablelm": {"family": "stablelm", "use_qkv_bias": True},
+    "stablelm-parallel": {"family": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
     "yarn": {
         "family": "llama",
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

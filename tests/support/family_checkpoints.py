@@ -90,7 +90,29 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "apertus": ({}, {"attention_bias": True}, {"tie_word_embeddings": True}),
     "seed_oss": ({}, {"attention_bias": False, "mlp_bias": True}, {"attention_out_bias": True}),
+    "cohere": (
+        {"logit_scale": 0.8},
+        {"logit_scale": 1.7, "use_qk_norm": True, "attention_bias": True},
+        {"logit_scale": 0.6, "use_qk_norm": True, "tie_word_embeddings": False},
+    ),
+    "cohere2": (
+        {"logit_scale": 0.8, "sliding_window": 20},
+        {"logit_scale": 1.7, "sliding_window": 9, "sliding_window_pattern": 2, "attention_bias": True},
+        {
+            "logit_scale": 0.6,
+            "sliding_window": 33,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "stablelm": (
+        {"use_qkv_bias": True},
+        {"use_parallel_residual": True, "qk_layernorm": True},
+        {"qk_layernorm": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
 }
+# Families whose heads are as wide as `hidden_size` says.
+WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm")
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
     for family, variants in VARIANTS.items()
@@ -104,7 +126,7 @@ def write_family_checkpoint(
     """Write a checkpoint of a family, with `keys` of its config.json, into the folder `path`. Weights are
     such that attention, norms and gates all tell in the logits."""
     given = COMMON | keys
-    if family == "phi3":  # its heads are as wide as hidden_size says
+    if family in WITHOUT_HEAD_DIM:
         given["hidden_size"] = given.pop("head_dim") * given["num_attention_heads"]
     config = transformers.AutoConfig.for_model(family, **given, dtype=dtype)
     torch.manual_seed(seed)

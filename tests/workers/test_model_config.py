@@ -94,6 +94,8 @@ def test_linear_scaling_stretches_the_context(
         ({"attention_multiplier": 0.5, "model_type": "granite"}, set()),
         ({"dual_chunk_attention_config": None, "logit_scale": 1.0, "clip_qkv": None}, set()),
         ({"logits_scaling": 8.0, "use_qk_norm": True}, {"logits_scaling", "use_qk_norm"}),
+        ({"use_qk_norm": True, "logit_scale": 0.5, "model_type": "cohere"}, set()),
+        ({"qk_layernorm": True, "model_type": "stablelm"}, set()),
         ({"no_rope_layers": [1, 0]}, {"no_rope_layers"}),
         ({"sliding_window": 4096}, {"sliding_window"}),
         ({"model_type": "mistral", "sliding_window": 4096}, set()),

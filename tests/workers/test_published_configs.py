@@ -411,12 +411,12 @@ USED_BY: dict[str, tuple[Any, set[str]]] = {
     "rope_local_base_freq": (20000.0, {"gemma3_text"}),
     "no_rope_layers": ([1, 0], {"smollm3"}),
     "no_rope_layer_interval": (2, {"smollm3"}),
-    "use_qk_norm": (True, {"qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "apertus"}),
+    "use_qk_norm": (True, {"qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "apertus", "cohere"}),
     "embedding_multiplier": (12.0, {"granite"}),
     "residual_multiplier": (0.2, {"granite"}),
     "attention_multiplier": (0.1, {"granite"}),
     "logits_scaling": (8.0, {"granite"}),
-    "logit_scale": (0.5, set()),
+    "logit_scale": (0.5, {"cohere", "cohere2"}),
 }
 
 

@@ -14,6 +14,7 @@ from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.norm import Norm
 from workers.model.rank_memory import (
     Checkpoint,
     KvDemand,
@@ -41,7 +42,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         for layer in range(shape.first_layer, shape.end_layer):
             tensors += tensors_of(reader.layer(layer))
         if shape.is_last_stage:
-            tensors.append(reader.final_norm().weight)
+            tensors += tensors_of_norms(reader.final_norm())
             head = reader.head(table)
             if head is not table:
                 tensors.append(head)
@@ -51,9 +52,14 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
     products = (layer.qkv, layer.output, layer.gate_up, layer.down)
     norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
-    found = [None if norm is None else norm.weight for norm in (*norms, layer.q_norm, layer.k_norm)]
-    found += [part for product in products for part in (product.weight, product.bias)]
-    return [tensor for tensor in found if tensor is not None]
+    found = tensors_of_norms(*norms, layer.q_norm, layer.k_norm)
+    parts = [part for product in products for part in (product.weight, product.bias)]
+    return found + [tensor for tensor in parts if tensor is not None]
+
+
+def tensors_of_norms(*norms: Norm | None) -> list[torch.Tensor]:
+    parts = [part for norm in norms if norm is not None for part in (norm.weight, norm.bias)]
+    return [tensor for tensor in parts if tensor is not None]
 
 
 def check_every_rank(model_dir: Path, tp: int, stages: list[tuple[int, int]]) -> None:
@@ -200,3 +206,13 @@ def test_more_replicas_or_less_memory_never_raise_a_share(
     for after in (divide_kv(free_bytes, more), divide_kv(free_bytes - added, wanted)):
         for demand, earlier, later in zip(wanted, before, after, strict=True):
             assert later <= earlier + rounding or not demand.num_replicas
+
+
+@pytest.mark.parametrize("case", ["cohere-3", "stablelm-2"])
+def test_biases_of_norms_and_the_weights_of_each_heads_norm_count(case: str, tmp_path: Path) -> None:
+    write_family_checkpoint(tmp_path, **CASES[case])
+    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
+    for first, end in ((0, 4), (0, 2), (2, 4)):
+        for tp_rank in range(3):
+            shape = RankShape(config, first, end, tp_rank, 3)
+            assert checkpoint.weight_bytes(shape, 4) == loaded_bytes(tmp_path, config, shape)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from workers.model.apply_norm import apply_norm
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
@@ -29,7 +30,6 @@ from workers.model.layer_products import Product
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace, make_linear
-from workers.model.rms_norm import rms_norm
 from workers.model.rope import rotation_of
 from workers.model.sizes import query_heads
 from workers.model.weights import ShardSpec, WeightReader
@@ -169,7 +169,7 @@ class Decoder:
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm after the last layer to rows [num_rows, hidden_size], on the last stage."""
-        return rms_norm(hidden, self._norm)
+        return apply_norm(hidden, self._norm)
 
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""

@@ -8,13 +8,14 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
-from workers.model.layer_products import AddedProduct, Product
+from workers.model.head_norms import HeadNorms
+from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
-from workers.model.rms_norm import add_normed, rms_norm
 from workers.model.row_norms import RowNorms
 from workers.model.weights import LayerWeights, LinearWeights
 
@@ -46,11 +47,12 @@ class DecoderLayer:
         weights."""
         self._workspace = workspace
         self._norms = weights.norms
-        self.row_norms: RowNorms | None = None
-        if config.qk_row_norm:
+        self.qk_norms: RowNorms | HeadNorms | None = None
+        if config.qk_row_norm or config.qk_own_norms:
             assert weights.q_norm is not None
             assert weights.k_norm is not None
-            self.row_norms = RowNorms(weights.q_norm, weights.k_norm)
+            kind = RowNorms if config.qk_row_norm else HeadNorms
+            self.qk_norms = kind(weights.q_norm, weights.k_norm)
         else:
             attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=weights.k_norm)
         self._attention = attention
@@ -66,15 +68,25 @@ class DecoderLayer:
         # With a part of the heads and of the intermediate columns, these compute a part of the sum.
         self.output: AddedProduct = linear(weights.output)
         self.down: AddedProduct = linear(weights.down)
+        # Adds both, in a layer of parallel attention and feed-forward.
+        self.parallel_sum = ParallelSum(self.output, self.down) if config.is_parallel else None
 
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
         qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
-        if self._xielu is not None or not (self.row_norms is None or type(self.row_norms) is RowNorms):
+        norms = self.qk_norms
+        if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
+            return None
+        if not (norms is None or type(norms) is RowNorms):
             return None
         if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
             return None
-        return PackedLayer(qkv, output, gate_up, down, self._norms, self.row_norms, self._attention)
+        return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
+
+    def _has_layer_norms(self) -> bool:
+        """Whether some norm subtracts the mean."""
+        norms = (getattr(self._norms, field.name) for field in dataclasses.fields(self._norms))
+        return any(norm is not None and norm.is_centered for norm in norms)
 
     def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.
@@ -85,11 +97,17 @@ class DecoderLayer:
         take, norms = self._workspace.take, self._norms
         normed = self._normed(hidden, norms.attention_input, residual)
         qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
-        if self.row_norms is not None:
-            self.row_norms.normalize(qkv)
+        if self.qk_norms is not None:
+            self.qk_norms.normalize(qkv)
         plan.marks.mark()
         mixed = plan.run(self._attention, qkv)
         plan.marks.mark()
+        if self.parallel_sum is not None:
+            activated = self._activated(normed, take("gated", hidden, self._num_activated))
+            plan.marks.mark()
+            residual = self.parallel_sum.add_to(hidden, mixed, activated)
+            plan.marks.mark()
+            return residual
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
         normed = self._normed(hidden, norms.feed_forward_input, residual)
@@ -103,7 +121,7 @@ class DecoderLayer:
         """Add `residual` to `hidden`, in place, and return its norm; without one, `hidden` itself."""
         if norm is None:
             return hidden if residual is None else hidden.add_(residual)
-        return rms_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
+        return apply_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
         if self._xielu is None:

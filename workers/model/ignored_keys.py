@@ -87,7 +87,8 @@ def _used_keys(family: Family) -> set[str]:
     """Return the keys of `_WHY` that models of the family are computed by."""
     used = {*dataclasses.astuple(family.multipliers), family.query_scalar, family.rotary.sliding_theta}
     used |= _SOFTCAP_KEYS if family.has_softcaps else set()
-    used |= _QK_NORM_KEYS if family.qk_norm != "none" else set()
+    used |= {family.has_qk_norm} if isinstance(family.has_qk_norm, str) else set()
+    used |= _QK_NORM_KEYS if family.qk_norm not in ("none", "own") else set()
     used |= _NO_ROPE_KEYS if family.rotary.without == "listed" else set()
     return used
 

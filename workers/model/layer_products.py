@@ -22,3 +22,20 @@ class AddedProduct(Protocol):
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         """Add the product of x to `hidden` [num_tokens, hidden_size] and return None; or return the product,
         for the norm that follows to add, where that takes fewer kernels."""
+
+
+class ParallelSum:
+    """Adds the products of attention and feed-forward in a layer where both take the same normed hidden
+    states. `workers.model.parallel` replaces it by one that joins the parts of several ranks."""
+
+    def __init__(self, output: AddedProduct, down: AddedProduct) -> None:
+        self.output, self.down = output, down
+
+    def add_to(self, hidden: Tensor, mixed: Tensor, activated: Tensor) -> Tensor | None:
+        """Add the products of `mixed` [num_tokens, num_heads * head_dim] and `activated` [num_tokens,
+        intermediate_size] to `hidden` [num_tokens, hidden_size]; or return what is left for the norm that
+        follows to add, as `AddedProduct.add_to` does."""
+        residual = self.output.add_to(hidden, mixed)
+        if residual is not None:
+            hidden.add_(residual)
+        return self.down.add_to(hidden, activated)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
 from workers.model.config_values import ConfigValues
-from workers.model.families.family import Family
+from workers.model.families.family import Family, LayerNorms
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 
@@ -79,11 +79,21 @@ class ModelConfig:
     logits_softcap: float = 0.0
     # The rotary embedding of each layer, None where it has none; (): `rope` is that of all.
     layer_ropes: tuple[RopeConfig | None, ...] = ()
+    # Attention and feed-forward of a layer both take the norm before attention.
+    is_parallel: bool = False
+    # Each head of queries, and of keys, has a LayerNorm with weights of its own.
+    qk_own_norms: bool = False
 
     @property
     def traits(self) -> Family:
         """What makes its family."""
         return NAME_TO_FAMILY[self.family]
+
+    @property
+    def norm_names(self) -> LayerNorms:
+        """The names of the norms that a layer has."""
+        names = self.traits.norms
+        return dataclasses.replace(names, feed_forward_input="") if self.is_parallel else names
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -250,6 +260,7 @@ class _ConfigReader(ConfigValues):
         windows = self._sliding_windows(num_layers)
         ropes = RopeReader(self.file, self.raw, family.rotary)
         rope = ropes.read(head_dim)
+        qk_norm = family.qk_norm if self._is_set(family.has_qk_norm) else "none"
         return ModelConfig(
             family=family.name,
             vocab_size=self.count("vocab_size"),
@@ -259,14 +270,14 @@ class _ConfigReader(ConfigValues):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self.number("rms_norm_eps", self.raw, 1e-6),
+            rms_norm_eps=self.number(family.norm_eps, self.raw, 1e-6),
             max_context_tokens=self._max_context_tokens(rope),
             rope=rope,
             sliding_windows=windows,
             qkv_bias=self._is_set(family.qkv_bias),
             output_bias=self._is_set(family.output_bias),
             mlp_bias=self._is_set(family.mlp_bias),
-            qk_norm=family.qk_norm == "head",
+            qk_norm=qk_norm == "head",
             tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             checkpoint_dtype=str(self.raw.get("dtype") or self.raw.get("torch_dtype") or ""),
             eos_token_ids=self._eos_token_ids(),
@@ -278,12 +289,16 @@ class _ConfigReader(ConfigValues):
             ),
             residual_multiplier=self._multiplier(multipliers.residuals),
             attention_scale=self._attention_scale(),
-            logits_divisor=self._multiplier(multipliers.logits),
+            logits_divisor=(
+                self._multiplier(multipliers.logits) / self._multiplier(multipliers.logits_scale)
+            ),
             activation=self._activation(),
-            qk_row_norm=family.qk_norm == "row",
+            qk_row_norm=qk_norm == "row",
             attention_softcap=self._softcap("attn_logit_softcapping"),
             logits_softcap=self._softcap("final_logit_softcapping"),
             layer_ropes=ropes.of_layers(rope, windows),
+            is_parallel=self._is_set(family.is_parallel),
+            qk_own_norms=qk_norm == "own",
         )
 
     def _attention_scale(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.model.decoder import Decoder
-from workers.model.layer_products import AddedProduct, Product
+from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.row_norms import RowNorms
 from workers.model.sizes import kv_heads, part
 
@@ -58,7 +58,8 @@ class Unfinished:
             return
         decoder, products = self._decoder, _Sum(num_rows, self._decoder.config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if decoder.config.qk_row_norm else []
-        self._sums = [*squares, products, products] * len(decoder.layers)
+        added = [products] if decoder.config.is_parallel else [products, products]
+        self._sums = [*squares, *added] * len(decoder.layers)
         if embeds and decoder.embedding is not None:
             self._sums.insert(0, products)
         self._sums.reverse()
@@ -100,10 +101,12 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
         return
     assert (decoder.shard.tp_rank, decoder.shard.tp_size) == (collectives.tp_rank, collectives.tp)
     for layer in decoder.layers:
+        if layer.parallel_sum is not None:
+            layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
         layer.output = _Summed(layer.output, collectives)
         layer.down = _Summed(layer.down, collectives)
-        if layer.row_norms is not None:
-            layer.row_norms = _JoinedRowNorms(layer.row_norms, decoder, collectives)
+        if isinstance(layer.qk_norms, RowNorms):
+            layer.qk_norms = _JoinedRowNorms(layer.qk_norms, decoder, collectives)
     vocab_size = decoder.config.vocab_size
     if decoder.embedding is not None:
         decoder.embedding = _SplitEmbedding(decoder.embedding, vocab_size, collectives)
@@ -125,6 +128,20 @@ class _Summed:
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
         return self(x)
+
+
+class _JoinedSum(ParallelSum):
+    """Attention and feed-forward whose inputs are split over the ranks: the partial results of both are added
+    up at once."""
+
+    def __init__(self, output: AddedProduct, down: AddedProduct, collectives: Collectives) -> None:
+        super().__init__(output, down)
+        self._all_reduce = collectives.all_reduce
+
+    def add_to(self, hidden: Tensor, mixed: Tensor, activated: Tensor) -> Tensor:
+        total = self.output(mixed).add_(self.down(activated))
+        self._all_reduce(total)
+        return total
 
 
 class _JoinedRowNorms(RowNorms):

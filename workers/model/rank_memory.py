@@ -36,6 +36,8 @@ LOGITS_PIECE_BYTES = 16 << 20
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
 # The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
 _XIELU_FLOATS = 4
+# The float32 copies of queries and keys that norms of heads with weights of their own hold at a time.
+_OWN_NORM_FLOATS = 3
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -115,7 +117,7 @@ class Checkpoint(NamedTuple):
             names = {embedding} if rank.is_first_stage else set()
             names |= {head} if rank.is_last_stage else set()
         if rank.is_last_stage:
-            names.add(norm)
+            names |= {norm, known.norm_bias}
         return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
 
     @staticmethod
@@ -131,6 +133,12 @@ class Checkpoint(NamedTuple):
             return rank.num_kv_heads / model.num_kv_heads
         if ".k_proj." in name or ".v_proj." in name:
             return rank.num_kv_heads / model.num_kv_heads
+        if model.qk_own_norms:
+            q_norm, k_norm = (f".self_attn.{it.partition('.')[0]}." for it in model.traits.qk_norm_names)
+            if q_norm in name:
+                return rank.num_heads / model.num_heads
+            if k_norm in name:
+                return rank.num_kv_heads / model.num_kv_heads
         if ".q_proj." in name or ".o_proj." in name:
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
@@ -151,10 +159,15 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     intermediate = len(part(model.intermediate_size, rank.tp_rank, rank.tp))
     qkv = (rank.num_heads + 2 * rank.num_kv_heads) * model.head_dim
     attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
-    row = item_bytes * (_HIDDEN_COPIES * model.hidden_size + qkv + attention + 3 * intermediate)
-    row += _FLOAT_BYTES * _HIDDEN_FLOATS * model.hidden_size
+    # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
+    hidden_copies = _HIDDEN_COPIES + model.is_parallel
+    hidden_floats = _HIDDEN_FLOATS + model.traits.is_norm_centered
+    row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
+    row += _FLOAT_BYTES * hidden_floats * model.hidden_size
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
+    if model.qk_own_norms:
+        row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_heads) * model.head_dim
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)

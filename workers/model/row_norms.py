@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from workers.model.apply_norm import apply_norm
 from workers.model.norm import Norm
-from workers.model.rms_norm import rms_norm
 
 
 class RowNorms:
@@ -23,4 +23,4 @@ class RowNorms:
     def normalize(self, qkv: Tensor) -> None:
         """Normalize queries and keys of `qkv`, in place."""
         for part, norm in zip(self.parts(qkv), (self.queries, self.keys), strict=True):
-            rms_norm(part, norm, part)
+            apply_norm(part, norm, part)

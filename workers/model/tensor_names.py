@@ -42,6 +42,11 @@ class TensorNames(NamedTuple):
         """The norm after the last layer."""
         return f"{self.model}norm.weight"
 
+    @property
+    def norm_bias(self) -> str:
+        """The bias of this norm, in families whose norms have one."""
+        return f"{self.model}norm.bias"
+
     def is_of_text(self, name: str) -> bool:
         """Whether the tensor belongs to the text model, and not to one that is wrapped with it."""
         return name == self.head or name.startswith(self.model)

@@ -73,7 +73,8 @@ class BlockNorms:
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
     key and value rows, `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows alone.
-    `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row."""
+    `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
+    a row of weights for each head that it holds, [num_heads, head_dim]."""
 
     norms: BlockNorms
     qkv: LinearWeights
@@ -168,8 +169,10 @@ class WeightReader:
 
     def final_norm(self) -> Norm:
         """Read the final norm, of hidden_size, which divides logits where the family does."""
-        norm = self._norm(self._names.norm, self._config.hidden_size)
+        norm = self._hidden_norm(self._names.norm, self._names.norm_bias)
         norm.weight.div_(self._config.logits_divisor)
+        if norm.bias is not None:
+            norm.bias.div_(self._config.logits_divisor)
         return norm
 
     def layer(self, layer: int) -> LayerWeights:
@@ -202,6 +205,8 @@ class WeightReader:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
         names, config = self._names, self._config
         known = set(self._read) | {names.embedding, names.norm, names.head}
+        if config.traits.has_norm_bias:
+            known.add(names.norm_bias)
         for name in self._name_to_file.keys() - known:
             if config.is_wrapped and not names.is_of_text(name):
                 continue
@@ -259,6 +264,8 @@ class WeightReader:
 
     def _qk_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
         config = self._config
+        if config.qk_own_norms:
+            return self._own_norms(prefix)
         if config.qk_norm:
             sizes, rows = (config.head_dim, config.head_dim), (slice(None), slice(None))
         elif config.qk_row_norm:
@@ -268,16 +275,46 @@ class WeightReader:
             return None, None
         norms = [
             self._norm(f"{prefix}{name}.weight", size, part)
-            for name, size, part in zip(("q_norm", "k_norm"), sizes, rows, strict=True)
+            for name, size, part in zip(config.traits.qk_norm_names, sizes, rows, strict=True)
         ]
         queries, keys = (dataclasses.replace(it, weight=self._reordered(it.weight)) for it in norms)
         return queries, keys
 
+    def _own_norms(self, prefix: str) -> tuple[Norm, Norm]:
+        """Read the weights of the rank's heads that have their own, [num_heads, head_dim]."""
+        config, shard = self._config, self._shard
+        held = query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)
+        held_kv = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
+        q_name, k_name = config.traits.qk_norm_names
+        return (
+            self._own_norm(f"{prefix}{q_name}", config.num_heads, held),
+            self._own_norm(f"{prefix}{k_name}", config.num_kv_heads, held_kv),
+        )
+
+    def _own_norm(self, name: str, num_heads: int, held: range) -> Norm:
+        head_dim = self._config.head_dim
+        if "{head}" in name:
+            names = [f"{name.format(head=head)}.weight" for head in range(num_heads)]
+            weights = torch.stack([self._tensor(it, (head_dim,), dtype=torch.float32) for it in names])
+        else:
+            weights = self._tensor(f"{name}.weight", (num_heads, head_dim), dtype=torch.float32)
+        rows = weights[held.start : held.stop].flatten()
+        return Norm(self._reordered(rows).view(-1, head_dim), self._config.rms_norm_eps, is_centered=True)
+
     def _block_norms(self, prefix: str) -> BlockNorms:
         def norm(name: str) -> Norm | None:
-            return self._norm(f"{prefix}{name}.weight", self._config.hidden_size) if name else None
+            return self._hidden_norm(f"{prefix}{name}.weight", f"{prefix}{name}.bias") if name else None
 
-        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.traits.norms)))
+        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.norm_names)))
+
+    def _hidden_norm(self, weight: str, bias: str) -> Norm:
+        """Read a norm of hidden states."""
+        traits, size = self._config.traits, self._config.hidden_size
+        norm = self._norm(weight, size)
+        if not traits.is_norm_centered:
+            return norm
+        added = self._tensor(bias, (size,), dtype=torch.float32).clone() if traits.has_norm_bias else None
+        return dataclasses.replace(norm, is_centered=True, bias=added)
 
     def _norm(self, name: str, size: int, rows: slice = slice(None)) -> Norm:
         traits = self._config.traits

@@ -20,13 +20,13 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from workers.messages.rank_channel import StageCost
 from workers.model import native
+from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
-from workers.model.rms_norm import rms_norm
 from workers.model.rope import rotation_of
 from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
@@ -138,8 +138,8 @@ class Probe:
         size = self._config.hidden_size
         num_measured = min(self._vocab_size, _HEAD_ROWS)
         head = make_linear(self._random(num_measured, size))
-        norm, hidden = self._norm(size), self._random(num_rows, size)
-        measured_s = self._best_s(lambda: head.floats(rms_norm(hidden, norm)))
+        norm, hidden = self._hidden_norm(), self._random(num_rows, size)
+        measured_s = self._best_s(lambda: head.floats(apply_norm(hidden, norm)))
         return measured_s * self._vocab_size / num_measured
 
     def _layer_weights(self) -> LayerWeights:
@@ -147,13 +147,18 @@ class Probe:
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
-        names = dataclasses.astuple(config.traits.norms)
+        names = dataclasses.astuple(config.norm_names)
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
-        has_qk_norms = config.qk_norm or config.qk_row_norm
+        has_qk_norms = config.qk_norm or config.qk_row_norm or config.qk_own_norms
         qk_norms = [self._norm(size) if has_qk_norms else None for size in norm_sizes]
+        if config.qk_own_norms:
+            qk_norms = [
+                Norm(random(num_heads, head_dim).float(), config.rms_norm_eps, is_centered=True)
+                for num_heads in (self._num_heads, self._num_kv_heads)
+            ]
         ups = (random(intermediate_size, hidden),) * (2 if config.traits.is_gated else 1)
         return LayerWeights(
-            norms=BlockNorms(*(self._norm(hidden) if name else None for name in names)),
+            norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
             qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
             q_norm=qk_norms[0],
             k_norm=qk_norms[1],
@@ -166,6 +171,10 @@ class Probe:
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits
         return Norm(self._random(size).float(), self._config.rms_norm_eps, traits.is_norm_rounded_first)
+
+    def _hidden_norm(self) -> Norm:
+        is_centered = self._config.traits.is_norm_centered
+        return dataclasses.replace(self._norm(self._config.hidden_size), is_centered=is_centered)
 
     def _random(self, *shape: int) -> Tensor:
         """Repeat a drawn pattern: drawing each number of a large layer would take seconds."""

@@ -10,8 +10,9 @@ from typing import Any, Literal
 # `use_sliding_window` with `max_window_layers`, or `layer_types`, say; or those that `layer_types` says, else
 # all but every `sliding_window_pattern`-th.
 Windows = Literal["none", "all", "switched", "pattern"]
-# What is normalized of queries and keys: nothing, each head, or all heads of a token together.
-QkNorm = Literal["none", "head", "row"]
+# What is normalized of queries and keys: nothing, each head, or all heads of a token together, by RMS norms;
+# or each head by a LayerNorm with weights of its own.
+QkNorm = Literal["none", "head", "row", "own"]
 # Which layers have no rotary embedding: none; those with a 0 in `no_rope_layers`, else every
 # `no_rope_layer_interval`-th; or, where some layers have a window, those without.
 NoRope = Literal["none", "listed", "unless_sliding"]
@@ -19,12 +20,14 @@ NoRope = Literal["none", "listed", "unless_sliding"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The keys of config.json that scale values; "": the family has none. `logits` divides them."""
+    """The keys of config.json that scale values; "": the family has none. Logits are divided by `logits`, or
+    multiplied by `logits_scale`."""
 
     embeddings: str = ""
     residuals: str = ""
     attention_scores: str = ""
     logits: str = ""
+    logits_scale: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,9 +76,20 @@ class Family:
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QkNorm = "none"
+    # Whether these norms are there, as with biases, and the names of their weights. With {head} in a name,
+    # the weights of each head are a tensor.
+    has_qk_norm: bool | str = True
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     windows: Windows = "none"
     rotary: Rotary = Rotary()
     norms: LayerNorms = LayerNorms()
+    # Attention and feed-forward both take the norm `attention_input`; there is no `feed_forward_input` then.
+    is_parallel: bool | str = False
+    # Norms of hidden states are LayerNorms, which subtract the mean, and not RMS norms; they may have a bias.
+    is_norm_centered: bool = False
+    has_norm_bias: bool = False
+    # The key of what norms add to the mean square, or variance.
+    norm_eps: str = "rms_norm_eps"
     # Norms multiply by their weight plus this.
     norm_offset: float = 0.0
     # Norms round to the dtype before they multiply by their weight, and not only after.

@@ -9,6 +9,7 @@ FAMILY = Family(
     "Gemma 1, CodeGemma",
     ("GemmaForCausalLM",),
     defaults={
+        "num_key_value_heads": 16,
         "head_dim": 256,
         "max_position_embeddings": 8192,
         "hidden_act": "gelu_pytorch_tanh",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from workers.model.families import (
     apertus,
+    cohere,
+    cohere2,
     exaone4,
     gemma,
     gemma2,
@@ -20,6 +22,7 @@ from workers.model.families import (
     qwen3,
     seed_oss,
     smollm3,
+    stablelm,
 )
 from workers.model.families.family import Family
 
@@ -41,6 +44,9 @@ FAMILIES: tuple[Family, ...] = (
     exaone4.FAMILY,
     apertus.FAMILY,
     seed_oss.FAMILY,
+    cohere.FAMILY,
+    cohere2.FAMILY,
+    stablelm.FAMILY,
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}

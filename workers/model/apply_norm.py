@@ -1,4 +1,4 @@
-"""Compute RMS norms by the fastest way that a device has."""
+"""Compute norms by the fastest way that a device has."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from workers.model import cuda, native
 from workers.model.norm import Norm
 
 
-def rms_norm(x: Tensor, norm: Norm, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Add `residual` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in
-    float32, then multiply by the norm's weight. The result is written to `out` where it is given, which may
-    be `x` if there is no residual."""
-    if cuda.serves(x.device):
+def apply_norm(x: Tensor, norm: Norm, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """Add `residual` to `x` [num_rows, size], in place, where it is given. Normalize in float32, and multiply
+    by the norm's weight. The result is written to `out` where it is given, which may be `x` if there is no
+    residual. The kernels compute RMS norms; a LayerNorm is computed by torch."""
+    if cuda.serves(x.device) and not norm.is_centered:
         from workers.model.cuda import layer_ops
 
         return layer_ops.rms_norm(x, norm, out, residual)
     if residual is not None:
         x.add_(residual)
-    if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
+    if native.serves(x.device, x.dtype) and x.stride(-1) == 1 and not norm.is_centered:
         kernels = native.load()
         assert kernels is not None
         return kernels.rms_norm(x, norm, out)
@@ -28,4 +28,4 @@ def rms_norm(x: Tensor, norm: Norm, out: Tensor | None = None, residual: Tensor 
 
 def add_normed(hidden: Tensor, x: Tensor, norm: Norm) -> None:
     """Add the norm of `x` [num_rows, size], which is overwritten, to `hidden` [num_rows, size]."""
-    hidden.add_(rms_norm(x, norm, x))
+    hidden.add_(apply_norm(x, norm, x))

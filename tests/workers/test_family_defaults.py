@@ -1,0 +1,52 @@
+"""What a config.json leaves out means to every family what `transformers` takes it for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from workers.model.families.known_families import FAMILIES, NAME_TO_FAMILY
+from workers.model.model_config import read_model_config
+
+SPARSE = {
+    "hidden_size": 4096,
+    "intermediate_size": 160,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "vocab_size": 260000,
+}
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **SPARSE}), encoding="utf-8")
+    config, family = read_model_config(tmp_path), NAME_TO_FAMILY[name]
+    expected = transformers.AutoConfig.from_pretrained(tmp_path)
+    head_dim = getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads
+    assert config.num_kv_heads == expected.num_key_value_heads
+    assert config.head_dim == head_dim
+    assert config.max_context_tokens == expected.max_position_embeddings
+    assert config.rms_norm_eps == getattr(expected, family.norm_eps)
+    assert config.tie_word_embeddings == expected.tie_word_embeddings
+    ropes = expected.rope_parameters
+    full, sliding = ropes.get("full_attention", ropes), ropes.get("sliding_attention", ropes)
+    assert config.rope.rope_type == full["rope_type"]
+    assert config.rope.theta == full["rope_theta"]
+    part = full.get("partial_rotary_factor", 1.0)
+    assert (config.rope.num_rotated or head_dim) == int(part * head_dim)
+    thetas = {rope.theta for rope in config.ropes if rope is not None}
+    assert thetas <= {full["rope_theta"], sliding["rope_theta"]}
+    kinds = getattr(expected, "layer_types", None)
+    if kinds is not None:
+        window = expected.sliding_window or 0
+        assert config.sliding_windows == tuple(window * (kind == "sliding_attention") for kind in kinds)
+    multipliers = family.multipliers
+    if multipliers.logits or multipliers.logits_scale:
+        divided = getattr(expected, multipliers.logits, 1.0)
+        multiplied = getattr(expected, multipliers.logits_scale, 1.0)
+        assert config.logits_divisor == divided / multiplied
+    for has, key in ((config.qkv_bias, family.qkv_bias), (config.output_bias, family.output_bias)):
+        assert has == (getattr(expected, key) if isinstance(key, str) else key)
