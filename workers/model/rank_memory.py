@@ -34,10 +34,10 @@ LOGITS_PIECE_BYTES = 16 << 20
 # The hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one
 # more in float32, in which norms are computed.
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
-# The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
-_XIELU_FLOATS = 4
 # The float32 copies of queries and keys that norms of heads with weights of their own hold at a time.
 _OWN_NORM_FLOATS = 3
+# The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
+_XIELU_FLOATS = 4
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -127,13 +127,9 @@ class Checkpoint(NamedTuple):
             return float(rank.tp_rank == 0)
         if ".act_fn." in name:  # becomes numbers
             return 0.0
-        if model.qk_row_norm and ".q_norm." in name:
-            return rank.num_heads / model.num_heads
-        if model.qk_row_norm and ".k_norm." in name:
-            return rank.num_kv_heads / model.num_kv_heads
         if ".k_proj." in name or ".v_proj." in name:
             return rank.num_kv_heads / model.num_kv_heads
-        if model.qk_own_norms:
+        if model.qk_row_norm or model.qk_own_norms:
             q_norm, k_norm = (f".self_attn.{it.partition('.')[0]}." for it in model.traits.qk_norm_names)
             if q_norm in name:
                 return rank.num_heads / model.num_heads
@@ -164,10 +160,10 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     hidden_floats = _HIDDEN_FLOATS + model.traits.is_norm_centered
     row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
     row += _FLOAT_BYTES * hidden_floats * model.hidden_size
-    if model.activation == "xielu":
-        row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if model.qk_own_norms:
         row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_heads) * model.head_dim
+    if model.activation == "xielu":
+        row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)

@@ -104,6 +104,8 @@ def test_what_a_template_writes_is_read_back(
         content = thought = ""
     if family in ("qwen3 coder", "seed_oss", "glm45"):  # whose parameters have names that stand in a tag
         assume(not any(char in key for _, arguments in wanted for key in arguments for char in "<>"))
+    if family == "glm45":  # whose models may write a line break around a name
+        assume(all(key == key.strip() for _, arguments in wanted for key in arguments))
     if family in ("olmo3", "gemma3"):
         assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in arguments))
     if family == "gemma4":  # which has no quotation marks around keys
