@@ -56,6 +56,7 @@ def begun(mark: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_pipe_is_answered_by_a_server_of_its_own(mark: str) -> None:
     process = begun(mark, str(TINY), "--max-tokens", "3")

@@ -148,6 +148,7 @@ def test_a_folder_without_a_tokenizer_is_refused_before_anything_starts(tmp_path
     assert "starting Ray" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_ray_address_where_nothing_answers_is_refused_at_once() -> None:
     address = f"127.0.0.1:{free_port()}"
     done = tandem("serve", "--model", str(TINY), "--ray-address", address, timeout_s=30)

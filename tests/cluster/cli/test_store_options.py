@@ -59,6 +59,7 @@ def test_nvme_needs_a_folder_and_a_size(arguments: tuple[str, str]) -> None:
     assert "go together" in done.output
 
 
+@pytest.mark.slow
 def test_a_redis_url_of_the_environment_is_checked_before_anything_starts() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster", "serve", "--ray-address", "local"],

@@ -285,6 +285,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", slow_but(["rank", "engine core"], "rank"))
 def test_a_killed_replica_is_replaced_and_the_stream_completes(
     cluster: RunningCluster, client: BlockingClient, victim: str
@@ -311,6 +312,7 @@ def test_a_killed_replica_is_replaced_and_the_stream_completes(
     )
 
 
+@pytest.mark.slow
 async def test_a_killed_gateway_comes_back_and_the_stream_completes(cluster: RunningCluster) -> None:
     # It must still run when its gateway dies, however fast the engine is.
     options = GenerateOptions(max_tokens=1200, temperature=0.8, seed=12, ignore_eos=True)
