@@ -114,19 +114,26 @@ void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, in
     return bias ? sum + load(bias + first + v, width) : sum;
   };
   if (is_gated(epilogue)) {
-    constexpr int64_t half = PANEL / 2;
-    int64_t columns = weights.num_outputs / 2 - number * half;
-    for (int64_t m = 0; m < rows; m++, c += PANEL) {
-      T* to = static_cast<T*>(out) + m * out_stride + number * half;
-      for (int64_t v = 0; v < half && v < columns; v += LANES) {
-        Vec gate = rounded<T>(value(c, v, LANES)), up = rounded<T>(value(c, v + half, LANES));
-        Vec result = rounded<T>(epilogue == GATED ? silu<T>(gate) : gelu<T>(gate)) * up;
-        if (columns - v >= LANES)
-          store(result, to + v);
-        else
-          store(result, to + v, columns - v);
+    // Which activation it is, is decided once: within the loop, both might be computed.
+    auto gate_with = [&](const auto& activation) {
+      constexpr int64_t half = PANEL / 2;
+      int64_t columns = weights.num_outputs / 2 - number * half;
+      for (int64_t m = 0; m < rows; m++, c += PANEL) {
+        T* to = static_cast<T*>(out) + m * out_stride + number * half;
+        for (int64_t v = 0; v < half && v < columns; v += LANES) {
+          Vec gate = rounded<T>(value(c, v, LANES)), up = rounded<T>(value(c, v + half, LANES));
+          Vec result = rounded<T>(activation(gate)) * up;
+          if (columns - v >= LANES)
+            store(result, to + v);
+          else
+            store(result, to + v, columns - v);
+        }
       }
-    }
+    };
+    if (epilogue == GATED)
+      gate_with([](Vec x) { return silu<T>(x); });
+    else
+      gate_with([](Vec x) { return gelu<T>(x); });
     return;
   }
   for (int64_t m = 0; m < rows; m++, c += PANEL) {
