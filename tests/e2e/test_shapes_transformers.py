@@ -52,7 +52,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 17, 90)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+# One with biases, one with windows and one with parallel layers are tried each time; the others with the slow tests.
+QUICK = ("llama", "mistral", "cohere")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS]
+)
 async def test_two_by_two_ranks_give_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     write_random_checkpoint(tmp_path, seed=11, **(UNEVEN | CHECKPOINTS[name]))
     draw = random.Random(name)
