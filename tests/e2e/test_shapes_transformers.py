@@ -52,7 +52,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 17, 90)
 
 
-# One with biases, one with windows and one with parallel layers are tried each time; the others with the slow tests.
+# One with biases, one with windows and one with parallel layers; the others are among the slow tests.
 QUICK = ("llama", "mistral", "cohere")
 
 
