@@ -124,7 +124,7 @@ class ReadReservation:
         self.is_paid = False
 
     async def take(self, num_bytes: int) -> None:
-        """Reserve this many bytes more; raise `OverloadedError` where there is no room for them."""
+        """Reserve this many bytes more; raise `OverloadedError` where the budget has not so many."""
         await self._budget.take(self._party, num_bytes)
         self.num_bytes += num_bytes
 

@@ -59,8 +59,8 @@ class SampleAnswer(Generic[K]):
 
 
 class CallOutput(Generic[K]):
-    """The output of one call of `Generate`. `logprobs` makes the keeper of a sample's log-probabilities,
-    `of_prompt` are the keepers of the prompt's."""
+    """The output of one call of `Generate`. `logprobs` makes what collects a sample's log-probabilities,
+    `of_prompt` are those of the prompt's."""
 
     def __init__(self, logprobs: Callable[[], K], *of_prompt: KeptLogprobs) -> None:
         self.request_id = ""

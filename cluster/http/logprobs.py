@@ -75,7 +75,7 @@ class KeptLogprobs(Protocol):
 
 
 class NoLogprobs:
-    """The keeper for answers without log-probabilities."""
+    """Keeps nothing, for answers without log-probabilities."""
 
     num_bytes = 0
 

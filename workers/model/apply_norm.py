@@ -12,13 +12,13 @@ def apply_norm(x: Tensor, norm: Norm, out: Tensor | None = None, residual: Tenso
     """Add `residual` to `x` [num_rows, size], in place, where it is given. Normalize in float32, and multiply
     by the norm's weight. The result is written to `out` where it is given, which may be `x` if there is no
     residual. The kernels compute RMS norms; a LayerNorm is computed by torch."""
-    if cuda.serves(x.device) and not norm.is_centered:
+    if cuda.serves(x.device) and not norm.is_layer_norm:
         from workers.model.cuda import layer_ops
 
         return layer_ops.rms_norm(x, norm, out, residual)
     if residual is not None:
         x.add_(residual)
-    if native.serves(x.device, x.dtype) and x.stride(-1) == 1 and not norm.is_centered:
+    if native.serves(x.device, x.dtype) and x.stride(-1) == 1 and not norm.is_layer_norm:
         kernels = native.load()
         assert kernels is not None
         return kernels.rms_norm(x, norm, out)

@@ -86,7 +86,7 @@ class DecoderLayer:
     def _has_layer_norms(self) -> bool:
         """Whether some norm subtracts the mean."""
         norms = (getattr(self._norms, field.name) for field in dataclasses.fields(self._norms))
-        return any(norm is not None and norm.is_centered for norm in norms)
+        return any(norm is not None and norm.is_layer_norm for norm in norms)
 
     def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
 from workers.model.config_values import ConfigValues
-from workers.model.families.family import Family, LayerNorms
+from workers.model.families.family import Family, NormNames
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 
@@ -35,9 +35,9 @@ _GATED_ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu"}
 # What a model of text and images says of its text model outside of `text_config`.
 _OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
-_PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ModelConfig:
         return NAME_TO_FAMILY[self.family]
 
     @property
-    def norm_names(self) -> LayerNorms:
+    def norm_names(self) -> NormNames:
         """The names of the norms that a layer has."""
         names = self.traits.norms
         return dataclasses.replace(names, feed_forward_input="") if self.is_parallel else names

@@ -157,7 +157,7 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
     # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
     hidden_copies = _HIDDEN_COPIES + model.is_parallel
-    hidden_floats = _HIDDEN_FLOATS + model.traits.is_norm_centered
+    hidden_floats = _HIDDEN_FLOATS + model.traits.is_layer_norm
     row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
     row += _FLOAT_BYTES * hidden_floats * model.hidden_size
     if model.qk_own_norms:

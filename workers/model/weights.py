@@ -299,7 +299,7 @@ class WeightReader:
         else:
             weights = self._tensor(f"{name}.weight", (num_heads, head_dim), dtype=torch.float32)
         rows = weights[held.start : held.stop].flatten()
-        return Norm(self._reordered(rows).view(-1, head_dim), self._config.rms_norm_eps, is_centered=True)
+        return Norm(self._reordered(rows).view(-1, head_dim), self._config.rms_norm_eps, is_layer_norm=True)
 
     def _block_norms(self, prefix: str) -> BlockNorms:
         def norm(name: str) -> Norm | None:
@@ -311,10 +311,10 @@ class WeightReader:
         """Read a norm of hidden states."""
         traits, size = self._config.traits, self._config.hidden_size
         norm = self._norm(weight, size)
-        if not traits.is_norm_centered:
+        if not traits.is_layer_norm:
             return norm
         added = self._tensor(bias, (size,), dtype=torch.float32).clone() if traits.has_norm_bias else None
-        return dataclasses.replace(norm, is_centered=True, bias=added)
+        return dataclasses.replace(norm, is_layer_norm=True, bias=added)
 
     def _norm(self, name: str, size: int, rows: slice = slice(None)) -> Norm:
         traits = self._config.traits

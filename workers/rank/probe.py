@@ -153,7 +153,7 @@ class Probe:
         qk_norms = [self._norm(size) if has_qk_norms else None for size in norm_sizes]
         if config.qk_own_norms:
             qk_norms = [
-                Norm(random(num_heads, head_dim).float(), config.rms_norm_eps, is_centered=True)
+                Norm(random(num_heads, head_dim).float(), config.rms_norm_eps, is_layer_norm=True)
                 for num_heads in (self._num_heads, self._num_kv_heads)
             ]
         ups = (random(intermediate_size, hidden),) * (2 if config.traits.is_gated else 1)
@@ -173,8 +173,8 @@ class Probe:
         return Norm(self._random(size).float(), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
     def _hidden_norm(self) -> Norm:
-        is_centered = self._config.traits.is_norm_centered
-        return dataclasses.replace(self._norm(self._config.hidden_size), is_centered=is_centered)
+        is_layer_norm = self._config.traits.is_layer_norm
+        return dataclasses.replace(self._norm(self._config.hidden_size), is_layer_norm=is_layer_norm)
 
     def _random(self, *shape: int) -> Tensor:
         """Repeat a drawn pattern: drawing each number of a large layer would take seconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.model.families.family import Family, LayerNorms
+from workers.model.families.family import Family, NormNames
 
 FAMILY = Family(
     "apertus",
@@ -24,6 +24,6 @@ FAMILY = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     qk_norm="head",
-    norms=LayerNorms("attention_layernorm", "", "feedforward_layernorm"),
+    norms=NormNames("attention_layernorm", "", "feedforward_layernorm"),
     is_gated=False,
 )

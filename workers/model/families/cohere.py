@@ -21,7 +21,7 @@ FAMILY = Family(
     has_qk_norm="use_qk_norm",
     rotary=Rotary(is_interleaved=True),
     is_parallel=True,
-    is_norm_centered=True,
+    is_layer_norm=True,
     norm_eps="layer_norm_eps",
     multipliers=Multipliers(logits_scale="logit_scale"),
 )

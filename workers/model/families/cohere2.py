@@ -21,7 +21,7 @@ FAMILY = Family(
     windows="pattern",
     rotary=Rotary(is_interleaved=True, without="unless_sliding"),
     is_parallel=True,
-    is_norm_centered=True,
+    is_layer_norm=True,
     norm_eps="layer_norm_eps",
     multipliers=Multipliers(logits_scale="logit_scale"),
 )

@@ -31,7 +31,7 @@ class Multipliers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LayerNorms:
+class NormNames:
     """The names of a layer's norms: of what attention and feed-forward take from the hidden states, and of
     what they add to them; "": there is none."""
 
@@ -82,11 +82,11 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     windows: Windows = "none"
     rotary: Rotary = Rotary()
-    norms: LayerNorms = LayerNorms()
+    norms: NormNames = NormNames()
     # Attention and feed-forward both take the norm `attention_input`; there is no `feed_forward_input` then.
     is_parallel: bool | str = False
     # Norms of hidden states are LayerNorms, which subtract the mean, and not RMS norms; they may have a bias.
-    is_norm_centered: bool = False
+    is_layer_norm: bool = False
     has_norm_bias: bool = False
     # The key of what norms add to the mean square, or variance.
     norm_eps: str = "rms_norm_eps"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workers.model.families.family import Family, LayerNorms
+from workers.model.families.family import Family, NormNames
 
-SANDWICH_NORMS = LayerNorms(
+SANDWICH_NORMS = NormNames(
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",

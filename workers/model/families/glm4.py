@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.model.families.family import Family, LayerNorms, Rotary
+from workers.model.families.family import Family, NormNames, Rotary
 
 FAMILY = Family(
     "glm4",
@@ -18,7 +18,7 @@ FAMILY = Family(
     qkv_bias="attention_bias",
     rotary=Rotary(partial_factor=0.5, is_interleaved=True),
     is_gate_up_fused=True,
-    norms=LayerNorms(
+    norms=NormNames(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
     ),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workers.model.families.family import Family, LayerNorms
+from workers.model.families.family import Family, NormNames
 
-OUTPUT_NORMS = LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+OUTPUT_NORMS = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 FAMILY = Family(
     "olmo2",

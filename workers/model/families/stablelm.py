@@ -19,7 +19,7 @@ FAMILY = Family(
     qk_norm_names=("q_layernorm.norms.{head}", "k_layernorm.norms.{head}"),
     rotary=Rotary(partial_factor=0.25),
     is_parallel="use_parallel_residual",
-    is_norm_centered=True,
+    is_layer_norm=True,
     has_norm_bias=True,
     norm_eps="layer_norm_eps",
 )
