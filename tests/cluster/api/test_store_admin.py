@@ -159,7 +159,7 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
     assert re.search(r"d0 +device +40", text)
     assert "d0: 2 requests are under way and hold 12 of these blocks" in " ".join(text.split())
     silent.purged = None
-    with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within 1.0 s; it may still"):
+    with pytest.raises(StoreAwayError, match=r"^replica d1 no answer within [01]\.[0-9] s; it may still"):
         await purge_records(stores.address, chosen, 2.0, nowhere(), as_json=False)
     assert not any(view.purges for view in harness.gateways[0].connections.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
