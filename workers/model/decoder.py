@@ -10,6 +10,7 @@ but for logits, which are float32. Products are those of `workers.model.products
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,16 +23,22 @@ from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
+    HeadKind,
     LayerAttention,
+    Rotation,
     StepInput,
 )
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
+from workers.model.layer_shapes import HeadShape
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
-from workers.model.sizes import query_heads
+from workers.model.rope_config import RopeConfig
+from workers.model.sizes import layer_heads
+from workers.model.value_norm import ValueNorm
 from workers.model.weights import ShardSpec, WeightReader
 
 
@@ -99,31 +106,48 @@ class Decoder:
         if is_first and table is not None and self.embedding is None:
             self.embedding = Embedding(table.clone())
         del table
+        self.inputs = self._input_embedding(reader) if is_first else None
         held = range(shard.layer_start, shard.layer_end)
-        rotations = list(dict.fromkeys(config.ropes[layer] for layer in held))
+        self.attention_shape = _attention_shape(config, shard, reader.device)
         self.layers: list[DecoderLayer] = []
         num_bytes_outside = reader.num_bytes
         for layer in held:
-            attention = LayerAttention(
-                layer - shard.layer_start,
-                config.sliding_windows[layer],
-                rotation=rotations.index(config.ropes[layer]),
-            )
             loaded = DecoderLayer(
-                reader.layer(layer), config, attention, self._workspace, is_deterministic=is_deterministic
+                reader.layer(layer),
+                config,
+                _layer_attention(config, shard, layer),
+                self._workspace,
+                _value_norm(config, shard, layer),
+                is_deterministic=is_deterministic,
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
             in_layers = (reader.num_bytes - num_bytes_outside) * num_layers // len(self.layers)
             of_all = f"{_gb(reader.num_bytes)} of {_gb(num_bytes_outside + in_layers)}"
             progress(f"loading weights, {len(self.layers)} of {num_layers} layers, {of_all}")
-        self.attention_shape = AttentionShape(
-            len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
-            config.sliding_windows[shard.layer_start : shard.layer_end],
-            tuple(rotation_of(rope, config.head_dim, reader.device) for rope in rotations),
-            config.attention_scale or None,
-            config.attention_softcap,
+
+    def _input_embedding(self, reader: WeightReader) -> InputEmbedding | None:
+        """Load what the layers' own inputs are computed from; None where they have none."""
+        weights, config = reader.input_embedding(), self.config
+        if weights is None:
+            return None
+        size = config.layer_shapes.input_size
+        return InputEmbedding(
+            Embedding(weights.table.clone()),
+            float(torch.tensor(math.sqrt(size), dtype=reader.dtype)),
+            make_linear(weights.projection.parts),
+            config.hidden_size**-0.5,
+            weights.norm,
         )
+
+    @property
+    def num_inputs(self) -> int:
+        """The columns of what this stage's layers take: hidden states, and the inputs of all later layers."""
+        return self._num_columns(self.shard.layer_start)
+
+    def _num_columns(self, layer: int) -> int:
+        size = self.config.layer_shapes.input_size
+        return self.config.hidden_size + (self.config.num_layers - layer) * size
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, step: StepInput, attention: AttentionBackend) -> Tensor:
@@ -133,15 +157,21 @@ class Decoder:
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Map token ids [num_tokens] to [num_tokens, hidden_size], on the first stage."""
+        """Map token ids [num_tokens] to [num_tokens, num_inputs], on the first stage."""
         assert self.embedding is not None, "this stage has no embedding"
         hidden = self.embedding(tokens)
-        return hidden if self._multiplier == 1 else hidden.mul_(self._multiplier)
+        if self._multiplier != 1:
+            hidden.mul_(self._multiplier)
+        if self.inputs is None:
+            return hidden
+        return torch.cat((hidden, self.inputs(tokens, hidden)), 1)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
-        """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, hidden_size], which
-        is overwritten and returned."""
+        """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, num_inputs], which
+        is overwritten. Returns what the next stage takes, or the hidden states after the last layer."""
+        if self.config.layer_shapes.input_size:
+            return self._run_with_inputs(hidden, plan, most_layers)
         if (whole := self._native_layers) is not None and whole.serves(plan):
             whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
             return hidden
@@ -150,6 +180,19 @@ class Decoder:
             residual = layer.forward(hidden, plan, residual)
             plan.marks.mark_layer()
         return hidden if residual is None else hidden.add_(residual)
+
+    def _run_with_inputs(self, wide: Tensor, plan: AttentionPlan, most_layers: int | None) -> Tensor:
+        """Run layers that have inputs of their own, which follow the hidden states in `wide`."""
+        hidden_size, size = self.config.hidden_size, self.config.layer_shapes.input_size
+        hidden, inputs = wide[:, :hidden_size].contiguous(), wide[:, hidden_size:]
+        residual: Tensor | None = None
+        for number, layer in enumerate(self.layers[:most_layers]):
+            residual = layer.forward(hidden, plan, residual, inputs[:, number * size : (number + 1) * size])
+            plan.marks.mark_layer()
+        if residual is not None:
+            hidden.add_(residual)
+        left = inputs[:, len(self.layers) * size :]
+        return torch.cat((hidden, left), 1) if left.shape[1] else hidden
 
     @functools.cached_property
     def _native_layers(self) -> NativeLayers | None:
@@ -174,3 +217,72 @@ class Decoder:
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""
         return self._workspace.separate()
+
+
+def _head_kinds(config: ModelConfig, shard: ShardSpec) -> list[HeadShape]:
+    """Return the kinds of heads of the rank's layers, in a model in which layers differ by their heads or
+    whose KV they attend to; none for any other."""
+    shapes = config.layer_shapes
+    if shapes.full_heads is None and not shapes.num_shared:
+        return []
+    return list(dict.fromkeys(map(config.heads_of, range(shard.layer_start, shard.layer_end))))
+
+
+def _rotations(config: ModelConfig, shard: ShardSpec, heads: HeadShape) -> list[RopeConfig | None]:
+    """Return the rotary embeddings of the rank's layers with these heads, each once."""
+    held = range(shard.layer_start, shard.layer_end)
+    return list(dict.fromkeys(config.ropes[layer] for layer in held if config.heads_of(layer) == heads))
+
+
+def _layer_attention(config: ModelConfig, shard: ShardSpec, layer: int) -> LayerAttention:
+    """Describe the attention of a layer, but for the norms of heads."""
+    heads, kinds = config.heads_of(layer), _head_kinds(config, shard)
+    source = config.kv_sources[layer]
+    return LayerAttention(
+        source - shard.layer_start,
+        config.sliding_windows[layer],
+        rotation=_rotations(config, shard, heads).index(config.ropes[layer]),
+        kind=kinds.index(heads) if kinds else 0,
+        has_own_kv=source == layer,
+    )
+
+
+def _value_norm(config: ModelConfig, shard: ShardSpec, layer: int) -> ValueNorm | None:
+    if not config.traits.has_value_norm or config.kv_sources[layer] != layer:
+        return None
+    keys = layer_heads(config, layer, shard.tp_rank, shard.tp_size).keys
+    head_dim, are_keys = config.heads_of(layer).head_dim, config.has_key_values(layer)
+    return ValueNorm(len(keys), head_dim, config.rms_norm_eps, are_keys=are_keys)
+
+
+def _attention_shape(config: ModelConfig, shard: ShardSpec, device: torch.device) -> AttentionShape:
+    """Describe the attention of a rank's layers."""
+    start, sources = shard.layer_start, config.kv_sources[shard.layer_start : shard.layer_end]
+    of_kv = list(dict.fromkeys(sources))
+    windows = tuple(config.sliding_windows[layer] for layer in of_kv)
+    tp_rank, tp = shard.tp_rank, shard.tp_size
+
+    def rotations(heads: HeadShape) -> tuple[Rotation, ...]:
+        return tuple(rotation_of(rope, heads.head_dim, device) for rope in _rotations(config, shard, heads))
+
+    kinds = []
+    for heads in _head_kinds(config, shard):
+        layers = [layer for layer in of_kv if config.heads_of(layer) == heads]
+        kinds.append(
+            HeadKind(
+                len(layer_heads(config, layers[0], tp_rank, tp).keys),
+                heads.head_dim,
+                tuple(layer - start for layer in layers),
+                tuple(config.sliding_windows[layer] for layer in layers),
+                rotations(heads),
+            )
+        )
+    return AttentionShape(
+        len(layer_heads(config, start, tp_rank, tp).queries),
+        windows,
+        () if kinds else rotations(config.heads_of(start)),
+        config.attention_scale or None,
+        config.attention_softcap,
+        tuple(kinds),
+        tuple(source - start for source in sources) if kinds else (),
+    )

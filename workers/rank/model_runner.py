@@ -101,8 +101,8 @@ class ModelRunner:
 
     The ranks of a replica run the same plans in the same order and meet in `groups`: the first stage embeds,
     each stage passes its hidden states [num_tokens, hidden_size] to the next, and the first rank of the last
-    stage samples. `kv` is `[num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]` of this rank's
-    layers and heads, and `pool` the same memory for the transports. Raises `CheckpointError` for a folder
+    stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens, width]` of this rank's layers
+    and cells, and `pool` the same memory for the transports. Raises `CheckpointError` for a folder
     that cannot be served and `CapacityError` for a pool of less than one block."""
 
     def __init__(
@@ -315,7 +315,7 @@ class ModelRunner:
             buffer_bytes += streaming_bytes(self.layout, num_host_blocks)
         meter = MemoryMeter(
             CudaAccounts(self._device),
-            self.layout.shard.num_layers,
+            len(self._decoder.layers),
             is_in_group=self._groups.tp * self._groups.pp > 1,
         )
         try:
@@ -371,23 +371,24 @@ class ModelRunner:
 def _compatibility(
     config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
 ) -> CompatibilityRecord:
-    name = str(dtype).removeprefix("torch.")
+    name, cells = str(dtype).removeprefix("torch."), config.kv_cells
     return CompatibilityRecord(
         protocol=PROTOCOL_VERSION,
         model_fingerprint=fingerprint,
         dtype=name,
         weight_dtype=name,
         block_tokens=block_tokens,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_layers=cells.num_layers,
+        num_kv_heads=cells.num_cells,
+        head_dim=cells.width,
     )
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
-    heads = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-    held = Shard(shard.layer_start, shard.layer_end, heads.start, heads.stop)
-    return BlockLayout(held, config.head_dim, block_tokens, dtype.itemsize)
+    cells = config.kv_cells
+    part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
+    held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
+    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize)
 
 
 def _allocate(

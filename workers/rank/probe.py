@@ -28,7 +28,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
-from workers.model.sizes import kv_heads, part, query_heads
+from workers.model.sizes import layer_heads, part
 from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
@@ -89,8 +89,7 @@ class Probe:
         clock: Clock,
     ) -> None:
         self._config = config
-        self._num_heads = len(query_heads(config.num_heads, config.num_kv_heads, tp_rank, tp))
-        self._num_kv_heads = len(kv_heads(config.num_kv_heads, tp_rank, tp))
+        self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
         self._intermediate_size = len(part(config.intermediate_size, tp_rank, tp))
         self._vocab_size = len(part(config.vocab_size, tp_rank, tp))
         self._dtype = dtype

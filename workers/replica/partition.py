@@ -19,7 +19,7 @@ from workers.errors import WorkerError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import read_model_config
-from workers.model.sizes import ModelWork
+from workers.model.sizes import ModelWork, last_stage_limit, refuse_stages
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
@@ -112,7 +112,9 @@ class Shape:
         """Return the layers of each stage: as configured, or so that the slowest stage is as fast as it can
         be."""
         self.attention_ratio = median(rank.attention_ratio for rank in joined)
-        num_layers = read_model_config(Path(self._model_dir)).num_layers
+        config = read_model_config(Path(self._model_dir))
+        num_layers = config.num_layers
+        refuse_stages(config, self.parallel.pp, self.parallel.layers)
         for key, why in ignored_keys(Path(self._model_dir)).items():
             _log.warning("%s: %s of config.json is ignored: %s", self._name, key, why)
         if self.parallel.layers:
@@ -120,7 +122,7 @@ class Shape:
         else:
             devices = [spec.device for spec in self.specs]
             costs = _steady_costs(devices, [rank.cost for rank in joined])
-            self.stages = split_layers(num_layers, costs[:: self.parallel.tp])
+            self.stages = split_layers(num_layers, costs[:: self.parallel.tp], last_stage_limit(config))
         if self.parallel.pp > 1:
             _log.info("%s: layers of the stages: %s", self._name, self.stages)
         return self.stages
@@ -152,9 +154,10 @@ def _layer_s(cost: StageCost) -> float:
 Stages = tuple[tuple[int, int], ...]
 
 
-def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
+def split_layers(num_layers: int, costs: Sequence[StageCost], last_stage_limit: int | None = None) -> Stages:
     """Return contiguous ranges, one for each of `costs`, none empty: those whose slowest stage is fastest; of
-    these, those that take the least time in all stages together; of these, more layers in earlier stages.
+    these, those that take the least time in all stages together; of these, more layers in earlier stages. The
+    last begins at most at `last_stage_limit`, if it is given.
 
     Stages of unknown cost (all 0) are equal. Raises `WorkerError` when there are more stages than layers.
     """
@@ -162,9 +165,15 @@ def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
         raise WorkerError(
             f"pp {len(costs)} is more than num_hidden_layers {num_layers}: a stage would be empty"
         )
+    limit = num_layers - 1 if last_stage_limit is None else last_stage_limit
+    # The layers that are on the last stage in any case are counted with it, as its first.
+    num_bound = num_layers - 1 - limit
     times = _stage_times(num_layers, costs)
-    slowest_s = _fastest_slowest(num_layers, times)
-    return _ranges(_least_sum(num_layers, times, slowest_s))
+    times[-1] = times[-1][num_bound:]
+    num_free = num_layers - num_bound
+    slowest_s = _fastest_slowest(num_free, times)
+    *layers, last = _least_sum(num_free, times, slowest_s)
+    return _ranges((*layers, last + num_bound))
 
 
 def given_layers(num_layers: int, layers: Sequence[int]) -> Stages:

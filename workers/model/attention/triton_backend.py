@@ -19,6 +19,7 @@ from workers.model.attention.interface import (
     AttentionShape,
     HostReader,
     LayerAttention,
+    LayerRead,
     StepInput,
     kv_shape,
     to_device,
@@ -51,7 +52,6 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False) -> None:
         super().__init__(shape, kv)
-        assert kv.is_contiguous()
         self.is_deterministic = is_deterministic
         self.kv_shape = kv_shape(kv)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
@@ -103,7 +103,7 @@ class TritonPlan(AttentionPlan):
         blocks = backend.kv[:, layer.index]
         queries = rotate_and_write(
             qkv,
-            blocks,
+            blocks if layer.has_own_kv else blocks[:, :, :0],
             self._sequences.tables,
             self._token_slots,
             self._positions,
@@ -138,7 +138,7 @@ class TritonPlan(AttentionPlan):
             if len(ids):
                 staged = to_device(_staged_tables(step.tables, ids, host.first_id), tables.device)
                 views[window] = _WindowView(staged, host)
-        host.begin([window_to_ids[window].tolist() for window in windows])
+        host.begin([LayerRead(layer, window_to_ids[window].tolist()) for layer, window in enumerate(windows)])
         return views
 
 

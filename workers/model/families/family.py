@@ -80,7 +80,11 @@ class Family:
     # the weights of each head are a tensor.
     has_qk_norm: bool | str = True
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    # Each head of values has an RMS norm without weights.
+    has_value_norm: bool = False
     windows: Windows = "none"
+    # The last layer has no window, whatever config.json says.
+    is_last_layer_full: bool = False
     rotary: Rotary = Rotary()
     norms: NormNames = NormNames()
     # Attention and feed-forward both take the norm `attention_input`; there is no `feed_forward_input` then.
@@ -108,5 +112,11 @@ class Family:
     is_embedding_scaled: bool = False
     # The key whose inverse square root multiplies scores; "": that of `head_dim` does.
     query_scalar: str = ""
+    # The factor of scores where no key says it; 0: the inverse square root of `head_dim`.
+    score_scale: float = 0.0
     # Scores and logits are capped where `attn_logit_softcapping` and `final_logit_softcapping` say so.
     has_softcaps: bool = False
+    # Layers differ as the keys of Gemma 4 say: `global_head_dim`, `num_global_key_value_heads` or
+    # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
+    # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
+    has_layer_shapes: bool = False

@@ -70,20 +70,38 @@ class RotatedLayer(ctypes.Structure):
         ("kv", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("block_stride", "block_tokens", "num_heads", "num_kv_heads", "head_dim", "is_bf16")
+            for name in (
+                "block_stride",
+                "kind_stride",
+                "head_stride",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "is_bf16",
+            )
         ),
     )
 
     @staticmethod
-    def of(kv: Tensor, layer: int, num_heads: int, q_norm: Norm | None, k_norm: Norm | None) -> RotatedLayer:
+    def of(
+        kv: Tensor,
+        layer: int,
+        num_heads: int,
+        q_norm: Norm | None,
+        k_norm: Norm | None,
+        *,
+        is_written: bool = True,
+    ) -> RotatedLayer:
         """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim],
-        with norms of heads if there are any. KV and norms must live until the result is used no more."""
-        _, _, _, num_kv_heads, block_tokens, head_dim = kv.shape
+        with norms of heads if there are any; unless it is written, there are queries alone. KV and norms must
+        live until the result is used no more."""
+        _, _, _, num_kv_heads, _, head_dim = kv.shape
         assert head_dim % 2 == 0
+        assert kv.stride()[4:] == (head_dim, 1)
         return RotatedLayer(
             NormArguments.of(q_norm, head_dim), NormArguments.of(k_norm, head_dim),
-            kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), block_tokens, num_heads,
-            num_kv_heads, head_dim, kv.dtype == torch.bfloat16,
+            kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), kv.stride(2), kv.stride(3),
+            num_heads, num_kv_heads if is_written else 0, head_dim, kv.dtype == torch.bfloat16,
         )  # fmt: skip
 
 
