@@ -114,7 +114,7 @@ def test_ranks_split_heads_of_two_sizes_by_cells(tp: int) -> None:
 
 def test_more_ranks_than_cells_are_refused_where_a_cell_has_several_heads() -> None:
     refuse_split(_of_two_sizes(2, HeadShape(2, 64)), 4)
-    with pytest.raises(CheckpointError, match="tp 8 is more than 4: .*take tp 4 and a pp above 1"):
+    with pytest.raises(CheckpointError, match=r"tp 8 is more than 4: .*take tp 4 and a pp above 1"):
         refuse_split(_of_two_sizes(16, HeadShape(4, 64)), 8)
 
 

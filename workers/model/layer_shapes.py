@@ -115,7 +115,10 @@ class LayerShapeReader(ConfigValues):
         """Return the heads of a layer by `per_layer_config`, as transformers 5 writes it."""
         own = by_layer.get(str(layer), {}) if isinstance(by_layer, dict) else None
         if not isinstance(own, dict) or own.keys() - _HEAD_KEYS:
-            self.refuse("per_layer_config", f"is not supported (supported for layers: {sorted(_HEAD_KEYS)})")
+            self.refuse(
+                "per_layer_config",
+                f"is not supported (supported for layers: {', '.join(sorted(_HEAD_KEYS))})",
+            )
         values = ConfigValues(self.file, own)
         return HeadShape(
             values.count("num_key_value_heads", heads.num_kv_heads), values.count("head_dim", heads.head_dim)

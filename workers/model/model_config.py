@@ -328,8 +328,12 @@ class _ConfigReader(ConfigValues):
             ),
             activation=self._activation(),
             qk_row_norm=qk_norm == "row",
-            attention_softcap=self._softcap("attn_logit_softcapping"),
-            logits_softcap=self._softcap("final_logit_softcapping"),
+            attention_softcap=self._softcap("attn_logit_softcapping") if family.has_softcaps else 0.0,
+            logits_softcap=(
+                self._softcap("final_logit_softcapping")
+                if family.has_softcaps or family.has_logits_softcap
+                else 0.0
+            ),
             layer_ropes=ropes.of_layers(rope, windows),
             is_parallel=self._is_set(family.is_parallel),
             qk_own_norms=qk_norm == "own",
@@ -342,8 +346,7 @@ class _ConfigReader(ConfigValues):
         return self._multiplier(self.family.multipliers.attention_scores, self.family.score_scale)
 
     def _softcap(self, key: str) -> float:
-        has_one = self.family.has_softcaps and self.raw.get(key) is not None
-        return self.number(key, self.raw) if has_one else 0.0
+        return self.number(key, self.raw) if self.raw.get(key) is not None else 0.0
 
     def _activation(self) -> Activation:
         key, aliases = self.family.activation, self.family.activation_aliases

@@ -59,7 +59,8 @@ class RopeReader(ConfigValues):
         `rope_scaling`, or `rope_parameters` of transformers 5, which may have one set for each kind."""
         key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         scaling = self.raw.get(key) or {}
-        if isinstance(scaling, dict) and self._rotary.sliding_theta and kind in scaling:
+        has_sets = self._rotary.sliding_theta or self._rotary.is_by_kind
+        if isinstance(scaling, dict) and has_sets and kind in scaling:
             scaling = scaling[kind] or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
             self.refuse(key, "is not one flat set of rope parameters")
@@ -69,7 +70,7 @@ class RopeReader(ConfigValues):
         """Return the rotary embedding of each layer; () if it is `rope` for all."""
         family = self._rotary
         sliding: RopeConfig | None = rope
-        if family.sliding_theta:
+        if family.sliding_theta or family.is_by_kind:
             num_rotated = 0 if rope.rope_type == "proportional" else rope.num_rotated
             sliding = RopeConfig("default", self._sliding_theta(), num_rotated=num_rotated)
         ropes: list[RopeConfig | None] = [sliding if window else rope for window in windows]
@@ -84,8 +85,11 @@ class RopeReader(ConfigValues):
 
     def _sliding_theta(self) -> float:
         key, scaling = self._rope_keys("sliding_attention")
-        theta = self.number(self._rotary.sliding_theta, self.raw)
-        if "sliding_attention" not in (self.raw.get(key) or {}):
+        has_set = "sliding_attention" in (self.raw.get(key) or {})
+        if self._rotary.is_by_kind and not has_set:
+            self.refuse(key, "has no set for sliding_attention")
+        theta = 10000.0 if self._rotary.is_by_kind else self.number(self._rotary.sliding_theta, self.raw)
+        if not has_set:
             return theta
         if str(scaling.get("rope_type", "default")) != "default":
             self.refuse(key, "scales the rotary embedding of layers with a window, which is not supported")

@@ -90,6 +90,7 @@ class Probe:
     ) -> None:
         self._config = config
         self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
+        self._head_dim = config.heads_of(0).head_dim
         self._intermediate_size = len(part(config.intermediate_size, tp_rank, tp))
         self._vocab_size = len(part(config.vocab_size, tp_rank, tp))
         self._dtype = dtype
@@ -114,9 +115,9 @@ class Probe:
         config = self._config
         layer = DecoderLayer(self._layer_weights(), config, LayerAttention(0, 0), Workspace())
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
-        kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
+        kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, self._head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
-        rotation = rotation_of(config.rope, config.head_dim, self._device)
+        rotation = rotation_of(config.ropes[0], self._head_dim, self._device)
         scale, softcap = config.attention_scale or None, config.attention_softcap
         shape = AttentionShape(self._num_heads, (0,), (rotation,), scale, softcap)
         attention = choose_attention(shape, kv)
@@ -143,7 +144,7 @@ class Probe:
 
     def _layer_weights(self) -> LayerWeights:
         config, random = self._config, self._random
-        hidden, head_dim = config.hidden_size, config.head_dim
+        hidden, head_dim = config.hidden_size, self._head_dim
         query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names)

@@ -52,6 +52,8 @@ class Rotary:
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
+    # Or there is a set of `rope_parameters` for each kind of layers, and no key beside these.
+    is_by_kind: bool = False
     # With linear scaling, `max_position_embeddings` is the stretched context already.
     is_context_stretched: bool = False
     without: NoRope = "none"
@@ -116,6 +118,8 @@ class Family:
     score_scale: float = 0.0
     # Scores and logits are capped where `attn_logit_softcapping` and `final_logit_softcapping` say so.
     has_softcaps: bool = False
+    # Logits alone are capped.
+    has_logits_softcap: bool = False
     # Layers differ as the keys of Gemma 4 say: `global_head_dim`, `num_global_key_value_heads` or
     # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
     # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.

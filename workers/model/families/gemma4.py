@@ -8,7 +8,7 @@ from workers.model.families.gemma2 import SANDWICH_NORMS
 
 FAMILY = Family(
     "gemma4_text",
-    "Gemma 4 E2B, E4B and 31B, and their text with images and sound",
+    "Gemma 4 E2B, E4B and 31B, also their text with images and sound",
     ("Gemma4ForCausalLM",),
     defaults={
         "vocab_size": 262144,
@@ -30,7 +30,6 @@ FAMILY = Family(
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
-        "rope_local_base_freq": 10_000.0,
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
@@ -42,12 +41,12 @@ FAMILY = Family(
     has_value_norm=True,
     windows="pattern",
     is_last_layer_full=True,
-    rotary=Rotary(sliding_theta="rope_local_base_freq"),
+    rotary=Rotary(is_by_kind=True),
     norms=SANDWICH_NORMS,
     is_norm_rounded_first=False,
     activation="hidden_activation",
     is_embedding_scaled=True,
     score_scale=1.0,
-    has_softcaps=True,
+    has_logits_softcap=True,
     has_layer_shapes=True,
 )

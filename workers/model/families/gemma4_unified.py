@@ -10,7 +10,7 @@ from workers.model.families import gemma4
 FAMILY = dataclasses.replace(
     gemma4.FAMILY,
     name="gemma4_unified_text",
-    models="The text of unified Gemma 4",
+    models="The text of Gemma 4 12B, one model of text, images and sound",
     architectures=("Gemma4UnifiedForCausalLM",),
     defaults={
         **gemma4.FAMILY.defaults,
