@@ -56,7 +56,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 7,
         "vocab_size_per_layer_input": 300,
-        "tie_word_embeddings": True,
     },
     "olmo3": {"sliding_window": 20, "layer_types": KINDS, "rope_theta": 500000.0},
     "glm4": {"attention_bias": True},

@@ -57,7 +57,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 7,
         "vocab_size_per_layer_input": 300,
-        "tie_word_embeddings": True,
     },
     "yarn": {
         "family": "llama",
