@@ -41,8 +41,9 @@ from workers.engine_bench.rounds import (
 from workers.errors import CapacityError, PeerError
 from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, measure_limits
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -101,15 +102,19 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
 
         def make_driver(*, is_deterministic: bool) -> EngineDriver:
             runner = ModelRunner(
-                model_dir=options.model_dir,
-                dtype=read_dtype(options.dtype),
-                device=torch.device(options.device),
-                block_tokens=options.block_tokens,
-                num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
-                num_threads=options.threads,
-                max_sequences=max((each.batch for each in measures), default=1),
-                clock=clock,
-                is_deterministic=is_deterministic,
+                CheckpointFolder(options.model_dir),
+                ComputeSettings(
+                    read_dtype(options.dtype),
+                    torch.device(options.device),
+                    options.threads,
+                    is_deterministic=is_deterministic,
+                ),
+                RankCapacity(
+                    options.block_tokens,
+                    _num_kv_tokens(config, measures, options.block_tokens),
+                    max((each.batch for each in measures), default=1),
+                ),
+                clock,
             )
             stack.enter_context(contextlib.closing(runner))
             runner.warm_up()
