@@ -44,7 +44,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import ControlPlane, Gateway
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
@@ -348,7 +348,9 @@ async def play_gateway(order: dict[str, Any]) -> None:
         "overhead",
     )
     trust = Trust.read(TrustFiles(order["secret_file"]))
-    gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, trust=trust, clock=CLOCK)
+    gateway = Gateway(
+        gateway_id="g", epoch=1, config=config, control=ControlPlane(roster), trust=trust, clock=CLOCK
+    )
     port = await gateway.start()
     while (
         not all(view.takes_requests for view in gateway.connections.views())
