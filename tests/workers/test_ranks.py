@@ -36,7 +36,7 @@ from workers.messages.rank_channel import (
 )
 from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, RankCapacity
-from workers.replica.partition import given_layers
+from workers.replica.layer_split import given_layers
 from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher
 
 
