@@ -46,10 +46,10 @@ from cluster.http.server import HttpServices, open_http
 from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import ResumeTokens
+from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
