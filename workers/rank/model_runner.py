@@ -25,6 +25,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
+from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
@@ -190,7 +191,8 @@ class ModelRunner:
             )
 
             shape = self._model.decoder.attention_shape
-            return TritonAttention(shape, memory, is_deterministic=self._is_deterministic)
+            make = functools.partial(TritonAttention, is_deterministic=self._is_deterministic)
+            return backend_of_kinds(shape, memory, make)
         return choose_attention(
             self._model.decoder.attention_shape,
             memory,

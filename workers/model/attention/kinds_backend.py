@@ -22,20 +22,22 @@ from workers.model.attention.interface import (
     StepInput,
 )
 
+MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
+
+
+def backend_of_kinds(shape: AttentionShape, kv: Tensor, make: MakeBackend) -> AttentionBackend:
+    """Return the backend that `make` makes, or one that has such a backend for each kind of heads."""
+    return KindsAttention(shape, kv, make) if shape.kinds else make(shape, kv)
+
 
 class KindsAttention(AttentionBackend):
     """Attention by one backend for each of the `kinds` of a shape."""
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        kv: Tensor,
-        choose: Callable[[AttentionShape, Tensor], AttentionBackend],
-    ) -> None:
-        """`choose` makes the backend of one kind over its view of `kv`."""
+    def __init__(self, shape: AttentionShape, kv: Tensor, make: MakeBackend) -> None:
+        """`make` makes the backend of one kind over its view of `kv`."""
         super().__init__(shape, kv)
         self.backends = [
-            choose(
+            make(
                 dataclasses.replace(
                     shape, windows=kind.windows, rotations=kind.rotations, kinds=(), reads=()
                 ),

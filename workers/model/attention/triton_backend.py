@@ -103,13 +103,14 @@ class TritonPlan(AttentionPlan):
         blocks = backend.kv[:, layer.index]
         queries = rotate_and_write(
             qkv,
-            blocks if layer.has_own_kv else blocks[:, :, :0],
+            blocks,
             self._sequences.tables,
             self._token_slots,
             self._positions,
             *self._rotations[layer.rotation],
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
+            is_written=layer.has_own_kv,
         )
         kv = LayerKv(blocks)
         if view.host is not None:

@@ -123,7 +123,10 @@ class Tile(NamedTuple):
 
 
 def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
-    """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one."""
+    """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one; of
+    heads above 256, which none of the usual tiles leaves shared memory for, the smallest."""
+    if head_dim > 256:
+        return Tile(16, 16, 4, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 2)
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
@@ -132,6 +135,8 @@ def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """Return the tile of `attend_decodes`."""
     rows = _padded(group)
+    if head_dim > 256:
+        return Tile(rows, 16 if dtype == torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
         return Tile(rows, 32, 4, 2)
     return Tile(rows, 64, 4, 3 if head_dim <= 128 else 2)
