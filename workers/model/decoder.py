@@ -19,26 +19,14 @@ import torch
 from torch import Tensor
 
 from workers.model.apply_norm import apply_norm
-from workers.model.attention.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    AttentionShape,
-    HeadKind,
-    LayerAttention,
-    Rotation,
-    StepInput,
-)
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
-from workers.model.layer_shapes import HeadShape
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace, make_linear
-from workers.model.rope import rotation_of
-from workers.model.rope_config import RopeConfig
-from workers.model.sizes import layer_heads
-from workers.model.value_norm import ValueNorm
+from workers.model.rank_attention import attention_shape, layer_attention, value_norm
 from workers.model.weights import ShardSpec, WeightReader
 
 
@@ -106,18 +94,18 @@ class Decoder:
         if is_first and table is not None and self.embedding is None:
             self.embedding = Embedding(table.clone())
         del table
-        self.inputs = self._input_embedding(reader) if is_first else None
+        self.inputs = self._input_embedding(reader, is_deterministic) if is_first else None
         held = range(shard.layer_start, shard.layer_end)
-        self.attention_shape = _attention_shape(config, shard, reader.device)
+        self.attention_shape = attention_shape(config, shard, reader.device)
         self.layers: list[DecoderLayer] = []
         num_bytes_outside = reader.num_bytes
         for layer in held:
             loaded = DecoderLayer(
                 reader.layer(layer),
                 config,
-                _layer_attention(config, shard, layer),
+                layer_attention(config, shard, layer),
                 self._workspace,
-                _value_norm(config, shard, layer),
+                value_norm(config, shard, layer),
                 is_deterministic=is_deterministic,
             )
             self.layers.append(loaded)
@@ -126,7 +114,7 @@ class Decoder:
             of_all = f"{_gb(reader.num_bytes)} of {_gb(num_bytes_outside + in_layers)}"
             progress(f"loading weights, {len(self.layers)} of {num_layers} layers, {of_all}")
 
-    def _input_embedding(self, reader: WeightReader) -> InputEmbedding | None:
+    def _input_embedding(self, reader: WeightReader, is_deterministic: bool) -> InputEmbedding | None:
         """Load what the layers' own inputs are computed from; None where they have none."""
         weights, config = reader.input_embedding(), self.config
         if weights is None:
@@ -135,7 +123,7 @@ class Decoder:
         return InputEmbedding(
             Embedding(weights.table.clone()),
             float(torch.tensor(math.sqrt(size), dtype=reader.dtype)),
-            make_linear(weights.projection.parts),
+            make_linear(weights.projection.parts, is_deterministic=is_deterministic),
             config.hidden_size**-0.5,
             weights.norm,
         )
@@ -217,72 +205,3 @@ class Decoder:
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""
         return self._workspace.separate()
-
-
-def _head_kinds(config: ModelConfig, shard: ShardSpec) -> list[HeadShape]:
-    """Return the kinds of heads of the rank's layers, in a model in which layers differ by their heads or
-    whose KV they attend to; none for any other."""
-    shapes = config.layer_shapes
-    if shapes.full_heads is None and not shapes.num_shared:
-        return []
-    return list(dict.fromkeys(map(config.heads_of, range(shard.layer_start, shard.layer_end))))
-
-
-def _rotations(config: ModelConfig, shard: ShardSpec, heads: HeadShape) -> list[RopeConfig | None]:
-    """Return the rotary embeddings of the rank's layers with these heads, each once."""
-    held = range(shard.layer_start, shard.layer_end)
-    return list(dict.fromkeys(config.ropes[layer] for layer in held if config.heads_of(layer) == heads))
-
-
-def _layer_attention(config: ModelConfig, shard: ShardSpec, layer: int) -> LayerAttention:
-    """Describe the attention of a layer, but for the norms of heads."""
-    heads, kinds = config.heads_of(layer), _head_kinds(config, shard)
-    source = config.kv_sources[layer]
-    return LayerAttention(
-        source - shard.layer_start,
-        config.sliding_windows[layer],
-        rotation=_rotations(config, shard, heads).index(config.ropes[layer]),
-        kind=kinds.index(heads) if kinds else 0,
-        has_own_kv=source == layer,
-    )
-
-
-def _value_norm(config: ModelConfig, shard: ShardSpec, layer: int) -> ValueNorm | None:
-    if not config.traits.has_value_norm or config.kv_sources[layer] != layer:
-        return None
-    keys = layer_heads(config, layer, shard.tp_rank, shard.tp_size).keys
-    head_dim, are_keys = config.heads_of(layer).head_dim, config.has_key_values(layer)
-    return ValueNorm(len(keys), head_dim, config.rms_norm_eps, are_keys=are_keys)
-
-
-def _attention_shape(config: ModelConfig, shard: ShardSpec, device: torch.device) -> AttentionShape:
-    """Describe the attention of a rank's layers."""
-    start, sources = shard.layer_start, config.kv_sources[shard.layer_start : shard.layer_end]
-    of_kv = list(dict.fromkeys(sources))
-    windows = tuple(config.sliding_windows[layer] for layer in of_kv)
-    tp_rank, tp = shard.tp_rank, shard.tp_size
-
-    def rotations(heads: HeadShape) -> tuple[Rotation, ...]:
-        return tuple(rotation_of(rope, heads.head_dim, device) for rope in _rotations(config, shard, heads))
-
-    kinds = []
-    for heads in _head_kinds(config, shard):
-        layers = [layer for layer in of_kv if config.heads_of(layer) == heads]
-        kinds.append(
-            HeadKind(
-                len(layer_heads(config, layers[0], tp_rank, tp).keys),
-                heads.head_dim,
-                tuple(layer - start for layer in layers),
-                tuple(config.sliding_windows[layer] for layer in layers),
-                rotations(heads),
-            )
-        )
-    return AttentionShape(
-        len(layer_heads(config, start, tp_rank, tp).queries),
-        windows,
-        () if kinds else rotations(config.heads_of(start)),
-        config.attention_scale or None,
-        config.attention_softcap,
-        tuple(kinds),
-        tuple(source - start for source in sources) if kinds else (),
-    )

@@ -78,7 +78,8 @@ class DecoderLayer:
         self.parallel_sum = ParallelSum(self.output, self.down) if config.is_parallel else None
         self._inputs = None
         if (gated := weights.inputs) is not None:
-            self._inputs = InputGate(linear(gated.gate), linear(gated.projection), gated.norm)
+            assert gate is not None
+            self._inputs = InputGate(linear(gated.gate), gate, linear(gated.projection), gated.norm)
         self._scalar = weights.scalar
 
     def packed(self) -> PackedLayer | None:

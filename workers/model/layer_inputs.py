@@ -10,10 +10,11 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model import native
 from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.layer_products import Product
 from workers.model.norm import Norm
-from workers.model.products import Linear
+from workers.model.products import GatedActivation, Linear
 
 # The factor of the sum of both parts of an input.
 _SUM_SCALE = 2.0**-0.5
@@ -46,10 +47,21 @@ class InputGate:
     normalized."""
 
     gate: Linear
+    activation: GatedActivation
     projection: Linear
     norm: Norm
 
     def add_to(self, hidden: Tensor, layer_input: Tensor) -> None:
         """Add `layer_input` [num_tokens, input_size] to `hidden` [num_tokens, hidden_size], in place."""
-        let_through = F.gelu(self.gate(hidden), approximate="tanh").mul_(layer_input)
+        let_through = self._activated(self.gate(hidden), layer_input)
         add_normed(hidden, self.projection(let_through), self.norm)
+
+    def _activated(self, gate: Tensor, layer_input: Tensor) -> Tensor:
+        """Return activation(gate) * layer_input; `gate` may be overwritten."""
+        is_gelu = self.activation == "gelu_tanh"
+        if native.serves(gate.device, gate.dtype):
+            kernels = native.load()
+            assert kernels is not None
+            return kernels.gate_mul(gate, layer_input, is_gelu=is_gelu)
+        activated = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+        return activated.mul_(layer_input)

@@ -35,6 +35,8 @@ LOGITS_PIECE_BYTES = 16 << 20
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
 # The float32 copies of queries and keys that norms of heads with weights of their own hold at a time.
 _OWN_NORM_FLOATS = 3
+# The float32 copies of values that norms of them hold at a time.
+_VALUE_NORM_FLOATS = 2
 # The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
 _XIELU_FLOATS = 4
 _FLOAT_BYTES = 4
@@ -188,6 +190,8 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     # Inputs of layers that follow the hidden states, in two copies; their parts at the first stage.
     inputs = (model.num_layers - rank.first_layer) * model.layer_shapes.input_size
     row += item_bytes * (2 + rank.is_first_stage) * inputs
+    if model.traits.has_value_norm:
+        row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in held)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if not rank.is_last_stage:
@@ -202,7 +206,13 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
 def _qkv_columns(rank: RankShape, layer: int) -> int:
     """Return the columns of queries, keys and values of a layer."""
     held = layer_heads(rank.model, layer, rank.tp_rank, rank.tp)
-    return (len(held.queries) + 2 * len(held.keys)) * rank.model.heads_of(layer).head_dim
+    return len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
+
+
+def _key_columns(rank: RankShape, layer: int) -> int:
+    """Return the columns of the keys of a layer."""
+    keys = layer_heads(rank.model, layer, rank.tp_rank, rank.tp).keys
+    return len(keys) * rank.model.heads_of(layer).head_dim
 
 
 def most_useful_kv_tokens(model: ModelConfig, max_sequences: int) -> int:

@@ -205,6 +205,16 @@ class Kernels:
         )  # fmt: skip
         return result
 
+    def gate_mul(self, gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+        """Multiply the activation of `gate` [num_tokens, size], in place, by `up` [num_tokens, size]; the
+        activation is SiLU or the approximation of GeLU by tanh."""
+        assert gate.dtype == up.dtype
+        self.library.tandem_gate_mul(
+            _address(gate), _size(gate.stride(0)), _address(up), _size(up.stride(0)), _size(gate.shape[0]),
+            _size(gate.shape[1]), _size(is_gelu), _size(gate.dtype == torch.bfloat16),
+        )  # fmt: skip
+        return gate
+
     def rotate_and_write(self, layer: RotatedLayer, tokens: RotatedTokens, qkv: Tensor) -> None:
         """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *
         num_kv_heads) * head_dim], the queries in place; write keys and values to their blocks."""
