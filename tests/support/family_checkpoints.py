@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from workers.model.families.known_families import NAME_TO_FAMILY
+
 SHAPES: tuple[dict[str, Any], ...] = (
     {"hidden_size": 66, "intermediate_size": 130, "num_attention_heads": 6, "num_key_value_heads": 2},
     {"hidden_size": 48, "intermediate_size": 97, "num_attention_heads": 3, "num_key_value_heads": 1},
@@ -181,6 +183,9 @@ def write_family_checkpoint(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         _draw(name, parameter)
+        # Scores that nothing scales would differ so much that rounding decides what is attended to.
+        if NAME_TO_FAMILY[family].score_scale and name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data.mul_(len(parameter) ** -0.25)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.7, 1.3)
