@@ -81,9 +81,11 @@ _TOOL_PARSERS: dict[str, _ToolParser] = {
     "glm45": _ToolParser(
         lambda ids, needs, several: TaggedCalls(ids, needs.tools, KeyTags, allows_several=several),
         (*HERMES_MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        "glm45",
     ),
     "glm4": _ToolParser(
-        lambda ids, needs, several: NamedCalls(ids, frozenset(needs.tools), allows_several=several)
+        lambda ids, needs, several: NamedCalls(ids, frozenset(needs.tools), allows_several=several),
+        grammar="glm4",
     ),
     "granite": _ToolParser(
         lambda ids, _, several: ListedCalls(ids, *_GRANITE, allows_several=several),
@@ -101,13 +103,18 @@ _TOOL_PARSERS: dict[str, _ToolParser] = {
         "apertus",
     ),
     "olmo3": _ToolParser(
-        lambda ids, needs, several: PythonCalls(ids, needs.tools, _OLMO3, allows_several=several), _OLMO3
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _OLMO3, allows_several=several),
+        _OLMO3,
+        "olmo3",
     ),
     "gemma3": _ToolParser(
-        lambda ids, needs, several: PythonCalls(ids, needs.tools, _GEMMA3, allows_several=several)
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _GEMMA3, allows_several=several),
+        grammar="gemma3",
     ),
     "gemma4": _ToolParser(
-        lambda ids, _, several: BraceCalls(ids, allows_several=several), (*GEMMA4_MARKS, GEMMA4_QUOTE)
+        lambda ids, _, several: BraceCalls(ids, allows_several=several),
+        (*GEMMA4_MARKS, GEMMA4_QUOTE),
+        "gemma4",
     ),
     # Calls that are demanded of a model without a notation of its own.
     "json": _ToolParser(
