@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cluster", "workers", "router", "kvtransfer", "models", "benchmarks", "tests", "helm", "docs")
 PAGES = [ROOT / "README.md", *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 MAX_COLUMNS = 100
+# A longer cell of a table belongs into the text.
+MAX_CELL_CHARS = 200
 # Suffixes of the files that are ours wherever they are named; other files are checked below a folder of ours.
 OUR_SUFFIXES = (".py", ".md", ".js", ".cpp", ".proto")
 # Names of other projects, of Kubernetes and of environments, in backticks.
@@ -40,6 +42,7 @@ RETIRED |= {"keeper", "lever", "levers", "phantom", "rooms", "shelf", "sight", "
 _CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][A-Za-z0-9]*)+")
+_CELL_END = re.compile(r"(?<!\\)\|")
 _SLUG_DROPPED = re.compile(r"[^\w\- ]")
 
 
@@ -183,6 +186,19 @@ def test_lines_are_wrapped(page: Path) -> None:
         for number, line in prose(page)
         if len(line) > MAX_COLUMNS and not line.startswith("|") and " " in line.strip()[:MAX_COLUMNS]
         if not _LINK.search(line)
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    """Also those of tables that are generated from the code."""
+    long = [
+        f"{number}: {len(cell)} characters: {cell[:40]}"
+        for number, line in prose(page)
+        if line.startswith("|")
+        for cell in map(str.strip, _CELL_END.split(line))
+        if len(cell) > MAX_CELL_CHARS
     ]
     assert long == []
 

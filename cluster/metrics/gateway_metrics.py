@@ -198,7 +198,7 @@ CLASSES = (
         "class_refused_requests_total",
         "num_refused",
         "requests",
-        "Refused requests: late (would miss its objective), unattainable (its prompt alone would), aged "
+        "Refused requests: late (would miss the objective), unattainable (prompt alone would), aged "
         "(waited too long), shed (low weight), bytes (too much waits), requests (`gateway.max_requests`).",
         by="class reason",
         why_empty=NEEDS_OVERLOAD,

@@ -47,6 +47,7 @@ class RouterHarness:
         free: int = 1000,
         epoch: int = 1,
         load_tok_s: dict[str, float] | None = None,
+        max_sequences: int = 0,
     ) -> None:
         self.router.loads.on_load(
             ReplicaLoad(
@@ -62,6 +63,7 @@ class RouterHarness:
                 decode_step_s=0.02,
                 transfer_tok_s=100_000.0,
                 load_tok_s=load_tok_s or {},
+                max_sequences=max_sequences,
             )
         )
 
