@@ -380,9 +380,8 @@ class _ConfigReader(ConfigValues):
         # Most of these names end alike.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         nearest = f", and the nearest supported name is {close[0]}" if close else ""
-        raise CheckpointError(
-            f"{self.file}: {key} {name!r} is not supported{nearest}; docs/models.md lists the supported models"
-        )
+        problem = f"{key} {name!r} is not supported{nearest}"
+        raise CheckpointError(f"{self.file}: {problem}; docs/models.md lists the supported models")
 
     def _refuse_unsupported(self) -> None:
         if self.raw.get("quantization_config"):
