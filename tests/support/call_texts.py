@@ -12,12 +12,14 @@ FIND, FIND_ALL = (
 WRONG = '{"name": "find", "arguments": {"n": 1}}'
 TAGGED_FIND = "<function=find>\n<parameter=city>\nUlm\n</parameter>\n</function>"
 TAGGED_ALL = '<function=find_all>\n<parameter=q>\nany "text"\n</parameter>\n</function>'
+SEED_FIND = "<function=find>\n<parameter=city>Ulm</parameter>\n</function>"
+SEED_ALL = '<function=find_all>\n<parameter=q>any "text"</parameter>\n</function>'
 TAGGED_BOTH = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in (TAGGED_FIND, TAGGED_ALL))
 LLAMA_FIND, LLAMA_ALL = (text.replace("arguments", "parameters") for text in (FIND, FIND_ALL))
 GLM45_FIND = "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"
 GLM45_ALL = '<tool_call>find_all<arg_key>q</arg_key><arg_value>any "text"</arg_value></tool_call>'
 GEMMA4_FIND = '<|tool_call>call:find{city:<|"|>Ulm<|"|>}<tool_call|>'
-GEMMA4_ALL = '<|tool_call>call:find_all{q:[1,<|"|>any "text"<|"|>,{a:null}]}<tool_call|>'
+GEMMA4_ALL = '<|tool_call>call:find_all{q:[1,<|"|>any "text"<|"|>,{a:None}]}<tool_call|>'
 NOTATIONS: dict[CallNotation, OutputParsers] = {
     "hermes": OutputParsers("hermes", "think"),
     "llama3": OutputParsers("llama3", "think"),
@@ -88,9 +90,10 @@ TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
         ("<tool_call>\n<function=find_all>\n</function>\n</tool_call>", "required text one"),
     ],
     "seed_oss": [
-        (f"<seed:tool_call>\n{TAGGED_FIND}\n</seed:tool_call>", "required text one"),
-        (f"I call <seed:tool_call>\n{TAGGED_ALL}\n</seed:tool_call>", "text one"),
-        (f"<seed:tool_call>\n{TAGGED_FIND}\n</tool_call>", ""),
+        (f"<seed:tool_call>\n{SEED_FIND}\n</seed:tool_call>", "required text one"),
+        (f"I call <seed:tool_call>\n{SEED_ALL}\n</seed:tool_call>", "text one"),
+        (f"<seed:tool_call>\n{SEED_FIND}\n</tool_call>", ""),
+        (f"<seed:tool_call>\n{TAGGED_FIND}\n</seed:tool_call>", ""),
         ("this <seed:tool is no call", "text one"),
     ],
     "granite": [

@@ -1,5 +1,5 @@
 """Rules of a grammar for calls as Gemma 4 writes them, `call:name{key:value,...}`: the schema of each value
-becomes rules, since only numbers and words are as in JSON."""
+becomes rules, since only numbers, true and false are as in JSON."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ _HELD = (
     | {"type", "enum", "const", "properties", "required", "additionalProperties", "items", "minItems"}
     | {"maxItems", "$ref"}
 )
-_IN_JSON = ("integer", "number", "boolean", "null")
+_IN_JSON = ("integer", "number", "boolean")
+# As the template writes it.
+_NULL = json.dumps("None")
 # The schema of any value, as `true`.
 _ANY: dict[str, Any] = {}
-_KINDS = (STRING, *_IN_JSON, "object", "array")
+_KINDS = (STRING, *_IN_JSON, "null", "object", "array")
 
 
 class BraceCallRules:
@@ -151,6 +153,8 @@ class _ValueRules:
         if in_json := [kind for kind in _IN_JSON if kind in kinds]:
             limits = {key: schema[key] for key in _NUMBER_KEYS if key in schema}
             found.append(self._lines.json(self._tool, {"type": in_json, **limits}))
+        if "null" in kinds:
+            found.append(_NULL)
         if STRING in kinds:
             found.append(self._text())
         if "object" in kinds:
@@ -197,6 +201,8 @@ class _ValueRules:
             case dict():
                 members = sorted(value.items(), key=lambda it: it[0].lower())
                 return f'"{{" {_joined(f"{self._key(key)} {self._literal(it)}" for key, it in members)} "}}"'
+            case None:
+                return _NULL
             case _:
                 return json.dumps(json.dumps(value))
 

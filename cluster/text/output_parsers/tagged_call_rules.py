@@ -79,18 +79,22 @@ class TaggedCallRules(ABC):
 
 
 class FunctionTagRules(TaggedCallRules):
-    """Those of calls as Qwen3-Coder and Seed-OSS write them."""
+    """Those of calls as Qwen3-Coder writes them, and Seed-OSS without line breaks around values."""
 
     _value_end = "</parameter>"
+
+    def __init__(self, lines: GrammarLines, *, breaks_around_values: bool) -> None:
+        super().__init__(lines)
+        self._break = "\n" if breaks_around_values else ""
 
     def _function(self, name: str, parameters: str) -> str:
         return f'BREAK {json.dumps(f"<function={name}>")} "\\n" {parameters} "</function>" BREAK'
 
     def _key(self, name: str) -> str:
-        return f'"<parameter=" {name} ">\\n"'
+        return f'"<parameter=" {name} {json.dumps(f">{self._break}")}'
 
     def _end(self) -> str:
-        return json.dumps(f"\n{self._value_end}\n")
+        return json.dumps(f"{self._break}{self._value_end}\n")
 
     def _free_text(self) -> str:
         return f'{self._lines.up_to("value", "TEXT", self._value_end)} "\\n"'

@@ -242,7 +242,9 @@ class _Rules:
         name = json.dumps(json.dumps(tool.name))
         match notation:
             case "qwen3_coder" | "seed_oss":
-                return FunctionTagRules(self._lines).call(tool)
+                return FunctionTagRules(self._lines, breaks_around_values=notation == "qwen3_coder").call(
+                    tool
+                )
             case "glm45":
                 return KeyTagRules(self._lines).call(tool)
             case "olmo3" | "gemma3":

@@ -70,6 +70,8 @@ def _braces(value: Any) -> str:
             return f"{{{','.join(f'{key}:{_braces(it)}' for key, it in members)}}}"
         case list():
             return f"[{','.join(map(_braces, value))}]"
+        case None:
+            return "None"
         case _:
             return json.dumps(value)
 
@@ -265,7 +267,7 @@ LENIENT: dict[str, tuple[dict[str, Any], str, bool]] = {
     "a required name": ({"type": "object", "required": ["b"]}, "{}", False),
     "a listed value": ({"enum": [{"b": [1, "c"]}]}, '{b:[1,<|"|>c<|"|>]}', True),
     "a map": ({"type": "object", "additionalProperties": {"type": "integer"}}, "{b:1,c:2}", True),
-    "a map of others": ({"type": "object", "additionalProperties": {"type": "integer"}}, "{b:null}", False),
+    "a map of others": ({"type": "object", "additionalProperties": {"type": "integer"}}, "{b:None}", False),
 }
 
 

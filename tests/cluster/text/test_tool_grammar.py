@@ -451,7 +451,7 @@ def test_a_tool_without_parameters_takes_none() -> None:
             }[order.calls.notation]
             nothing, something = {
                 "qwen3_coder": ("", "<parameter=a>\n1\n</parameter>\n"),
-                "seed_oss": ("", "<parameter=a>\n1\n</parameter>\n"),
+                "seed_oss": ("", "<parameter=a>1</parameter>\n"),
                 "glm45": ("", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"),
                 "olmo3": ("", "a=1"),
                 "gemma3": ("", "a=1"),
