@@ -20,6 +20,8 @@ GLM45_FIND = "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_valu
 GLM45_ALL = '<tool_call>find_all<arg_key>q</arg_key><arg_value>any "text"</arg_value></tool_call>'
 GEMMA4_FIND = '<|tool_call>call:find{city:<|"|>Ulm<|"|>}<tool_call|>'
 GEMMA4_ALL = '<|tool_call>call:find_all{q:[1,<|"|>any "text"<|"|>,{a:None}]}<tool_call|>'
+COHERE2_FIND = '{"tool_call_id": "0", "tool_name": "find", "parameters": {"city": "Ulm"}}'
+COHERE2_ALL = '{"tool_call_id": "1", "tool_name": "find_all", "parameters": {"q": [1]}}'
 NOTATIONS: dict[CallNotation, OutputParsers] = {
     "hermes": OutputParsers("hermes", "think"),
     "llama3": OutputParsers("llama3", "think"),
@@ -35,6 +37,7 @@ NOTATIONS: dict[CallNotation, OutputParsers] = {
     "olmo3": OutputParsers("olmo3", "think"),
     "gemma3": OutputParsers("gemma3", "think"),
     "gemma4": OutputParsers("gemma4", "think"),
+    "cohere2": OutputParsers("cohere2", "think"),
 }
 # Texts, and where they are complete: with calls "required", allowed in "text", and there with "one" at most.
 TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
@@ -177,5 +180,13 @@ TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
         ("<|tool_call>call:find{}<tool_call|>", ""),
         ("<|tool_call>call:find_all{}<tool_call|>", "required text one"),
         (GEMMA4_FIND.replace("call:find", "find"), ""),
+    ],
+    "cohere2": [
+        (f"<|START_ACTION|>[\n    {COHERE2_FIND}\n]<|END_ACTION|>", "required text one"),
+        (f"<|START_ACTION|>[{COHERE2_FIND},\n    {COHERE2_ALL}]<|END_ACTION|>", "required text"),
+        (f"I call <|START_ACTION|>[{COHERE2_FIND}]<|END_ACTION|>", "text one"),
+        (f"<|START_ACTION|>[{COHERE2_FIND.replace('city', 'n')}]<|END_ACTION|>", ""),
+        (f"<|START_ACTION|>[{FIND}]<|END_ACTION|>", ""),
+        (f"<|START_ACTION|>[{COHERE2_FIND}]", ""),
     ],
 }

@@ -26,7 +26,7 @@ class Model:
             self.tokenizer.add_special_tokens(["<|tool_call|>", "<|/tool_call|>", "<|tools_prefix|>"])
             self.tokenizer.add_special_tokens(["<|tools_suffix|>", "<seed:tool_call>", "</seed:tool_call>"])
             self.tokenizer.add_special_tokens(["<|tool_call>", "<tool_call|>", '<|"|>', "<|assistant|>"])
-            self.tokenizer.add_special_tokens(["<function_calls>", "</function_calls>"])
+            self.tokenizer.add_special_tokens(["<function_calls>", "</function_calls>", "<|START_ACTION|>"])
             # As Qwen has them: added, and not special.
             markers = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>")
             self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])

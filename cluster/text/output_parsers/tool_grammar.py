@@ -36,6 +36,7 @@ CallNotation = Literal[
     "olmo3",
     "gemma3",
     "gemma4",
+    "cohere2",
 ]
 
 # The marker before calls; "": none.
@@ -55,6 +56,7 @@ _STARTS: dict[CallNotation, str] = {
     "olmo3": "<function_calls>",
     "gemma3": "```tool_code",
     "gemma4": "<|tool_call>",
+    "cohere2": "<|START_ACTION|>",
 }
 # The marker behind each call, or behind the list of them.
 _ENDS: dict[CallNotation, str] = {
@@ -67,10 +69,11 @@ _ENDS: dict[CallNotation, str] = {
     "olmo3": "</function_calls>",
     "gemma3": "```",
     "gemma4": "<tool_call|>",
+    "cohere2": "<|END_ACTION|>",
 }
 # Calls that are no JSON, but for values in them.
 _OWN_SYNTAX = "qwen3_coder", "seed_oss", "glm45", "olmo3", "gemma3", "gemma4"
-_LISTED = "mistral", "granite", "phi4", "apertus"
+_LISTED = "mistral", "granite", "phi4", "apertus", "cohere2"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
@@ -199,6 +202,9 @@ class _Rules:
             self._lines.add(f"tool: {any_tool}")
         elif notation == "apertus":
             self._lines.add(rf'tool: "{{" ({any_tool}) "}}"')
+        elif notation == "cohere2":
+            call_id = r'"\"tool_call_id\"" COLON "\"" /[0-9]{1,3}/ "\"" COMMA'
+            self._lines.add(rf'tool: "{{" {call_id} "\"tool_name\"" COLON ({any_tool}) "}}"')
         else:
             self._lines.add(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
         end = self._lines.mark(_ENDS[notation]) if notation in _ENDS else ""
@@ -211,6 +217,8 @@ class _Rules:
                 call = "tool"
         self._lines.add(f"call: {call}")
         several = f"call ({self._between(notation)} call)*" if calls.allows_several else "call"
+        if notation == "cohere2":
+            return f'"[" WHITE {several} WHITE "]" {end}'
         if notation in _LISTED:
             return f'SPACE "[" {several} "]" {end}'
         return f"BREAK {several} BREAK {end}" if notation in ("olmo3", "gemma3") else several
@@ -223,6 +231,8 @@ class _Rules:
                 return f"BREAKS {self._lines.mark(start)}"
             case "mistral_args":
                 return self._lines.mark(start)
+            case "cohere2":
+                return '"," WHITE'
             case "llama3":
                 return '";" SPACE'
             case "json" | "olmo3" | "gemma3":
@@ -260,7 +270,7 @@ class _Rules:
             case "apertus":
                 return f"{name} COLON {self._arguments(tool)}"
             case _:
-                key = "parameters" if notation == "llama3" else "arguments"
+                key = "parameters" if notation in ("llama3", "cohere2") else "arguments"
                 return rf'{name} COMMA "\"{key}\"" COLON {self._arguments(tool)}'
 
     def _arguments(self, tool: CallableTool) -> str:

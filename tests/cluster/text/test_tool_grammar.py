@@ -444,6 +444,8 @@ def test_a_tool_without_parameters_takes_none() -> None:
                 "apertus": '<|tools_prefix|>[{"now": %s}]<|tools_suffix|>',
                 "json": '{"name": "now", "arguments": %s}',
                 "glm4": "now\n%s",
+                "cohere2": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", "parameters": %s}]'
+                "<|END_ACTION|>",
                 "glm45": "<tool_call>now\n%s</tool_call>",
                 "olmo3": "<function_calls>now(%s)</function_calls>",
                 "gemma3": "```tool_code\nnow(%s)\n```",
