@@ -29,7 +29,7 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.products import make_linear
-from workers.rank.model_runner import read_dtype
+from workers.rank.runner_settings import read_dtype
 
 DECODES = [(batch, context) for context in (128, 2048, 8192) for batch in (1, 16)]
 CHUNKS = [(0, 512), (0, 2048), (1536, 512)]

@@ -54,6 +54,7 @@ from workers.model.weights import WeightReader
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, best_s, measure_limits
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity
 
 CLOCK = SystemClock()
 BLOCK_TOKENS = 64
@@ -232,15 +233,19 @@ class Bench:
             save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
             with mock.patch("workers.model.decoder.WeightReader", RandomReader):
                 runner = ModelRunner(
-                    model_dir=Path(folder),
-                    dtype=self._dtype,
-                    device=self.device,
-                    block_tokens=BLOCK_TOKENS,
-                    num_kv_tokens=max(num_blocks * BLOCK_TOKENS, self.sizes.prefill_tokens + BLOCK_TOKENS),
-                    num_threads=torch.get_num_threads(),
-                    clock=CLOCK,
-                    max_sequences=max(self.batches),
-                    is_deterministic=self._is_deterministic,
+                    CheckpointFolder(Path(folder)),
+                    ComputeSettings(
+                        self._dtype,
+                        self.device,
+                        torch.get_num_threads(),
+                        is_deterministic=self._is_deterministic,
+                    ),
+                    RankCapacity(
+                        BLOCK_TOKENS,
+                        max(num_blocks * BLOCK_TOKENS, self.sizes.prefill_tokens + BLOCK_TOKENS),
+                        max(self.batches),
+                    ),
+                    CLOCK,
                 )
         runner.warm_up(self.sizes.prefill_tokens)
         driver = EngineDriver(runner, CLOCK, BLOCK_TOKENS)
@@ -332,11 +337,11 @@ def sampling(bench: Bench) -> Iterator[Line]:
         entries = [BatchEntry(slot, bench.context, 1, each, (slot,)) for slot, each in enumerate(tokens)]
         plan = StepPlan(0, entries=tuple(entries))
         with bench.driver.started(tokens, bench.context + 1):
-            runner.run(plan)
+            runner.steps.run(plan)
             with DeviceTime() as layers:
-                executed = runner.execute(plan)
+                executed = runner.steps.execute(plan)
             with DeviceTime() as draws:
-                runner.collect(runner.sample(executed))
+                runner.steps.collect(runner.steps.sample(executed))
         share = draws.busy_s / (layers.busy_s + draws.busy_s)
         yield {
             "figure": f"sampling_share at batch {batch}",

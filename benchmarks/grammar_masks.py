@@ -39,6 +39,7 @@ from workers.model.model_config import read_model_config
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.input_batch import PlannedRows
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity
 from workers.rank.slot_matchers import SlotMatchers, StepMasks
 
 CLOCK = SystemClock()
@@ -120,19 +121,15 @@ class MaskBench:
         self.tokenizer_s = CLOCK.now() - begun
         self.num_blocks = 16
         self.runner = ModelRunner(
-            model_dir=model,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-            block_tokens=BLOCK_TOKENS,
-            num_kv_tokens=batch * self.num_blocks * BLOCK_TOKENS,
-            num_threads=num_threads,
-            max_sequences=batch,
-            clock=CLOCK,
+            CheckpointFolder(model),
+            ComputeSettings(torch.bfloat16, torch.device("cpu"), num_threads),
+            RankCapacity(BLOCK_TOKENS, batch * self.num_blocks * BLOCK_TOKENS, batch),
+            CLOCK,
             grammars=self.grammars,
         )
         self.runner.warm_up()
-        steps: Any = self.runner._runner
-        max_slots = self.runner.batch.max_slots
+        steps: Any = self.runner.steps
+        max_slots = self.runner.steps.batch.max_slots
         lift = steps.steps.sampler.lift_minimum
         self.matchers = TimedMatchers(self.grammars, max_slots, num_threads, lift)
         steps._matchers = steps._slots._matchers = self.matchers
@@ -162,7 +159,7 @@ class MaskBench:
         for number in range(num_steps):
             self.matchers.step_s = 0.0
             begun = CLOCK.now()
-            report = self.runner.run(plan)
+            report = self.runner.steps.run(plan)
             if plan.decodes:
                 step_ms.append(1e3 * (CLOCK.now() - begun))
             mask_ms.append(1e3 * self.matchers.step_s)
@@ -171,11 +168,11 @@ class MaskBench:
             num_outputs += 1
             if ended or num_outputs == most:
                 num_outputs = 0
-                self.runner.run(StepPlan(0, free_slots=tuple(range(self.batch))))
+                self.runner.steps.run(StepPlan(0, free_slots=tuple(range(self.batch))))
                 plan = self._begin(grammars)
             else:
                 plan = StepPlan(number + 2, decodes=np.arange(self.batch, dtype="<u4").tobytes())
-        self.runner.run(StepPlan(0, free_slots=tuple(range(self.batch))))
+        self.runner.steps.run(StepPlan(0, free_slots=tuple(range(self.batch))))
         steps = sorted(step_ms)
         line = {
             "grammars": kind,

@@ -47,6 +47,7 @@ from workers.model.sizes import ModelWork
 from workers.rank.decode_graphs import Decoded
 from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph, Recorder, Work
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
 from workers.replica.step_loop import StepLoop
@@ -225,17 +226,12 @@ class RankHost:
         self._batch = batch
         num_blocks = context_tokens // BLOCK_TOKENS + 8
         self._runner = ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            block_tokens=BLOCK_TOKENS,
-            num_kv_tokens=(num_blocks + MOST_GROWTH) * BLOCK_TOKENS,
-            num_threads=1,
-            max_sequences=batch,
-            clock=CLOCK,
-            queue=queue,
+            CheckpointFolder(model_dir),
+            ComputeSettings(torch.float32, torch.device("cpu"), num_threads=1, queue=queue),
+            RankCapacity(BLOCK_TOKENS, (num_blocks + MOST_GROWTH) * BLOCK_TOKENS, batch),
+            CLOCK,
         )
-        steps: Any = self._runner._runner
+        steps: Any = self._runner.steps
         self._excluded_s = self._planned_s = 0.0
         steps._attention.plan = self._timed_plan(steps._attention.plan)
         self.attention = steps._attention.name
@@ -252,7 +248,7 @@ class RankHost:
             steps.record_graphs(steps.steps.graphs.sizes)
         slots = range(batch)
         table = pack_ids(range(num_blocks))
-        self._runner.run(
+        self._runner.steps.run(
             StepPlan(
                 1,
                 starts=tuple(SlotStart(SAMPLING, (SlotSample(slot, slot, 5),)) for slot in slots),
@@ -275,7 +271,7 @@ class RankHost:
         every sequence begins a block."""
         self._excluded_s = self._planned_s = 0.0
         began_at = CLOCK.now()
-        report = self._runner.run(_plan(self._aligned_frame if is_aligned else self._frame))
+        report = self._runner.steps.run(_plan(self._aligned_frame if is_aligned else self._frame))
         frame = RANK_UP_CODEC.encode(report)
         elapsed_s = CLOCK.now() - began_at - self._excluded_s
         assert len(frame) > 4 * self._batch

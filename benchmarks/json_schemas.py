@@ -37,7 +37,7 @@ from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import ControlPlane, Gateway
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
@@ -256,7 +256,12 @@ class SchemaCluster:
         )
         trust = Trust.read(self._trust)
         self._gateway = Gateway(
-            gateway_id="g", epoch=1, config=config, roster=self._roster, trust=trust, clock=CLOCK
+            gateway_id="g",
+            epoch=1,
+            config=config,
+            control=ControlPlane(self._roster),
+            trust=trust,
+            clock=CLOCK,
         )
         self._port = await self._gateway.start()
         self.client = Client(f"127.0.0.1:{self._port}")

@@ -27,7 +27,7 @@ from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
-from workers.rank.model_runner import read_dtype
+from workers.rank.runner_settings import read_dtype
 
 BLOCK_TOKENS, PROMPT_TOKENS, BATCH, CHUNK_TOKENS = 16, 150, 16, 37
 SHAPE: dict[str, Any] = {

@@ -26,7 +26,8 @@ from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, HostKv
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
 
 TARGET = 1.3
 
@@ -63,12 +64,12 @@ class Bench:
         start = context_tokens - num_tokens
         starts = [SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots]
         changes = [TableChange(slot, 0, np.array(tables[slot], "<u4").tobytes()) for slot in slots]
-        self._runner.run(StepPlan(1, starts=tuple(starts), tables=tuple(changes)))
+        self._runner.steps.run(StepPlan(1, starts=tuple(starts), tables=tuple(changes)))
         entries = tuple(BatchEntry(slot, start, num_tokens, tokens, ()) for slot in slots)
         started_at = self._clock.now()
-        self._runner.run(StepPlan(1, entries=entries))
+        self._runner.steps.run(StepPlan(1, entries=entries))
         elapsed_s = self._clock.now() - started_at
-        self._runner.run(StepPlan(1, free_slots=tuple(slots)))
+        self._runner.steps.run(StepPlan(1, free_slots=tuple(slots)))
         return elapsed_s
 
     @torch.inference_mode()
@@ -147,15 +148,15 @@ def main() -> None:
         )
         clock = SystemClock()
         runner = ModelRunner(
-            model_dir=Path(folder),
-            dtype=dtype,
-            device=torch.device(args.device),
-            block_tokens=args.block_tokens,
-            num_kv_tokens=args.context,
-            num_threads=args.threads[0],
-            clock=clock,
-            num_offload_tokens=args.context * 3 // 4,
-            offload_mode="in_place",
+            CheckpointFolder(Path(folder)),
+            ComputeSettings(dtype, torch.device(args.device), args.threads[0]),
+            RankCapacity(
+                args.block_tokens,
+                args.context,
+                num_offload_tokens=args.context * 3 // 4,
+                offload_mode="in_place",
+            ),
+            clock,
         )
     with contextlib.closing(runner):
         assert runner.host is not None

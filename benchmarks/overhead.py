@@ -44,7 +44,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import ControlPlane, Gateway
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
@@ -63,7 +63,8 @@ from workers.messages.link import (
 from workers.messages.rank_channel import StepPlan
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
@@ -145,14 +146,10 @@ class BareRunner:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._runner = ModelRunner(
-            model_dir=setting.model,
-            dtype=read_dtype(setting.dtype),
-            device=torch.device("cpu"),
-            block_tokens=BLOCK_TOKENS,
-            num_kv_tokens=setting.engine.kv_tokens,
-            num_threads=setting.threads,
-            max_sequences=setting.engine.max_sequences,
-            clock=CLOCK,
+            CheckpointFolder(setting.model),
+            ComputeSettings(read_dtype(setting.dtype), torch.device("cpu"), setting.threads),
+            RankCapacity(BLOCK_TOKENS, setting.engine.kv_tokens, setting.engine.max_sequences),
+            CLOCK,
         )
         self._runner.warm_up()
 
@@ -161,7 +158,7 @@ class BareRunner:
         arrivals: dict[int, list[tuple[float, int]]] = {}
         started_at = CLOCK.now()
         for plan in plans:
-            report = self._runner.run(plan)
+            report = self._runner.steps.run(plan)
             now = CLOCK.now()
             assert len(report.tokens) == 4 * len(plan.sample_slots)
             for slot in plan.sample_slots:
@@ -188,7 +185,7 @@ class BareRunner:
             while len(ahead) < PIPELINE_DEPTH and (plan := scheduler.plan(CLOCK.now())) is not None:
                 plans.append(plan)
                 ahead.append(plan)
-            scheduler.settle(self._runner.run(ahead.popleft()), CLOCK.now())
+            scheduler.settle(self._runner.steps.run(ahead.popleft()), CLOCK.now())
         self._free(plans)
         return plans
 
@@ -197,7 +194,7 @@ class BareRunner:
         taken: set[int] = set()
         for plan in plans:
             taken = taken - set(plan.free_slots) | set(plan.started_slots)
-        self._runner.run(StepPlan(0, free_slots=tuple(taken)))
+        self._runner.steps.run(StepPlan(0, free_slots=tuple(taken)))
 
 
 class OverLink:
@@ -351,7 +348,9 @@ async def play_gateway(order: dict[str, Any]) -> None:
         "overhead",
     )
     trust = Trust.read(TrustFiles(order["secret_file"]))
-    gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, trust=trust, clock=CLOCK)
+    gateway = Gateway(
+        gateway_id="g", epoch=1, config=config, control=ControlPlane(roster), trust=trust, clock=CLOCK
+    )
     port = await gateway.start()
     while (
         not all(view.takes_requests for view in gateway.connections.views())

@@ -27,7 +27,7 @@ from cluster.errors import (
 from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.sample_output import EmbeddingDelta
 from cluster.identity.identity import Identity
-from cluster.identity.resume_tokens import draw_request_id
+from cluster.identity.request_ids import draw_request_id
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor

@@ -10,7 +10,7 @@ from cluster.admission.flow import Flow
 from cluster.admission.overload_refusals import OverloadRefusals
 from cluster.gateway.request_task import RequestTask
 from cluster.gateway.resumed_calls import RequestKey
-from cluster.identity.resume_tokens import draw_request_id
+from cluster.identity.request_ids import draw_request_id
 
 
 class RunningRequests:

@@ -37,7 +37,7 @@ from cluster.serve.auto_kv import NodeResources, engine_config
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.collector import leave_out_started
 from cluster.serve.deployed import Deployed, remember
-from cluster.serve.gateway_server import Gateway, GatewayHosts
+from cluster.serve.gateway_server import ControlPlane, Gateway, GatewayHosts
 from cluster.serve.machine import Machine
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import bind_serve_to_loopback, with_version
@@ -324,11 +324,9 @@ class GatewayActor:
             gateway_id=self._gateway_id,
             epoch=self._epoch,
             config=config,
-            roster=self._roster,
+            control=ControlPlane(self._roster, Operations(dashboard_url, self._scaler.order), find_roster),
             trust=read_trust(config),
             clock=self._clock,
-            operations=Operations(dashboard_url, self._scaler.order),
-            open_roster=find_roster,
             hosts=GatewayHosts(self._host, self._inner_host),
         )
         self._port = await self._gateway.start()

@@ -21,8 +21,9 @@ from cluster.serve.resource_needs import (
 from cluster.served_model import described_model
 from kvtransfer.blocks.host_memory import ALIGNMENT_BYTES, mapping_bytes
 from workers.config import EngineConfig
+from workers.model.kv_division import KvDemand, divide_kv
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.rank_memory import KvDemand, divide_kv, least_kv_tokens, most_useful_kv_tokens
+from workers.model.rank_memory import least_kv_tokens, most_useful_kv_tokens
 
 # Tokens where `kv_tokens` is `auto` and the machine does not report its memory.
 _UNKNOWN_KV_TOKENS = 16384

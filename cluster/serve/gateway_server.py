@@ -46,10 +46,10 @@ from cluster.http.server import HttpServices, open_http
 from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import ResumeTokens
+from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
@@ -84,6 +84,16 @@ class GatewayHosts(NamedTuple):
     inner: str = ""
 
 
+class ControlPlane(NamedTuple):
+    """The parts of the cluster that decide what runs: the `roster` of this gateway's application, and what
+    operators may order (None: nothing). `open_roster` finds the roster of another application, to which
+    requests may be forwarded; None: all are answered here."""
+
+    roster: ScalingRoster
+    operations: Operations | None = None
+    open_roster: Callable[[str], RosterClient] | None = None
+
+
 class Randomness(NamedTuple):
     """The sources of a gateway's random numbers. `draw_bytes` draws the key root of a gateway that has no
     file of roots."""
@@ -105,8 +115,6 @@ class Gateway:
                                                  +-- ReplicaConnections --links--> engine cores
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
-    `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
-    application, to which requests may be forwarded; None: all are answered here.
     """
 
     def __init__(
@@ -115,19 +123,17 @@ class Gateway:
         gateway_id: str,
         epoch: int,
         config: ClusterConfig,
-        roster: ScalingRoster,
+        control: ControlPlane,
         trust: Trust,
         clock: Clock,
         hosts: GatewayHosts = _WHERE_IT_LISTENS,
         randomness: Randomness = _OF_THE_SYSTEM,
-        operations: Operations | None = None,
-        open_roster: Callable[[str], RosterClient] | None = None,
     ) -> None:
         self._gateway_id = gateway_id
         self._advertised_host = hosts.advertised or config.gateway.host
         self._inner_host = hosts.inner or config.transfer.data_host
         seeds, draw_bytes = randomness
-        self._roster = roster
+        self._roster = control.roster
         self._config = config
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
@@ -140,7 +146,7 @@ class Gateway:
             gateway_id=gateway_id,
             epoch=epoch,
             block_tokens=block_tokens,
-            roster=roster,
+            roster=control.roster,
             router=router,
             trust=trust,
             clock=clock,
@@ -162,13 +168,13 @@ class Gateway:
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, self.fleet
         )
         services = ConsoleServices(
-            status, self.fleet, self.connections, stores, operations, access, self.export
+            status, self.fleet, self.connections, stores, control.operations, access, self.export
         )
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
-        self._traffic = self._open_traffic(roster, open_roster)
-        faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
+        self._traffic = self._open_traffic(control)
+        faults, orders = Faults(config.debug.fault_rules), ScalerOrders(control.operations)
         prompts = PromptCalls(self.requests, self._preprocessor, gateway_id)
         servicer = InferenceServicer(
             self.requests, self.connections, self._texts, prompts, status, faults, self._traffic
@@ -188,16 +194,14 @@ class Gateway:
         self._is_serving = False
         self._tasks = SupervisedTasks()
 
-    def _open_traffic(
-        self, roster: ScalingRoster, open_roster: Callable[[str], RosterClient] | None
-    ) -> TrafficSplitter:
+    def _open_traffic(self, control: ControlPlane) -> TrafficSplitter:
         config = self._config
         return TrafficSplitter(
             app=config.app,
             gateway_id=self._gateway_id,
             model_name=config.model_name,
-            roster=roster,
-            open_roster=open_roster,
+            roster=control.roster,
+            open_roster=control.open_roster,
             clock=self._clock,
             relays=self._access.relays,
             certificate=self._certificate,

@@ -45,8 +45,8 @@ def measure_product_rates(dtypes: Sequence[str]) -> dict[str, float]:
     """Measure the operations a second of a linear layer on this machine, by dtype."""
     import torch  # here: no other check needs it
 
-    from workers.rank.model_runner import read_dtype
     from workers.rank.probe import linear_flop_s
+    from workers.rank.runner_settings import read_dtype
 
     return {name: linear_flop_s(torch.device("cpu"), read_dtype(name), SystemClock()) for name in dtypes}
 

@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvtransfer.blocks.checksum import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
+from kvtransfer.blocks.checksum import WORD_BYTES
+from kvtransfer.blocks.cuda_memory import pin, unpin
 from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
+from kvtransfer.blocks.torch_checksum import finish_totals, piece_totals
 from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
@@ -32,9 +34,6 @@ _BATCH_BYTES = 32 << 20
 _NUM_BATCHES = 8
 # Pieces that one kernel moves at most: the third dimension of a grid of CUDA.
 _MOST_PIECES = 65535
-# cudaHostRegisterPortable: pinned for every device of the process.
-_PORTABLE = 1
-_LOW = (1 << SHIFT) - 1
 
 # Writable contiguous bytes: host memory, or a uint8 tensor on the host or on the pool's device.
 Staging = memoryview | torch.Tensor
@@ -323,94 +322,3 @@ class StagingArea:
         """Corrupt the first piece, for tests."""
         self.data[:1].bitwise_xor_(1)
         self.data[0].item()  # done when this returns, on any device
-
-
-# -------------------------------------------------------------------------- memory that CUDA can reach
-
-
-def pin(address: int, num_bytes: int, device: torch.device) -> bool:
-    """Pin host memory of this process for CUDA, which takes all of its pages. Logs why if it is refused."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
-    if status != runtime.cudaError.success:
-        _log.warning("%d bytes of host memory could not be pinned: %s", num_bytes, status)
-        _drop_pending_error(device)
-        return False
-    return True
-
-
-def _drop_pending_error(device: torch.device) -> None:
-    """Clear the error that a refused call of the runtime has left to this thread: torch would raise it after
-    the next kernel. Torch has no call for that, so a kernel raises it here."""
-    with torch.inference_mode(), contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
-        torch.zeros(1, device=device)
-
-
-def unpin(address: int) -> None:
-    """Undo `pin`, before the memory is unmapped."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
-
-
-class _Exposed:
-    """Bytes at an address that a device can read."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def view_memory(address: int, num_bytes: int) -> torch.Tensor:
-    """View memory that CUDA can reach as a uint8 tensor of the device that owns it: another process's that is
-    mapped here, or pinned host memory, which the device that pinned it reads over the bus. The memory must
-    outlive the view."""
-    return torch.as_tensor(_Exposed(address, num_bytes))
-
-
-# ---------------------------------------------------- the checksum of kvtransfer.blocks.checksum in torch
-
-
-def checksum_torch(tensor: torch.Tensor) -> int:
-    """Compute the checksum of a tensor's bytes in logical (row-major) order. Synchronizes with the device."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return finish_totals(piece_totals(data.unsqueeze(0)), data.numel())[0]
-
-
-def piece_totals(pieces: torch.Tensor) -> torch.Tensor:
-    """Sum the mixed words of each row of uint8 [num_pieces, num_bytes], for `finish_totals`. Only queues work
-    on the pieces' device, which needs three temporaries of their size."""
-    words = _as_words(pieces)
-    mixed = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
-    mixed = mixed.mul_(_signed(GOLDEN)) + words
-    for multiplier in (MULTIPLIER_1, MULTIPLIER_2):
-        mixed.bitwise_xor_(_shifted(mixed)).mul_(_signed(multiplier))
-    return mixed.bitwise_xor_(_shifted(mixed)).sum(dim=1)
-
-
-def finish_totals(totals: torch.Tensor, num_bytes: int) -> list[int]:
-    """Compute the checksums of pieces of `num_bytes` from their totals. Synchronizes with the device."""
-    return [finish(total & MASK, num_bytes) for total in totals.tolist()]
-
-
-def _as_words(pieces: torch.Tensor) -> torch.Tensor:
-    """Convert uint8 [num_pieces, num_bytes] to zero-padded int64 words; a view if possible."""
-    padding = -pieces.shape[1] % WORD_BYTES
-    if padding:
-        pieces = torch.nn.functional.pad(pieces, (0, padding))
-    elif pieces.data_ptr() % WORD_BYTES or pieces.storage_offset() % WORD_BYTES or not pieces.is_contiguous():
-        pieces = pieces.clone(memory_format=torch.contiguous_format)
-    return pieces.view(torch.int64)
-
-
-def _shifted(words: torch.Tensor) -> torch.Tensor:
-    """Shift int64 right logically; its own shift keeps the sign."""
-    return (words >> SHIFT).bitwise_and_(_LOW)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtransfer.blocks.device_pool import view_memory
+from kvtransfer.blocks.cuda_memory import view_memory
 from kvtransfer.errors import PathError
 
 HANDLE_BYTES = 64

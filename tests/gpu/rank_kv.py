@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from benchmarks.gpu import MODEL_TO_SIZES, RandomReader
 from benchmarks.random_checkpoint import write_config
 from kvtransfer.common.clock import SystemClock
-from workers.rank.model_runner import AutoKv, ModelRunner
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity
 
 BLOCK_TOKENS = 64
 
@@ -36,15 +37,10 @@ def main(share: float, go: Path) -> None:
         save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
         with mock.patch("workers.model.decoder.WeightReader", RandomReader):
             runner = ModelRunner(
-                model_dir=Path(folder),
-                dtype=torch.bfloat16,
-                device=device,
-                block_tokens=BLOCK_TOKENS,
-                num_kv_tokens=1 << 40,
-                auto_kv=AutoKv(share, 4096),
-                num_threads=1,
-                clock=SystemClock(),
-                max_sequences=256,
+                CheckpointFolder(Path(folder)),
+                ComputeSettings(torch.bfloat16, device, num_threads=1),
+                RankCapacity(BLOCK_TOKENS, 1 << 40, 256, auto_kv=AutoKv(share, 4096)),
+                SystemClock(),
             )
         print(len(runner.kv), flush=True)
         runner.close()

@@ -11,9 +11,11 @@ import torch
 
 from kvtransfer.blocks import device_pool
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import Blocks, DevicePool, checksum_torch, pin, unpin
+from kvtransfer.blocks.cuda_memory import pin, unpin
+from kvtransfer.blocks.device_pool import Blocks, DevicePool
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
+from kvtransfer.blocks.torch_checksum import checksum_torch
 from kvtransfer.messages import Shard
 
 NUM_BLOCKS = 7

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from launch_recorder import recorded_launches
+from runner_parts import by_kernels
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -24,8 +25,8 @@ from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import parallelize
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
-from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CPU = torch.device("cpu")
 BLOCK, NUM_LAYERS, VOCAB = 16, 2, 96
@@ -183,15 +184,10 @@ def test_deterministic_logits_are_the_same_bits(device: torch.device, tmp_path: 
 
 def test_a_deterministic_rank_multiplies_by_such_kernels_alone(device: torch.device, tmp_path: Path) -> None:
     runner = ModelRunner(
-        model_dir=checkpoint(tmp_path, "qwen2"),
-        dtype=torch.float32,
-        device=device,
-        block_tokens=BLOCK,
-        num_kv_tokens=4 * BLOCK,
-        num_threads=1,
-        clock=ManualClock(5.0),
-        is_deterministic=True,
-        queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+        CheckpointFolder(checkpoint(tmp_path, "qwen2")),
+        by_kernels(device, is_deterministic=True),
+        RankCapacity(BLOCK, 4 * BLOCK),
+        ManualClock(5.0),
     )
     tokens = np.arange(3, dtype="<u4").tobytes()
     plan = StepPlan(
@@ -201,7 +197,7 @@ def test_a_deterministic_rank_multiplies_by_such_kernels_alone(device: torch.dev
         entries=(BatchEntry(0, 0, 3, tokens, (0,)),),
     )
     with recorded_launches() as launches:
-        runner.run(plan)
+        runner.steps.run(plan)
     runner.close()
     assert launches.count("_multiply_kernel") == 4 * NUM_LAYERS + 1
     assert [name for name in launches if "mm" in name] == []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from grammar_harness import END, OTHER_END, TOKENS, choice, small_grammars
 from msgspec.structs import replace
+from runner_parts import ON_CPU, by_kernels
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
@@ -27,8 +28,8 @@ from workers.messages.rank_channel import (
 from workers.messages.sampling import SamplingParams
 from workers.rank import device_sampler
 from workers.rank.compiled_grammars import CompiledGrammars
-from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 from workers.rank.sampler import Logprobs
 
 BLOCK = 16
@@ -69,21 +70,20 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
         grammars: CompiledGrammars | None = None,
     ) -> ModelRunner:
         runner = ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=device,
-            block_tokens=BLOCK,
-            num_kv_tokens=20 * BLOCK,
-            num_offload_tokens=num_offload_tokens,
-            offload_mode="in_place",
-            num_threads=1,
-            clock=ManualClock(5.0),
-            max_sequences=MAX_SEQUENCES,
-            queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+            CheckpointFolder(model_dir),
+            by_kernels(device),
+            RankCapacity(
+                BLOCK,
+                20 * BLOCK,
+                MAX_SEQUENCES,
+                num_offload_tokens=num_offload_tokens,
+                offload_mode="in_place",
+            ),
+            ManualClock(5.0),
             grammars=grammars,
         )
         runners.append(runner)
-        runner._runner.record_graphs(graphs)
+        runner.steps.record_graphs(graphs)
         return runner
 
     yield make
@@ -173,16 +173,9 @@ def tokens_of(reports: Sequence[StepReport]) -> list[list[int]]:
 def expected(model_dir: Path, device: torch.device) -> list[StepReport]:
     """What the engine on a CPU computes."""
     runner = ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        block_tokens=BLOCK,
-        num_kv_tokens=20 * BLOCK,
-        num_threads=1,
-        clock=ManualClock(5.0),
-        max_sequences=MAX_SEQUENCES,
+        CheckpointFolder(model_dir), ON_CPU, RankCapacity(BLOCK, 20 * BLOCK, MAX_SEQUENCES), ManualClock(5.0)
     )
-    reports = [runner.run(plan) for plan in PLANS]
+    reports = [runner.steps.run(plan) for plan in PLANS]
     runner.close()
     return reports
 
@@ -194,8 +187,8 @@ def test_tokens_are_those_of_the_engine_on_a_cpu(
     """With every step launched before the one before is collected. With graphs, steps that decode are
     replayed with rows of padding."""
     runner = make(graphs=graphs)
-    tickets = [runner.launch(plan) for plan in PLANS]
-    reports = [runner.collect(ticket) for ticket in tickets]
+    tickets = [runner.steps.launch(plan) for plan in PLANS]
+    reports = [runner.steps.collect(ticket) for ticket in tickets]
     assert tokens_of(reports) == tokens_of(expected)
     for report, reference in zip(reports, expected, strict=True):
         assert [it.row for it in report.logprobs] == [it.row for it in reference.logprobs]
@@ -221,7 +214,7 @@ def test_logits_are_those_of_transformers(make: Make, model_dir: Path) -> None:
     ]
     texts = [[ONE], [TWO, [*ONE, 77]], [[*TWO, 33], [*ONE, 77, 5]]]
     for plan, of_plan in zip(plans, texts, strict=True):
-        logits = runner.logits(plan).cpu()
+        logits = runner.steps.logits(plan).cpu()
         with torch.inference_mode():
             reference = torch.stack([model(torch.tensor([text])).logits[0, -1] for text in of_plan])
         torch.testing.assert_close(logits, reference, atol=2e-4, rtol=1e-4)
@@ -232,13 +225,13 @@ def test_blocks_in_host_memory_are_read_by_steps_without_graphs(
 ) -> None:
     """The first blocks of two sequences move to host memory before they decode."""
     runner = make(graphs=(4,), num_offload_tokens=4 * BLOCK)
-    reports = [runner.run(plan) for plan in PLANS[:3]]
+    reports = [runner.steps.run(plan) for plan in PLANS[:3]]
     plan = decode(
         0, 2, 1,
         copies=(BlockCopy(0, 20), BlockCopy(5, 23)),
         tables=(table(0, 20), table(1, 20), table(2, 23)),
     )  # fmt: skip
-    reports.append(runner.run(plan))
+    reports.append(runner.steps.run(plan))
     assert tokens_of(reports) == tokens_of(expected[:4])
 
 
@@ -246,7 +239,7 @@ def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected
     """More biases than fit in a slot: the sequences beside it go on, by eager steps while its slot is
     not freed, and it may be taken again."""
     runner = make(graphs=(4,))
-    reports = [runner.run(plan) for plan in PLANS[:3]]
+    reports = [runner.steps.run(plan) for plan in PLANS[:3]]
     many = SamplingParams(logit_bias={id_: 0.5 for id_ in range(VOCAB)})
     from workers.model.cuda import sampling
 
@@ -258,17 +251,17 @@ def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected
             tables=(table(3, 4),),
             entries=(chunk(3, 0, THREE, 3),),
         )  # fmt: skip
-        failed = runner.run(plan)
+        failed = runner.steps.run(plan)
     assert [(entry.index, "logit biases" in entry.reason) for entry in failed.failed] == [(0, True)]
     assert np.frombuffer(failed.tokens, "<u4")[1:].tolist() == tokens_of(expected)[3]
-    assert not runner.run(decode(free_slots=(3,))).failed
+    assert not runner.steps.run(decode(free_slots=(3,))).failed
     again = StepPlan(
         10,
         starts=(starting(3, THREE),),
         tables=(table(3, 4),),
         entries=(chunk(3, 0, THREE, 3),),
     )
-    assert not runner.run(again).failed
+    assert not runner.steps.run(again).failed
     assert tokens_of(reports) == tokens_of(expected[:3])
 
 
@@ -308,10 +301,10 @@ def test_tokens_are_counted_once_where_memory_for_log_probabilities_lacks(
 ) -> None:
     """A step is then computed, or what a graph computed is read, in parts."""
     whole = make(graphs=graphs)
-    expected = [whole.run(plan) for plan in ASKING_PLANS]
+    expected = [whole.steps.run(plan) for plan in ASKING_PLANS]
     asked = lack_memory(monkeypatch, most_rows=1)
     in_parts = make(graphs=graphs)
-    found = [in_parts.run(plan) for plan in ASKING_PLANS]
+    found = [in_parts.steps.run(plan) for plan in ASKING_PLANS]
     assert set(asked) == {1, 2, 3}
     assert tokens_of(found) == tokens_of(expected)
     for report, other in zip(found, expected, strict=True):
@@ -323,26 +316,26 @@ def test_tokens_are_counted_once_where_memory_for_log_probabilities_lacks(
 def test_a_graph_whose_log_probabilities_are_lost_has_computed_the_rest(make: Make) -> None:
     """Their sequences fail at this rank alone, and what is kept of them is that of the other ranks."""
     whole, lacking = make(graphs=(4,)), make(graphs=(4,))
-    expected = [whole.run(plan) for plan in ASKING_PLANS]
-    found = [lacking.run(plan) for plan in ASKING_PLANS[:2]]
+    expected = [whole.steps.run(plan) for plan in ASKING_PLANS]
+    found = [lacking.steps.run(plan) for plan in ASKING_PLANS[:2]]
     with pytest.MonkeyPatch.context() as patch:
         lack_memory(patch, most_rows=0)
-        lost = lacking.run(ASKING_PLANS[2])
+        lost = lacking.steps.run(ASKING_PLANS[2])
     assert [entry.index for entry in lost.failed] == [0, 1, 2]
     assert "OutOfMemoryError: too many rows of logits" in lost.failed[0].reason
     assert not lost.logprobs
-    found += [replace(lost, failed=()), *[lacking.run(plan) for plan in ASKING_PLANS[3:]]]
+    found += [replace(lost, failed=()), *[lacking.steps.run(plan) for plan in ASKING_PLANS[3:]]]
     assert tokens_of(found) == tokens_of(expected)
 
 
 def test_a_mask_comes_between_the_halves_of_a_step(make: Make) -> None:
     runner = make()
     for plan in PLANS[:3]:
-        runner.run(plan)
+        runner.steps.run(plan)
     masks = np.full((3, VOCAB // 32), 0xFFFFFFFF, np.uint32)
     masks[1] = 0
     masks[1, 77 // 32] = 1 << 77 % 32
-    report = runner.collect(runner.sample(runner.execute(PLANS[3]), masks))
+    report = runner.steps.collect(runner.steps.sample(runner.steps.execute(PLANS[3]), masks))
     assert np.frombuffer(report.tokens, "<u4")[1] == 77
 
 
@@ -366,12 +359,12 @@ def test_outputs_follow_grammars_beside_steps_that_are_graphs(make: Make, tmp_pa
     reports: list[StepReport] = []
     previous = None
     for plan in plans:
-        ticket = runner.launch(plan)
+        ticket = runner.steps.launch(plan)
         if previous is not None:
-            reports.append(runner.collect(previous))
+            reports.append(runner.steps.collect(previous))
         previous = ticket
     assert previous is not None
-    reports.append(runner.collect(previous))
+    reports.append(runner.steps.collect(previous))
     tokens = tokens_of(reports)
     output = [of_step[1] for of_step in tokens[:9]]
     end = next(index for index, token in enumerate(output) if token in (END, OTHER_END))
@@ -382,5 +375,5 @@ def test_outputs_follow_grammars_beside_steps_that_are_graphs(make: Make, tmp_pa
     free = [replace(first, starts=first.starts[:1], tables=first.tables[:1], entries=first.entries[:1])]
     free += [decode(0)] * 10
     assert [of_step[0] for of_step in tokens] == [
-        of_step[0] for of_step in tokens_of([alone.run(it) for it in free])
+        of_step[0] for of_step in tokens_of([alone.steps.run(it) for it in free])
     ]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
@@ -23,6 +24,7 @@ from workers.rank.device_queue import CpuQueue, CudaQueue, DeviceQueue, Graph, R
 from workers.rank.device_steps import DeviceSteps
 from workers.rank.model_runner import ModelRunner
 from workers.rank.progress import Progress
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 BLOCK = 16
 MAX_SEQUENCES = 11
@@ -54,15 +56,10 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
 
 def make_runner(model_dir: Path, device: torch.device, queue: DeviceQueue | None) -> ModelRunner:
     return ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=device,
-        block_tokens=BLOCK,
-        num_kv_tokens=80 * BLOCK,
-        num_threads=1,
-        clock=SystemClock(),
-        max_sequences=MAX_SEQUENCES,
-        queue=queue,
+        CheckpointFolder(model_dir),
+        ON_CPU._replace(device=device, queue=queue),
+        RankCapacity(BLOCK, 80 * BLOCK, MAX_SEQUENCES),
+        SystemClock(),
     )
 
 
@@ -91,8 +88,8 @@ def prompts(num_sequences: int) -> StepPlan:
 
 def outputs(runner: ModelRunner, plans: Sequence[StepPlan]) -> list[bytes]:
     """The tokens of all plans, each launched before the one before is collected."""
-    tickets = [runner.launch(plan) for plan in plans]
-    reports = [runner.collect(ticket) for ticket in tickets]
+    tickets = [runner.steps.launch(plan) for plan in plans]
+    reports = [runner.steps.collect(ticket) for ticket in tickets]
     assert not any(report.failed for report in reports)
     return [report.tokens for report in reports]
 
@@ -114,7 +111,7 @@ def test_padding_writes_to_the_scratch_block_alone(make: Make, num_rows: int) ->
     """A step of some rows in a graph of eight: every other block is what the same step without padding
     makes it."""
     runners = make(), make()
-    runners[0]._runner.record_graphs((8,))
+    runners[0].steps.record_graphs((8,))
     plans = [prompts(num_rows), StepPlan(2, decodes=packed(range(num_rows)))]
     padded, alone = (outputs(runner, plans) for runner in runners)
     assert padded == alone
@@ -130,7 +127,7 @@ def test_a_graph_caps_and_normalizes_as_steps_do(device: torch.device, tmp_path:
     write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128)
     queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
     runners = [make_runner(tmp_path, device, queue) for _ in range(2)]
-    runners[0]._runner.record_graphs((2,))
+    runners[0].steps.record_graphs((2,))
     plans = [prompts(2), *(StepPlan(step, decodes=packed(range(2))) for step in (2, 3, 4))]
     by_graph, by_kernel = (outputs(runner, plans) for runner in runners)
     assert by_graph == by_kernel
@@ -175,7 +172,7 @@ def test_a_graph_has_been_replayed_when_its_first_step_comes(model_dir: Path, de
     queue = CountedReplays()
     runner = make_runner(model_dir, device, queue)
     runner.kv.fill_(3.0)
-    runner._runner.record_graphs((1, 4))
+    runner.steps.record_graphs((1, 4))
     assert queue.num_rows == [4, 1]
     assert (runner.kv == 3.0).all()
     runner.close()
@@ -202,7 +199,7 @@ def _squared(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_graphs_of_all_sizes_compute_what_eager_steps_do(make: Make) -> None:
     recorded, eager = make(), make()
     recorded.warm_up()
-    steps = recorded._runner.steps
+    steps = recorded.steps.steps
     assert isinstance(steps, DeviceSteps)
     assert steps.graphs.size_for(MAX_SEQUENCES) == 16
     plans = [prompts(MAX_SEQUENCES)]
@@ -249,16 +246,16 @@ def test_a_launch_returns_before_its_step_is_done(make: Make, device: torch.devi
     """Behind a kernel that takes a while, steps are launched with tokens that no host has seen."""
     runner = make()
     runner.warm_up()
-    runner.run(prompts(4))
+    runner.steps.run(prompts(4))
     plan = StepPlan(2, decodes=packed(range(4)))
     occupy(200_000_000)  # for 0.1 s and more
     began_at = time.monotonic()
-    tickets = [runner.launch(plan) for _ in range(2)]
+    tickets = [runner.steps.launch(plan) for _ in range(2)]
     launched_s = time.monotonic() - began_at
     assert not tickets[0].event.query()
     assert launched_s < 0.05
     for ticket in tickets:
-        assert len(runner.collect(ticket).tokens) == 16
+        assert len(runner.steps.collect(ticket).tokens) == 16
 
 
 @pytest.mark.gpu

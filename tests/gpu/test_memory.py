@@ -16,7 +16,8 @@ from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, Ste
 from workers.messages.sampling import SamplingParams
 from workers.rank.containment import Containment
 from workers.rank.memory_profile import largest_steps
-from workers.rank.model_runner import AutoKv, ModelRunner
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +41,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(model_dir: Path, device: torch.device, share: float) -> ModelRunner:
     return ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.bfloat16,
-        device=device,
-        block_tokens=BLOCK,
-        num_kv_tokens=MANY,
-        auto_kv=AutoKv(share, NUM_ROWS),
-        num_threads=1,
-        clock=SystemClock(),
-        max_sequences=MAX_SEQUENCES,
+        CheckpointFolder(model_dir),
+        ComputeSettings(torch.bfloat16, device, num_threads=1),
+        RankCapacity(BLOCK, MANY, MAX_SEQUENCES, auto_kv=AutoKv(share, NUM_ROWS)),
+        SystemClock(),
     )
 
 
@@ -65,7 +61,7 @@ def test_the_largest_steps_fit_beside_all_the_kv(model_dir: Path, device: torch.
     runner.warm_up(NUM_ROWS)
     started, *steps, freed = largest_steps(NUM_ROWS, MAX_SEQUENCES, 8192, BLOCK)
     for plan in (started, *steps, freed):
-        report = runner.run(plan)
+        report = runner.steps.run(plan)
         assert not report.failed
     left = torch.cuda.mem_get_info(device)[0]
     assert free_bytes - left <= _SHARE_BYTES, "no more than its share"
@@ -86,14 +82,10 @@ def test_a_chunk_for_which_memory_lacks_fails_and_the_decodes_beside_it_do_not(
     """The allocator is limited to little more than what is in use: a chunk's layers do not fit, two tokens'
     do."""
     runner = ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=device,
-        block_tokens=BLOCK,
-        num_kv_tokens=200 * BLOCK,
-        num_threads=1,
-        clock=SystemClock(),
-        max_sequences=4,
+        CheckpointFolder(model_dir),
+        ComputeSettings(torch.float32, device, num_threads=1),
+        RankCapacity(BLOCK, 200 * BLOCK, 4),
+        SystemClock(),
     )
     runner.warm_up(16)
     starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, slot, 3),)) for slot in (0, 1, 2))
@@ -103,24 +95,26 @@ def test_a_chunk_for_which_memory_lacks_fails_and_the_decodes_beside_it_do_not(
         TableChange(2, 0, packed(list(range(2, 130)))),
     )
     firsts = tuple(BatchEntry(slot, 0, 1, packed([3]), (slot,)) for slot in (0, 1))
-    runner.run(StepPlan(1, starts=starts, tables=tables, entries=firsts))
-    expected = [runner.run(StepPlan(2, decodes=packed([0, 1]))).tokens for _ in range(3)]
+    runner.steps.run(StepPlan(1, starts=starts, tables=tables, entries=firsts))
+    expected = [runner.steps.run(StepPlan(2, decodes=packed([0, 1]))).tokens for _ in range(3)]
     again = tuple(SlotStart(SamplingParams(), (SlotSample(slot, slot, 3),)) for slot in (0, 1))
-    runner.run(StepPlan(3, free_slots=(0, 1), starts=again, tables=tables[:2], entries=firsts))
+    runner.steps.run(StepPlan(3, free_slots=(0, 1), starts=again, tables=tables[:2], entries=firsts))
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.mem_get_info(device)[1]
     limit = torch.cuda.memory_reserved(device) + (40 << 20)
     torch.cuda.set_per_process_memory_fraction(limit / total_bytes, device)
     try:
         chunk = BatchEntry(2, 0, 8000, packed([3] * 8000), (2,))
-        report = runner.run(StepPlan(4, entries=(chunk,), decodes=packed([0, 1])))
+        report = runner.steps.run(StepPlan(4, entries=(chunk,), decodes=packed([0, 1])))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     assert [entry.index for entry in report.failed] == [0]
     assert "OutOfMemoryError" in report.failed[0].reason
     assert report.tokens[4:] == expected[0]
-    tokens = [runner.run(StepPlan(5, free_slots=(2,) if not step else (), decodes=packed([0, 1]))).tokens
-              for step in range(2)]  # fmt: skip
+    frees: tuple[tuple[int, ...], ...] = ((2,), ())
+    tokens = [
+        runner.steps.run(StepPlan(5, free_slots=slots, decodes=packed([0, 1]))).tokens for slots in frees
+    ]
     assert tokens == expected[1:]
     runner.close()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_variants import launched_variants
+from runner_parts import by_kernels
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
@@ -17,8 +18,8 @@ from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
 from workers.model.host_kv import MODES, OffloadMode
 from workers.rank import warm_up
-from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 from workers.rank.step_runner import StepRunner
 
 BLOCK = 16
@@ -62,18 +63,16 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
         mode: OffloadMode = "in_place", *, num_offload_blocks: int = 0, is_deterministic: bool = False
     ) -> ModelRunner:
         runner = ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=device,
-            block_tokens=BLOCK,
-            num_kv_tokens=NUM_BLOCKS * BLOCK,
-            num_offload_tokens=num_offload_blocks * BLOCK,
-            offload_mode=mode,
-            is_deterministic=is_deterministic,
-            num_threads=1,
-            clock=SystemClock(),
-            max_sequences=MAX_SEQUENCES,
-            queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+            CheckpointFolder(model_dir),
+            by_kernels(device, is_deterministic=is_deterministic),
+            RankCapacity(
+                BLOCK,
+                NUM_BLOCKS * BLOCK,
+                MAX_SEQUENCES,
+                num_offload_tokens=num_offload_blocks * BLOCK,
+                offload_mode=mode,
+            ),
+            SystemClock(),
         )
         runners.append(runner)
         return runner
@@ -115,7 +114,7 @@ def steps() -> list[StepPlan]:
 
 def run(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
     for plan in plans:
-        assert not runner.run(plan).failed
+        assert not runner.steps.run(plan).failed
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["any", "deterministic"])
@@ -160,9 +159,9 @@ def test_no_step_takes_pinned_memory(make: Make) -> None:
     taken = torch.cuda.host_memory_stats()["num_host_alloc"]
     tickets = []
     for plan in steps():
-        tickets.append(runner.launch(plan))
+        tickets.append(runner.steps.launch(plan))
         if len(tickets) == 2:
-            runner.collect(tickets.pop(0))
+            runner.steps.collect(tickets.pop(0))
     for ticket in tickets:
-        runner.collect(ticket)
+        runner.steps.collect(ticket)
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == taken

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.blocks.checksum import Checksummer, checksum
-from kvtransfer.blocks.device_pool import checksum_torch
 from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, sum_runs
+from kvtransfer.blocks.torch_checksum import checksum_torch
 
 MODULUS = 1 << 64
 WORDS = st.lists(st.integers(0, MODULUS - 1) | st.integers(0, 3), min_size=2, max_size=40)

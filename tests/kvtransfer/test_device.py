@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.blocks import device_pool
+from kvtransfer.blocks import cuda_memory, device_pool
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import DevicePool, checksum_torch
+from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.torch_checksum import checksum_torch
 from kvtransfer.messages import Shard
 
 NUM_BLOCKS = 11
@@ -147,5 +148,5 @@ def test_a_refused_pin_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch, "zeros", runtime.launch)
-    assert not device_pool.pin(4096, 4096, torch.device("cuda:0"))
+    assert not cuda_memory.pin(4096, 4096, torch.device("cuda:0"))
     runtime.launch()

@@ -24,7 +24,7 @@ from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
-from cluster.serve.gateway_server import Gateway, Randomness
+from cluster.serve.gateway_server import ControlPlane, Gateway, Randomness
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -128,7 +128,7 @@ class Front:
             gateway_id=f"front{number}",
             epoch=1,
             config=front_config(model_dir, settings, tenants or {}, admission or {}),
-            roster=self.roster,
+            control=ControlPlane(self.roster),
             trust=Trust.read(harness.trust),
             clock=self.clock,
             # Key roots are all zero: gateways over the same replicas share what is cached there.

@@ -27,7 +27,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
-from cluster.serve.gateway_server import Gateway, Randomness
+from cluster.serve.gateway_server import ControlPlane, Gateway, Randomness
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.kv_events import BlocksStored, KvSnapshot, KvSnapshotRequest
@@ -412,11 +412,10 @@ class GatewayHarness:
             gateway_id=gateway_id,
             epoch=1,
             config=config,
-            roster=self.roster,
+            control=ControlPlane(self.roster, operations),
             trust=self.trust,
             clock=self.clock,
             randomness=Randomness(draw_bytes=bytes),
-            operations=operations,
         )
 
     async def add_gateway(

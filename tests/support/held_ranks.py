@@ -32,7 +32,7 @@ from workers.messages.rank_channel import (
     StepPlan,
     StepReport,
 )
-from workers.replica.partition import split_layers
+from workers.replica.layer_split import split_layers
 from workers.replica.rank_group import PlanStages, RankGroup, RankHandle, RankLauncher
 
 NUM_LAYERS = 3

@@ -39,6 +39,7 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import DeviceQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -92,21 +93,14 @@ class LocalEngine:
                 host_id=host_id,
             )
             runner = ModelRunner(
-                model_dir=model_dir,
-                dtype=dtype,
-                device=CPU,
-                block_tokens=BLOCK,
-                num_kv_tokens=num_blocks * BLOCK,
-                num_threads=config.num_threads,
-                clock=ManualClock(5.0),
-                shard=ShardSpec(first, end, rank % tp, tp),
-                groups=groups,
-                num_offload_tokens=num_offload_blocks * BLOCK,
-                offload_mode=mode,
-                max_sequences=config.max_sequences,
-                is_deterministic=config.deterministic,
+                CheckpointFolder(model_dir),
+                ComputeSettings(dtype, CPU, config.num_threads, config.deterministic, queue),
+                RankCapacity(
+                    BLOCK, num_blocks * BLOCK, config.max_sequences, num_offload_blocks * BLOCK, mode
+                ),
+                ManualClock(5.0),
+                place=RankPlace(ShardSpec(first, end, rank % tp, tp), groups),
                 faults=faults[rank] if faults else None,
-                queue=queue,
                 grammars=self._grammars,
             )
             runner.warm_up()
@@ -199,7 +193,7 @@ class LocalEngine:
         expected = ExpectedSlots(self.scheduler)
 
         def run(runner: ModelRunner) -> StepReport:
-            report, batch = runner.run(plan), runner.batch
+            report, batch = runner.steps.run(plan), runner.steps.batch
             slots = np.flatnonzero(batch.is_started).tolist()
             expected.check(
                 {slot: batch.table(slot) for slot in slots},

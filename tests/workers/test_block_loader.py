@@ -31,6 +31,7 @@ from workers.store_connector.block_loader import (
     SPACE_PATIENCE_S,
     BlockLoader,
 )
+from workers.store_connector.engine_parts import EngineParts
 from workers.store_connector.tier_costs import TierCosts
 
 BLOCK_BYTES = 1 << 20
@@ -49,17 +50,9 @@ class LoadingHarness:
         self.costs = TierCosts(16, BLOCK_BYTES)
         self.announced = AnnouncedPrompts()
         fake: Any = self.wires
-        self.loader = BlockLoader(
-            pool=self.pool,
-            costs=self.costs,
-            clock=self.clock,
-            client=fake,
-            ranks=fake,
-            rates=StepRates(prefill_tok_s=prefill_tok_s),
-            scheduler=fake,
-            control=FakeControl(),
-            announced=self.announced,
-        )
+        rates = StepRates(prefill_tok_s=prefill_tok_s)
+        engine = EngineParts(self.pool, fake, fake, rates, FakeControl())
+        self.loader = BlockLoader(engine, self.costs, fake, self.announced, self.clock)
 
     def need(self, keys: tuple[bytes, ...] = KEYS, num_held: int = 0) -> LoadNeed:
         return LoadNeed("r", 0, 0, "t", keys, num_held)

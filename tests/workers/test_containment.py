@@ -238,10 +238,10 @@ def test_what_decodes_is_computed_before_a_chunk_when_a_step_is_computed_again(m
     faults.points.clear()
     prompt, other = draw(18), draw(20, seed=1)
     (runner,) = engine.runners
-    runner.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
+    runner.steps.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
     faults.points.clear()
     plan = step(entry(2, 0, other, (2, 3), [2]), starts=[started(2, other)])
-    report = runner.run(replace(plan, decodes=packed([1])))
+    report = runner.steps.run(replace(plan, decodes=packed([1])))
     assert not report.failed
     assert faults.points == ["prefill", "decode", "decode", "prefill"]
     engine.close()

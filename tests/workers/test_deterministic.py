@@ -16,6 +16,7 @@ from compiled_kernels import TILED_KERNELS, kernels_of
 from local_engine import LocalEngine, draw, packed
 from msgspec.structs import replace
 from optional_programs import needs_compiler
+from runner_parts import ON_CPU
 from torch import Tensor
 
 from kvtransfer.common.clock import ManualClock
@@ -30,6 +31,7 @@ from workers.model.attention.interface import AttentionBackend, SequenceSpan, St
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.native.isa import available_isas
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 from workers.scheduler.step import StepOutcome
 
 BLOCK = 16
@@ -309,12 +311,8 @@ def test_a_rank_does_not_start_without_it(
         monkeypatch.setattr("workers.model.products.usable_isas", tuple)
     with pytest.raises(WorkerError, match=f"deterministic: .*{remedy}"):
         ModelRunner(
-            model_dir=make_checkpoint("qwen3"),
-            dtype=dtype,
-            device=torch.device("cpu"),
-            block_tokens=BLOCK,
-            num_kv_tokens=8 * BLOCK,
-            num_threads=1,
-            clock=ManualClock(5.0),
-            is_deterministic=True,
+            CheckpointFolder(make_checkpoint("qwen3")),
+            ON_CPU._replace(dtype=dtype, is_deterministic=True),
+            RankCapacity(BLOCK, 8 * BLOCK),
+            ManualClock(5.0),
         )

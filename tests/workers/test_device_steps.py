@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
+from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import extend_keys
@@ -21,6 +21,7 @@ from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.rank.device_queue import CpuQueue, DeviceQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=40, max_sequences=8)
 POISON_SLOT = 1
@@ -119,14 +120,10 @@ def make(model_dir: Path) -> Iterator[Callable[[DeviceQueue | None], ModelRunner
     def make(queue: DeviceQueue | None) -> ModelRunner:
         runners.append(
             ModelRunner(
-                model_dir=model_dir,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                block_tokens=BLOCK,
-                num_kv_tokens=40 * BLOCK,
-                num_threads=1,
-                clock=ManualClock(5.0),
-                queue=queue,
+                CheckpointFolder(model_dir),
+                ON_CPU._replace(queue=queue),
+                RankCapacity(BLOCK, 40 * BLOCK),
+                ManualClock(5.0),
             )
         )
         return runners[-1]
@@ -156,21 +153,21 @@ def test_the_next_step_is_launched_with_tokens_that_nobody_has_collected(
         return [(it.tokens, [(row.row, row.logprob.top[0][0]) for row in it.logprobs]) for it in reports]
 
     runner = make(CpuQueue())
-    tickets = [runner.launch(plan) for plan in plans()]
-    ahead = [runner.collect(ticket) for ticket in tickets]
+    tickets = [runner.steps.launch(plan) for plan in plans()]
+    ahead = [runner.steps.collect(ticket) for ticket in tickets]
     one_by_one = make(None)
-    assert results(ahead) == results([one_by_one.run(plan) for plan in plans()])
+    assert results(ahead) == results([one_by_one.steps.run(plan) for plan in plans()])
     assert all(ticket.event.query() for ticket in tickets)
 
 
 def test_masks_come_between_the_halves(make: Callable[[DeviceQueue | None], ModelRunner]) -> None:
     runner = make(CpuQueue())
     first, *_ = plans()
-    executed = runner.execute(first)
+    executed = runner.steps.execute(first)
     masks = np.full((2, 256 // 32), 0xFFFFFFFF, np.uint32)
     masks[1] = 0
     masks[1, 77 // 32] = 1 << 77 % 32
-    report = runner.collect(runner.sample(executed, masks))
+    report = runner.steps.collect(runner.steps.sample(executed, masks))
     assert np.frombuffer(report.tokens, "<u4")[1] == 77
 
 

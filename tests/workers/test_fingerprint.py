@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from runner_parts import ON_CPU
 from safetensors.torch import load_file, save_file
 
 from kvtransfer.common.clock import SystemClock
@@ -26,6 +27,7 @@ from workers.errors import CheckpointError, WorkerError
 from workers.model import fingerprint as fingerprint_module
 from workers.model.fingerprint import DigestCache, FingerprintTask, hub_digest, model_fingerprint
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 MakeCheckpoint = Callable[..., Path]
 TINY = Path(__file__).resolve().parents[2] / "models/tiny"
@@ -320,15 +322,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_thread(
     weights = load_file(model_dir / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, model_dir / "model.safetensors")
-    num_threads = torch.get_num_threads()
+    compute = ON_CPU._replace(num_threads=torch.get_num_threads())
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
-        ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            block_tokens=16,
-            num_kv_tokens=256,
-            num_threads=num_threads,
-            clock=SystemClock(),
-        )
+        ModelRunner(CheckpointFolder(model_dir), compute, RankCapacity(16, 256), SystemClock())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fingerprint")]

@@ -11,6 +11,7 @@ import torch
 from attention_steps import attend, make_backend, unrotated
 from compiled_kernels import backend_cases
 from local_engine import BLOCK
+from runner_parts import ON_CPU
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -23,6 +24,7 @@ from workers.model.attention.interface import HostReader, SequenceSpan, StepInpu
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 16
@@ -154,14 +156,10 @@ def model_dir(tmp_path: Path) -> Iterator[Path]:
 
 def _runner(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_tokens: int) -> ModelRunner:
     return ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=CPU,
-        block_tokens=BLOCK,
-        num_kv_tokens=num_blocks * BLOCK,
-        num_threads=1,
-        clock=clock,
-        num_offload_tokens=num_offload_tokens,
+        CheckpointFolder(model_dir),
+        ON_CPU,
+        RankCapacity(BLOCK, num_blocks * BLOCK, num_offload_tokens=num_offload_tokens),
+        clock,
     )
 
 

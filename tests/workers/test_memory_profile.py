@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
@@ -29,6 +29,7 @@ from workers.rank.memory_profile import (
     trial_blocks,
 )
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 GIB = 1 << 30
 BLOCK = 16
@@ -235,15 +236,10 @@ def test_the_largest_steps_fill_every_limit(num_rows: int, max_sequences: int, c
 def test_they_run_over_the_fewest_blocks(tmp_path: Path, queue: DeviceQueue | None) -> None:
     write_random_checkpoint(tmp_path, "llama", seed=3)
     runner = ModelRunner(
-        model_dir=tmp_path,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        block_tokens=BLOCK,
-        num_kv_tokens=trial_blocks(40, 2048, BLOCK) * BLOCK,
-        num_threads=1,
-        max_sequences=5,
-        clock=ManualClock(0.0),
-        queue=queue,
+        CheckpointFolder(tmp_path),
+        ON_CPU._replace(queue=queue),
+        RankCapacity(BLOCK, trial_blocks(40, 2048, BLOCK) * BLOCK, 5),
+        ManualClock(0.0),
     )
     started, *largest, freed = largest_steps(40, 5, 2048, BLOCK)
     runner.kv.fill_(1.0)

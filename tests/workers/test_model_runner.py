@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from local_engine import BLOCK, GREEDY, draw, entry, mixed_plans, packed, sampled, started, step
+from runner_parts import ON_CPU
 from transformers import AutoModelForCausalLM
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -36,7 +37,8 @@ from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.device_queue import CpuQueue
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity, RankPlace, read_dtype
 from workers.rank.tickets import Ticket, launched
 
 
@@ -56,13 +58,10 @@ def _keep_threads() -> Iterator[None]:
 
 def make_runner(model_dir: Path, *, num_kv_tokens: int = 40 * BLOCK, dtype: str = "float32") -> ModelRunner:
     return ModelRunner(
-        model_dir=model_dir,
-        dtype=read_dtype(dtype),
-        device=torch.device("cpu"),
-        block_tokens=BLOCK,
-        num_kv_tokens=num_kv_tokens,
-        num_threads=1,
-        clock=ManualClock(5.0),
+        CheckpointFolder(model_dir),
+        ON_CPU._replace(dtype=read_dtype(dtype)),
+        RankCapacity(BLOCK, num_kv_tokens),
+        ManualClock(5.0),
     )
 
 
@@ -72,7 +71,7 @@ def runner(model_dir: Path) -> ModelRunner:
 
 
 def run(runner: ModelRunner, plan: StepPlan) -> dict[int, int]:
-    return dict(sampled(plan, runner.run(plan)))
+    return dict(sampled(plan, runner.steps.run(plan)))
 
 
 def token_of(report: StepReport) -> int:
@@ -144,13 +143,15 @@ def test_samples_fork_from_one_prompt(runner: ModelRunner, model_dir: Path) -> N
 
 def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) -> None:
     prompt, sampling = draw(20), SamplingParams(temperature=1.2, repetition_penalty=1.2, num_logprobs=2)
-    whole = [runner.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))]
-    whole += [runner.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
+    whole = [
+        runner.steps.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))
+    ]
+    whole += [runner.steps.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
     tokens = [token_of(report) for report in whole]
     known = [*prompt, *tokens[:6]]
     start = SlotStart(sampling, (SlotSample(2, 7, known[-1], 6, packed(known[20:])),), packed(prompt))
-    again = [runner.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
-    again += [runner.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
+    again = [runner.steps.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
+    again += [runner.steps.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
     for before, after in zip(whole[6:], again, strict=True):
         assert token_of(before) == token_of(after)
         (of_before,), (of_after,) = before.logprobs, after.logprobs
@@ -161,14 +162,14 @@ def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) 
 def test_masks_arrive_between_execute_and_sample(runner: ModelRunner) -> None:
     """The only token that a row's mask allows is drawn and feeds the next step; rows keep their masks in a
     plan of entries and decodes, and log-probabilities are those of the model."""
-    prompt, steps = draw(18), runner._runner
+    prompt, steps = draw(18), runner.steps
     with_logprobs = SamplingParams(num_logprobs=1)
     starts = [started(1, prompt, with_logprobs), started(2, prompt)]
     run(runner, step(entry(2, 0, prompt, (2, 3), [2]), starts=starts))
     executed = steps.execute(step(entry(1, 0, prompt, (0, 1), [1]), entry(2, 18, [], (2, 3), [2])))
     masks = np.zeros((2, -(-runner.config.vocab_size // 32)), np.uint32)
     masks[0, 77 // 32], masks[1, 45 // 32] = 1 << (77 % 32), 1 << (45 % 32)
-    report = runner.collect(steps.sample(executed, masks))
+    report = runner.steps.collect(steps.sample(executed, masks))
     assert np.frombuffer(report.tokens, "<u4").tolist() == [77, 45]
     assert report.logprobs[0].logprob.top[0][0] != 77
     implied = run(runner, step(entry(1, 18, [], (0, 1), [1]), entry(2, 19, [], (2, 3), [2])))
@@ -212,7 +213,7 @@ def test_a_table_changes_in_place(model_dir: Path, runner: ModelRunner) -> None:
     for _ in range(11):
         tokens.append(run(runner, StepPlan(1, decodes=packed([1])))[1])
     tokens.append(run(runner, StepPlan(1, tables=(TableChange(1, 2, packed([5])),), decodes=packed([1])))[1])
-    assert runner.batch.table(1) == [0, 9, 5]
+    assert runner.steps.batch.table(1) == [0, 9, 5]
     alone = make_runner(model_dir)
     again = [run(alone, first)[1]]
     again += [run(alone, step(entry(1, 20 + number, [], (0, 1, 2), [1])))[1] for number in range(13)]
@@ -229,7 +230,7 @@ def test_a_mask_may_come_between_the_halves_of_a_step(runner: ModelRunner, model
     masks[1] = 0
     masks[1, 77 // 32] = 1 << 77 % 32
     plan = step(*works, starts=starts)
-    first = dict(sampled(plan, runner.collect(runner.sample(runner.execute(plan), masks))))
+    first = dict(sampled(plan, runner.steps.collect(runner.steps.sample(runner.steps.execute(plan), masks))))
     assert first[1] == 77
     second = run(runner, StepPlan(2, decodes=packed([1, 0])))
     alone = make_runner(model_dir)
@@ -324,33 +325,33 @@ def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
 
 def test_a_plan_that_samples_nothing_reports(runner: ModelRunner) -> None:
     prompt = draw(16)
-    report = runner.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
+    report = runner.steps.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
     assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, b"", 5.0, 5.0)
 
 
 def test_the_empty_plan_is_a_canary(runner: ModelRunner) -> None:
-    assert runner.run(step()).tokens == b""
+    assert runner.steps.run(step()).tokens == b""
 
 
 def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
     for _ in range(2):
         runner.warm_up()
-    assert not runner.batch.is_started.any()
+    assert not runner.steps.batch.is_started.any()
     with pytest.raises(AssertionError, match="slot 64 is freed but was never started"):
-        runner.run(step(frees=[64]))
+        runner.steps.run(step(frees=[64]))
 
 
 def test_after_the_warm_up_no_step_needs_more_scratch_memory(runner: ModelRunner) -> None:
     """It has the shapes of the largest steps that are served."""
     num_tokens = 200
     runner.warm_up(num_tokens)
-    known = runner._decoder._workspace._name_to_memory
+    known = runner._model.decoder._workspace._name_to_memory
     before = {name: memory.data_ptr() for name, memory in known.items()}
     assert {"normed", "qkv", "gated"} <= before.keys()
     prompt = draw(num_tokens)
-    runner.run(step(entry(1, 0, prompt, tuple(range(13)), [1]), starts=[started(1, prompt)]))
+    runner.steps.run(step(entry(1, 0, prompt, tuple(range(13)), [1]), starts=[started(1, prompt)]))
     for _ in range(3):
-        runner.run(StepPlan(2, decodes=packed([1])))
+        runner.steps.run(StepPlan(2, decodes=packed([1])))
     assert {name: memory.data_ptr() for name, memory in known.items()} == before
 
 
@@ -402,12 +403,12 @@ def test_freed_slots_can_be_taken_again_in_the_same_plan(runner: ModelRunner) ->
 )
 def test_bad_plans_are_assertion_errors(runner: ModelRunner, plan: StepPlan, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
-        runner.run(plan)
+        runner.steps.run(plan)
 
 
 def test_bfloat16_runs_and_is_reported(model_dir: Path) -> None:
     runner, prompt = make_runner(model_dir, dtype="bf16"), draw(20)
-    report = runner.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
+    report = runner.steps.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
     assert runner.ready_fields.compatibility.dtype == "bfloat16"
     assert token_of(report) < 256
 
@@ -439,26 +440,24 @@ class Ranks:
         self.runners = list(self._threads.map(self._make, range(tp * self.pp)))
 
     def _make(self, rank: int) -> ModelRunner:
-        cpu = torch.device("cpu")
         first, end = self._stages[rank // self.tp]
         store = find_store(self._address)
         return ModelRunner(
-            model_dir=self._model_dir,
-            dtype=torch.float32,
-            device=cpu,
-            block_tokens=BLOCK,
-            num_kv_tokens=40 * BLOCK,
-            num_threads=1,
-            clock=self._clock,
-            shard=ShardSpec(first, end, rank % self.tp, self.tp),
-            groups=RankGroups(
-                store,
-                tp=self.tp,
-                pp=self.pp,
-                rank=rank,
-                device=cpu,
-                host="127.0.0.1",
-                trust=Trust.of(b"theirs"),
+            CheckpointFolder(self._model_dir),
+            ON_CPU,
+            RankCapacity(BLOCK, 40 * BLOCK),
+            self._clock,
+            place=RankPlace(
+                ShardSpec(first, end, rank % self.tp, self.tp),
+                RankGroups(
+                    store,
+                    tp=self.tp,
+                    pp=self.pp,
+                    rank=rank,
+                    device=ON_CPU.device,
+                    host="127.0.0.1",
+                    trust=Trust.of(b"theirs"),
+                ),
             ),
         )
 
@@ -467,7 +466,7 @@ class Ranks:
 
         def run_all(runner: ModelRunner) -> list[StepReport]:
             runner.warm_up()
-            return [runner.run(plan) for plan in plans]
+            return [runner.steps.run(plan) for plan in plans]
 
         return list(self._threads.map(run_all, self.runners))
 
@@ -489,7 +488,7 @@ SHAPES = {
 def test_ranks_together_give_the_tokens_of_one(model_dir: Path, runner: ModelRunner, shape: str) -> None:
     """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
     plans = mixed_plans()
-    expected = [sampled(plan, runner.run(plan)) for plan in plans]
+    expected = [sampled(plan, runner.steps.run(plan)) for plan in plans]
     assert sum(len(tokens) for tokens in expected) > 40
     ranks = Ranks(model_dir, *SHAPES[shape])
     reports = ranks.run(plans)
@@ -504,7 +503,7 @@ def test_ranks_together_give_the_tokens_of_one(model_dir: Path, runner: ModelRun
 def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, runner: ModelRunner) -> None:
     plans = [plan for plan in mixed_plans() if plan.num_sequences]
     for plan in plans:
-        runner.run(plan)
+        runner.steps.run(plan)
     ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])
     ranks.run(plans)
     shards = [Shard(0, 1, 0, 1), Shard(0, 1, 1, 2), Shard(1, 2, 0, 1), Shard(1, 2, 1, 2)]
@@ -540,11 +539,11 @@ def test_waiting_is_not_busy_time(model_dir: Path) -> None:
     first, second = ranks.runners
     clock.reads = threading.Semaphore(0)  # loading has read it as well
     with ThreadPoolExecutor(1) as thread:
-        late = thread.submit(second.run, plan)
+        late = thread.submit(second.steps.run, plan)
         for _ in range(2):  # when it began, and when it began to wait
             clock.reads.acquire()
         clock.advance(2.0)
-        first.run(plan)
+        first.steps.run(plan)
         report = late.result()
     assert (report.started_at, report.finished_at) == (7.0, 7.0)
     ranks.close()
@@ -555,13 +554,10 @@ def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     runner = ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=torch.device("cuda:0"),
-        block_tokens=BLOCK,
-        num_kv_tokens=40 * BLOCK,
-        num_threads=1,
-        clock=ManualClock(5.0),
+        CheckpointFolder(model_dir),
+        ON_CPU._replace(device=torch.device("cuda:0")),
+        RankCapacity(BLOCK, 40 * BLOCK),
+        ManualClock(5.0),
     )
     runner.warm_up()
     assert isinstance(runner.pool, DevicePool)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local_engine import BLOCK, CPU, LocalEngine, draw, entry, packed, step
+from local_engine import BLOCK, LocalEngine, draw, entry, packed, step
+from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import extend_keys
@@ -23,6 +24,7 @@ from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import SlotSample, SlotStart
 from workers.messages.sampling import SamplingParams
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CONFIG = EngineConfig(
     block_tokens=BLOCK, max_batch_tokens=48, chunk_tokens=32, max_sequences=5, offload_at=0.7
@@ -39,13 +41,7 @@ class Alone:
 
     def __init__(self, model_dir: Path) -> None:
         self._runner = ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=CPU,
-            block_tokens=BLOCK,
-            num_kv_tokens=40 * BLOCK,
-            num_threads=1,
-            clock=ManualClock(0.0),
+            CheckpointFolder(model_dir), ON_CPU, RankCapacity(BLOCK, 40 * BLOCK), ManualClock(0.0)
         )
         self._outputs: dict[tuple[bytes, int, int], list[int]] = {}
 
@@ -60,8 +56,8 @@ class Alone:
         sample = SlotSample(3, seed, tokens[-1], len(output) // 4, output)
         start = SlotStart(sampling, (sample,), prompt if sampling.penalizes_prompt else b"")
         blocks = range(-(-len(tokens) // BLOCK))
-        report = self._runner.run(step(entry(3, 0, tokens, blocks, [3]), starts=[start]))
-        self._runner.run(step(frees=[3]))
+        report = self._runner.steps.run(step(entry(3, 0, tokens, blocks, [3]), starts=[start]))
+        self._runner.steps.run(step(frees=[3]))
         return int.from_bytes(report.tokens, "little")
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ def test_a_mixed_batch_is_read_as_transformers_reads_it(
     engine = LocalEngine(model_dir, CONFIG, 80, tp=tp, stages=STAGES[pp])
     engines.append(engine)
     for runner in engine.runners:
-        runner._runner._reader.rows_of_piece = rows or runner._runner.rows_of_piece
+        runner.steps._reader.rows_of_piece = rows or runner.steps.rows_of_piece
     outputs = engine.run([*SCORED, *EMBEDDED, *OTHERS])
     assert outputs == expected
     assert not engine.failures
@@ -345,7 +345,7 @@ def test_logits_are_computed_in_pieces(model_dir: Path, tmp_path: Path, engines:
     assert plan is not None
     assert plan.num_targets == 1999
     with Largest() as largest:  # type: ignore[no-untyped-call]
-        report = runner.run(plan)
+        report = runner.steps.run(plan)
     assert largest.num_bytes <= 16 << 20
     (read,) = report.prompt_logprobs
     assert (read.logprobs.num_tokens, read.logprobs.num_bytes) == (1999, 1999 * (4 + 20 * 8))

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-import torch
 from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, Puppet, by_cost, holding, make_specs, starting_puppets
 from local_engine import BLOCK, mixed_plans, sampled
 from msgspec.structs import replace
 from patience import WAIT_S
+from runner_parts import ON_CPU
 from trust_files import TRUST
 
 from kvtransfer.common.clock import SystemClock
@@ -35,7 +35,8 @@ from workers.messages.rank_channel import (
     StageCost,
 )
 from workers.rank.model_runner import ModelRunner
-from workers.replica.partition import given_layers
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
+from workers.replica.layer_split import given_layers
 from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher
 
 
@@ -60,17 +61,9 @@ def model_dir(make_checkpoint: MakeCheckpoint) -> Path:
 async def test_ranks_in_processes_give_the_tokens_of_one_runner(
     model_dir: Path, tp: int, layers: tuple[int, ...], num_in_flight: int, launcher: RankLauncher
 ) -> None:
-    whole = ModelRunner(
-        model_dir=model_dir,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        block_tokens=BLOCK,
-        num_kv_tokens=40 * BLOCK,
-        num_threads=1,
-        clock=SystemClock(),
-    )
+    whole = ModelRunner(CheckpointFolder(model_dir), ON_CPU, RankCapacity(BLOCK, 40 * BLOCK), SystemClock())
     plans, pp = mixed_plans(), len(layers)
-    expected = [sampled(plan, whole.run(plan)) for plan in plans]
+    expected = [sampled(plan, whole.steps.run(plan)) for plan in plans]
     async with holding(launcher) as core:
         stages = given_layers(NUM_LAYERS, layers)
         ready = await core.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 from workers.messages.rank_channel import StageCost
-from workers.replica.partition import given_layers, split_layers
+from workers.replica.layer_split import given_layers, split_layers
 
 # Few values, so that ties are common; some costs are 0, but not those of all layers.
 COSTS = st.builds(

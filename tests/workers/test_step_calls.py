@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from local_engine import BLOCK, draw, packed, started
+from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import BatchEntry, StepPlan, TableChange
 from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 LENGTH = 2 * BLOCK
 MOST = 64
@@ -24,16 +25,7 @@ MOST = 64
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     path = tmp_path_factory.mktemp("model")
     write_random_checkpoint(path, "qwen3", seed=3)
-    return ModelRunner(
-        model_dir=path,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        block_tokens=BLOCK,
-        num_kv_tokens=8 * BLOCK,
-        num_threads=1,
-        max_sequences=MOST,
-        clock=ManualClock(5.0),
-    )
+    return ModelRunner(CheckpointFolder(path), ON_CPU, RankCapacity(BLOCK, 8 * BLOCK, MOST), ManualClock(5.0))
 
 
 def num_calls(runner: ModelRunner, plan: StepPlan) -> int:
@@ -47,8 +39,8 @@ def num_calls(runner: ModelRunner, plan: StepPlan) -> int:
     gc.disable()  # a collection calls what others have registered for it
     sys.setprofile(note)
     try:
-        ticket = runner.launch(plan)
-        runner.collect(ticket)
+        ticket = runner.steps.launch(plan)
+        runner.steps.collect(ticket)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -58,7 +50,7 @@ def num_calls(runner: ModelRunner, plan: StepPlan) -> int:
 def calls_of_batch(runner: ModelRunner, num_sequences: int) -> list[int]:
     """The calls of a step that decodes, and of one before which all sequences begin a block."""
     slots, prompt = tuple(range(num_sequences)), draw(LENGTH)
-    runner.run(
+    runner.steps.run(
         StepPlan(
             1,
             starts=tuple(started(slot, prompt, seed=slot) for slot in slots),
@@ -72,7 +64,7 @@ def calls_of_batch(runner: ModelRunner, num_sequences: int) -> list[int]:
         num_calls(runner, plan)
         for plan in (StepPlan(2, decodes=decodes), StepPlan(3, grown=pairs, decodes=decodes))
     ]
-    runner.run(StepPlan(4, free_slots=slots))
+    runner.steps.run(StepPlan(4, free_slots=slots))
     return counts
 
 

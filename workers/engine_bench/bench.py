@@ -9,8 +9,6 @@ it ("peer").
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import resource
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.host import cpu_flags, cpu_name
 from workers.engine_bench.driver import CHUNK_TOKENS, EngineDriver
+from workers.engine_bench.logits_check import CHECK_TOKENS, check_logits
 from workers.engine_bench.peer_child import Settings
 from workers.engine_bench.peer_process import INSTALL, PeerProcess, PeerSpec
 from workers.engine_bench.roofline import LayerProducts, Roofline
@@ -41,8 +38,9 @@ from workers.engine_bench.rounds import (
 from workers.errors import CapacityError, PeerError
 from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, measure_limits
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -51,8 +49,6 @@ DETERMINISTIC = "deterministic"
 NUM_DECODE_STEPS = 24
 _LIMIT = "limit"
 _PRODUCTS = "products"
-_CHECK_TOKENS = 96
-_CHECK_CHUNK_TOKENS = 32
 _GEMM_SIZE = 2048
 _READ_BYTES = 512 << 20
 _NUM_LIMIT_RUNS = 2
@@ -101,15 +97,19 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
 
         def make_driver(*, is_deterministic: bool) -> EngineDriver:
             runner = ModelRunner(
-                model_dir=options.model_dir,
-                dtype=read_dtype(options.dtype),
-                device=torch.device(options.device),
-                block_tokens=options.block_tokens,
-                num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
-                num_threads=options.threads,
-                max_sequences=max((each.batch for each in measures), default=1),
-                clock=clock,
-                is_deterministic=is_deterministic,
+                CheckpointFolder(options.model_dir),
+                ComputeSettings(
+                    read_dtype(options.dtype),
+                    torch.device(options.device),
+                    options.threads,
+                    is_deterministic=is_deterministic,
+                ),
+                RankCapacity(
+                    options.block_tokens,
+                    _num_kv_tokens(config, measures, options.block_tokens),
+                    max((each.batch for each in measures), default=1),
+                ),
+                clock,
             )
             stack.enter_context(contextlib.closing(runner))
             runner.warm_up()
@@ -118,7 +118,7 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         drivers = {OURS: make_driver(is_deterministic=False)}
         if options.with_deterministic:
             drivers[DETERMINISTIC] = make_driver(is_deterministic=True)
-        emit(_check(drivers[OURS], options.model_dir))
+        emit(check_logits(drivers[OURS], options.model_dir))
         for driver in drivers.values():
             driver.fill_kv()
         emit(_machine(drivers[OURS].runner))
@@ -152,7 +152,7 @@ def _warm_up(measures: Sequence[Measure]) -> Iterator[Measure]:
 def _num_kv_tokens(config: ModelConfig, measures: Sequence[Measure], block_tokens: int) -> int:
     """Return the KV tokens of the largest measure. Every sequence begins a block of its own."""
     lengths = {each: _sequence_tokens(each) for each in measures}
-    longest = max([*lengths.values(), _CHECK_TOKENS])
+    longest = max([*lengths.values(), CHECK_TOKENS])
     if longest > config.max_context_tokens:
         raise CapacityError(f"{longest} tokens exceed the model's {config.max_context_tokens} positions")
     blocks = [each.batch * -(-length // block_tokens) for each, length in lengths.items()]
@@ -264,9 +264,6 @@ def _peer_dtype(name: str, dtype: str) -> str:
     return "fp32" if dtype == "bf16" and emulates and name != "llama.cpp" else dtype
 
 
-# ------------------------------------------------------------------------------------------ the lines
-
-
 def _machine(runner: ModelRunner) -> dict[str, Any]:
     kernels = native.load()
     return {
@@ -308,45 +305,3 @@ def _report(measure: Measure, rounds: Sequence[Round], dtype: str, emit: Emit) -
 
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
-
-
-# ------------------------------------------------------------------------------------------ the check
-
-
-def _check(driver: EngineDriver, model_dir: Path) -> dict[str, Any]:
-    """Compare the logits of a prompt, in chunks and then token by token, with those of transformers in
-    the same dtype, and both with those of transformers in float32."""
-    if importlib.util.find_spec("transformers") is None:
-        return {"what": "check", "skipped": f"transformers is not installed: {INSTALL['transformers']}"}
-    tokens = driver.draw(_CHECK_TOKENS)
-    num_chunked = _CHECK_TOKENS // 2
-    ends = [
-        *range(_CHECK_CHUNK_TOKENS, num_chunked, _CHECK_CHUNK_TOKENS),
-        *range(num_chunked, _CHECK_TOKENS + 1),
-    ]
-    ours = driver.logits(tokens, ends)
-    dtype, device = driver.runner.kv.dtype, driver.runner.kv.device
-    theirs, exact = (
-        _transformers_logits(model_dir, each, device, tokens)[[end - 1 for end in ends]]
-        for each in (dtype, torch.float32)
-    )
-    largest = theirs.abs().max()
-    return {
-        "what": "check",
-        "against": "transformers",
-        "positions": len(ends),
-        "max_error": float((ours - theirs).abs().max() / largest),
-        "argmax_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
-        "max_error_to_fp32": float((ours - exact).abs().max() / largest),
-        "transformers_error_to_fp32": float((theirs - exact).abs().max() / largest),
-    }
-
-
-@torch.inference_mode()
-def _transformers_logits(model_dir: Path, dtype: torch.dtype, device: torch.device, tokens: bytes) -> Tensor:
-    """Return float32 [num_tokens, vocab_size], the logits of the same checkpoint at every position."""
-    transformers = importlib.import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval()
-    ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64))[None]
-    output: Tensor = model(ids.to(device)).logits
-    return output[0].float()

@@ -54,17 +54,17 @@ class EngineDriver:
         first = context_tokens - 1
         entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
         plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
-        most = MOST_LAUNCHED if self.runner.runs_ahead else 1
+        most = MOST_LAUNCHED if self.runner.steps.runs_ahead else 1
         under_way: deque[Ticket] = deque()
         with self.started(tokens, context_tokens + num_steps + 1):
             self._run(entries=tuple(entries))
             started_at = self._clock.now()
             for _ in range(num_steps):
-                under_way.append(self.runner.launch(plan))
+                under_way.append(self.runner.steps.launch(plan))
                 if len(under_way) == most:
-                    self.runner.collect(under_way.popleft())
+                    self.runner.steps.collect(under_way.popleft())
             for ticket in under_way:
-                self.runner.collect(ticket)
+                self.runner.steps.collect(ticket)
             return self._clock.now() - started_at
 
     def logits(self, tokens: bytes, ends: Sequence[int]) -> Tensor:
@@ -73,7 +73,7 @@ class EngineDriver:
         begins = [0, *ends[:-1]]
         entries = [_entry(0, begin, tokens, end, True) for begin, end in zip(begins, ends, strict=True)]
         with self.started([tokens[-4:]], len(tokens) // 4):
-            return torch.cat([self.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries])
+            return torch.cat([self.runner.steps.logits(StepPlan(0, entries=(entry,))) for entry in entries])
 
     def fill_kv(self) -> None:
         """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
@@ -98,7 +98,7 @@ class EngineDriver:
 
     def _run(self, **changes: Any) -> None:
         """Run a plan with these fields."""
-        self.runner.run(StepPlan(0, **changes))
+        self.runner.steps.run(StepPlan(0, **changes))
 
 
 def _entry(slot: int, begin: int, tokens: bytes, end: int, samples: bool = False) -> BatchEntry:

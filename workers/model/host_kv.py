@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.device_pool import pin, unpin, view_memory
+from kvtransfer.blocks.cuda_memory import pin, unpin, view_memory
 from kvtransfer.blocks.layout import BlockLayout, Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.errors import CapacityError

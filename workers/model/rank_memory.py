@@ -7,7 +7,6 @@ start, the preflight checks and the ranks themselves all use it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -186,26 +185,3 @@ def least_kv_tokens(model: ModelConfig, block_tokens: int) -> int:
 def whole_blocks(num_tokens: int, block_tokens: int) -> int:
     """Return the tokens of the whole blocks that `num_tokens` fill."""
     return num_tokens // block_tokens * block_tokens
-
-
-# ------------------------------------------------------------------------------ KV of several replicas
-
-
-class KvDemand(NamedTuple):
-    """`num_replicas` replicas on one node, each of which can use up to `most_bytes` for KV."""
-
-    num_replicas: int
-    most_bytes: int
-
-
-def divide_kv(free_bytes: int, demands: Sequence[KvDemand]) -> list[int]:
-    """Divide memory among replicas: the bytes for each replica of each demand. All get the same; what some
-    cannot use goes to the others."""
-    left, num_left = max(free_bytes, 0), sum(demand.num_replicas for demand in demands)
-    shares = [0] * len(demands)
-    for index in sorted(range(len(demands)), key=lambda index: demands[index].most_bytes):
-        demand = demands[index]
-        shares[index] = min(demand.most_bytes, left // max(num_left, 1))
-        left -= demand.num_replicas * shares[index]
-        num_left -= demand.num_replicas
-    return shares

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from workers.messages.rank_channel import StepPlan
 from workers.model.attention.interface import AttentionBackend, StepInput
-from workers.model.decoder import Decoder
-from workers.model.parallel import Unfinished
-from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment
 from workers.rank.device_batch import DeviceBatch
 from workers.rank.device_queue import DeviceQueue, Event, Graph
 from workers.rank.device_sampler import DeviceSampler
 from workers.rank.input_batch import PlannedRows
+from workers.rank.rank_model import RankModel
 from workers.rank.tickets import DrawnRows, Results
 
 _FIRST_SIZES = (1, 2, 4)
@@ -50,22 +48,18 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: RankModel,
         attention: AttentionBackend,
         batch: DeviceBatch,
         sampler: DeviceSampler | None,
-        groups: RankGroups,
-        unfinished: Unfinished,
         queue: DeviceQueue,
     ) -> None:
         """`sampler` is None at ranks that do not sample; they get the tokens of the rank that does."""
         self.sizes = graph_sizes(batch.graph_rows.shape[1])
-        self._decoder = decoder
+        self._decoder, self._groups, self._unfinished = model
         self._attention = attention
         self._batch = batch
         self._sampler = sampler
-        self._groups = groups
-        self._unfinished = unfinished
         self._queue = queue
         self._recorder = queue.recorder()
         self._size_to_graph: dict[int, Graph] = {}

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtransfer.blocks.device_pool import view_memory
+from kvtransfer.blocks.cuda_memory import view_memory
 
 # Torch keeps pinned memory in powers of two. Steps copy less than the largest of these at a time, and those
 # that are under way together have no more copies of a size than this.

@@ -1,7 +1,7 @@
 """A rank process: a model runner and a transfer agent, driven by the engine core over a framed connection.
 
     main thread:    --RankJoined--> engine core --FormGroup--> load, warm up --RankReady--> engine core
-                    queue --> ModelRunner.launch, collect --StepReport--> engine core
+                    queue --> StepRunner.launch, collect --StepReport--> engine core
     reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
     agent's threads:                                     TransferReport--> engine core
 
@@ -66,9 +66,18 @@ from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
 from workers.rank.device_queue import take_device
-from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
+from workers.rank.model_runner import ModelRunner, ReadyFields
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
+from workers.rank.runner_settings import (
+    AutoKv,
+    CheckpointFolder,
+    ComputeSettings,
+    RankCapacity,
+    RankPlace,
+    read_dtype,
+)
+from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -168,9 +177,10 @@ class _Rank:
             _ready(self._spec.rank, fields, handlers.agent.endpoints(), limits, load_s, warm_up_s)
         )
         ended = threading.Event()
-        reporter = threading.Thread(target=self._report_progress, args=(runner.progress, ended), daemon=True)
+        progress = runner.steps.progress
+        reporter = threading.Thread(target=self._report_progress, args=(progress, ended), daemon=True)
         reporter.start()
-        self._run_plans(runner)
+        self._run_plans(runner.steps)
         ended.set()
         reporter.join()
         if compiler is not None:
@@ -216,20 +226,19 @@ class _Rank:
         first_layer, end_layer = form.stages[spec.stage]
         auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
         return ModelRunner(
-            model_dir=Path(spec.model_dir),
-            dtype=read_dtype(spec.dtype),
-            device=self._device,
-            block_tokens=spec.block_tokens,
-            num_kv_tokens=spec.num_kv_tokens,
-            num_offload_tokens=spec.num_offload_tokens,
-            auto_kv=auto,
-            max_sequences=spec.max_sequences,
-            num_threads=spec.num_threads,
-            clock=self._clock,
-            shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
-            fingerprint=self._fingerprint,
-            groups=groups,
-            is_deterministic=spec.deterministic,
+            CheckpointFolder(Path(spec.model_dir), self._fingerprint),
+            ComputeSettings(
+                read_dtype(spec.dtype), self._device, spec.num_threads, is_deterministic=spec.deterministic
+            ),
+            RankCapacity(
+                spec.block_tokens,
+                spec.num_kv_tokens,
+                spec.max_sequences,
+                spec.num_offload_tokens,
+                auto_kv=auto,
+            ),
+            self._clock,
+            place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp), groups),
             faults=self._faults,
             progress=self._enter,
             grammars=grammars,
@@ -252,17 +261,17 @@ class _Rank:
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
-    def _run_plans(self, runner: ModelRunner) -> None:
+    def _run_plans(self, steps: StepRunner) -> None:
         def launch(plan: StepPlan) -> Ticket:
             _pass_fault_points(self._faults, plan)
             paces_s.append(_pace_s(self._spec.pace, plan))
-            return runner.launch(plan)
+            return steps.launch(plan)
 
-        most = MOST_LAUNCHED if runner.runs_ahead else 1
+        most = MOST_LAUNCHED if steps.runs_ahead else 1
         paces_s: deque[float] = deque()
         try:
             for ticket in launched(self._plans, launch, most):
-                report = self._paced(runner.collect(ticket), paces_s.popleft())
+                report = self._paced(steps.collect(ticket), paces_s.popleft())
                 self._channel.send(self._with_memory(report))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way

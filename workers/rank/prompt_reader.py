@@ -26,14 +26,12 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import PackedLogprobs
 from workers.model.attention.interface import to_device
-from workers.model.decoder import Decoder
-from workers.model.parallel import Unfinished
 from workers.model.rank_memory import LOGITS_PIECE_BYTES
-from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment
 from workers.rank.device_queue import CopiedOut, DeviceQueue
 from workers.rank.input_batch import PlannedRows
 from workers.rank.progress import Progress, StepFaults
+from workers.rank.rank_model import RankModel
 
 
 class PromptReadings(NamedTuple):
@@ -67,22 +65,18 @@ class PromptReader:
 
     def __init__(
         self,
-        decoder: Decoder,
-        groups: RankGroups,
-        unfinished: Unfinished,
+        model: RankModel,
         containment: Containment,
         queue: DeviceQueue,
         progress: Progress,
         faults: StepFaults,
     ) -> None:
-        self._decoder = decoder
-        self._groups = groups
-        self._unfinished = unfinished
+        self._decoder, self._groups, self._unfinished = model
         self._containment = containment
         self._queue = queue
         self._progress = progress
         self._faults = faults
-        self.rows_of_piece = max(1, LOGITS_PIECE_BYTES // (4 * decoder.config.vocab_size))
+        self.rows_of_piece = max(1, LOGITS_PIECE_BYTES // (4 * model.decoder.config.vocab_size))
         self._index_to_entry: dict[int, BatchEntry] = {}
         self._tables: list[tuple[int, int, CopiedOut]] = []
         self._vectors: list[tuple[int, CopiedOut]] = []

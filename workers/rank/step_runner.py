@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +21,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.messages.rank_channel import BlockCopy, StepPlan, StepReport
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput, to_device
-from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
-from workers.model.parallel import Unfinished
-from workers.rank.collectives import RankGroups
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
@@ -36,6 +33,7 @@ from workers.rank.host_steps import HostSteps
 from workers.rank.input_batch import InputBatch, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.prompt_reader import PromptReader
+from workers.rank.rank_model import RankModel
 from workers.rank.sampled_slots import NoSampler, SampledSlots
 from workers.rank.sampler import Sampler
 from workers.rank.slot_matchers import NoMatchers, SlotMatchers
@@ -47,54 +45,52 @@ from workers.rank.tickets import Ticket
 _Sample = TypeVar("_Sample")
 
 
+class BatchLimits(NamedTuple):
+    """The most that is in a rank's batch: `max_slots` in use at a time, of up to `max_context_tokens` each,
+    and `max_sequences` in a step that decodes."""
+
+    max_slots: int
+    max_context_tokens: int
+    max_sequences: int
+
+
 class StepRunner:
-    """Runs the plans of one rank in order. `decoder` is its part of the model, which `parallelize` has joined
-    with those of the stage's other ranks, over `unfinished`; `attention` computes over `kv`, its pool of
-    blocks, and `host` are those in host memory (None: there are none).
+    """Runs the plans of one rank in order. `attention` computes over `kv`, the rank's pool of blocks, and
+    `host` are those in host memory (None: there are none).
 
     `launch` is `execute`, then `sample`. Both halves are there for slots whose next mask or whose end depends
     on the last token: what they need is made between the two, while the device computes."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: RankModel,
         attention: AttentionBackend,
         host: HostKv | None,
-        groups: RankGroups,
-        unfinished: Unfinished,
-        block_tokens: int,
         clock: Clock,
         faults: Faults,
         *,
-        max_slots: int,
-        max_context_tokens: int,
+        limits: BatchLimits,
         queue: DeviceQueue | None = None,
-        num_graph_rows: int = 0,
         grammars: CompiledGrammars | None = None,
     ) -> None:
-        """`max_slots` may be in use at a time, with up to `max_context_tokens` each. At the rank that samples
-        their outputs may follow `grammars`.
-
-        With a `queue`, tokens stay on the device, and the last block of `kv` is scratch. `record_graphs` then
-        records graphs of up to `num_graph_rows` sequences."""
-        self._decoder = decoder
+        """At the rank that samples, outputs may follow `grammars`. With a `queue`, tokens stay on the device,
+        and the last block of `kv` is scratch."""
+        self._decoder, self._groups, self._unfinished = model
+        decoder, groups = model.decoder, model.groups
         self._attention = attention
         self._kv = kv = attention.kv
         self._host = host
-        self._groups = groups
-        self._block_tokens = block_tokens
         self._clock = clock
         self._device = kv.device
-        self._unfinished = unfinished
         self._containment = Containment(kv.device)
         self.queue = queue or make_queue(kv.device)
         self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
-        self._reader = PromptReader(
-            decoder, groups, unfinished, self._containment, self.queue, self.progress, self._step_faults
-        )
+        self._reader = PromptReader(model, self._containment, self.queue, self.progress, self._step_faults)
         num_blocks = len(kv) if queue is None else len(kv) - 1
-        self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
+        max_slots, block_tokens = limits.max_slots, kv.shape[4]
+        table_blocks = -(-limits.max_context_tokens // block_tokens)
+        self.batch = InputBatch(max_slots, table_blocks, block_tokens, num_blocks)
         vocab_size, end_ids = decoder.config.vocab_size, decoder.config.eos_token_ids
         sampler: Sampler | DeviceSampler | NoSampler = NoSampler()
         if groups.is_sampler and queue is None:
@@ -122,15 +118,13 @@ class StepRunner:
         else:
             assert isinstance(sampler, DeviceSampler | NoSampler)
             device_batch = DeviceBatch(
-                self.batch, queue, most_rows=graph_sizes(num_graph_rows)[-1], scratch_block=num_blocks
+                self.batch, queue, most_rows=graph_sizes(limits.max_sequences)[-1], scratch_block=num_blocks
             )
             graphs = DecodeGraphs(
-                decoder,
+                model,
                 attention,
                 device_batch,
                 None if isinstance(sampler, NoSampler) else sampler,
-                groups,
-                unfinished,
                 queue,
             )
             self.steps = DeviceSteps(context, device_batch, sampler, graphs)
@@ -167,6 +161,10 @@ class StepRunner:
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()
         return ticket.completed(replace(report, started_at=started_at, finished_at=self._finished_at))
+
+    def run(self, plan: StepPlan) -> StepReport:
+        """Launch a step and collect it."""
+        return self.collect(self.launch(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Executed:
@@ -284,7 +282,7 @@ class StepRunner:
                 slots=rows.slots,
                 starts=rows.starts,
                 lengths=rows.lengths,
-                block_tokens=self._block_tokens,
+                block_tokens=self.batch.block_tokens,
                 marks=self._step_faults,
                 host=self._host.reader if self._host is not None and has_host else None,
                 device=self.steps.attention(device_rows),

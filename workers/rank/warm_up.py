@@ -14,7 +14,6 @@ from workers.messages.rank_channel import (
     SlotSample,
     SlotStart,
     StepPlan,
-    StepReport,
     TableChange,
 )
 from workers.messages.sampling import SamplingParams
@@ -87,9 +86,6 @@ class WarmUp:
             self._steps.queue.keep_staging()
             self._warm_up_kinds(self._most)
 
-    def _run(self, plan: StepPlan) -> StepReport:
-        return self._steps.collect(self._steps.launch(plan))
-
     def _warm_up_kinds(self, most: int) -> None:
         """Run a prompt, a step that decodes, and one with a chunk and sequences that decode, over at most
         `most` tokens each. As many are under way at a time as when the rank serves."""
@@ -128,7 +124,7 @@ class WarmUp:
         ids = np.array([host.first_id, 0], "<u4").tobytes()
         starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
         tables = tuple(TableChange(slot, 0, ids) for slot in slots)
-        self._run(StepPlan(0, starts=starts, tables=tables))
+        self._steps.run(StepPlan(0, starts=starts, tables=tables))
         lengths = [1] * len(slots), [num_tokens, *[1] * len(self._slots)]
         for step in lengths:
             entries = tuple(
@@ -136,7 +132,7 @@ class WarmUp:
                 for slot, count in zip(slots, step, strict=True)
             )
             self._steps.rehearse(StepPlan(0, entries=entries))
-        self._run(StepPlan(0, free_slots=slots))
+        self._steps.run(StepPlan(0, free_slots=slots))
 
     def _warm_up_shapes(self, num_tokens: int) -> None:
         """Run a chunk of `num_tokens` and a decode of every slot through one layer, and read a piece of the
@@ -144,14 +140,14 @@ class WarmUp:
         slots = tuple(range(self._max_sequences))
         starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
         tables = (self._table(0, num_tokens), *(self._table(slot, 1) for slot in slots[1:]))
-        self._run(StepPlan(0, starts=starts, tables=tables))
+        self._steps.run(StepPlan(0, starts=starts, tables=tables))
         num_read = min(num_tokens, self._steps.rows_of_piece)
         targets = PromptTargets(0, bytes(4 * num_read), 1)
         chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), (), targets)
         firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
         for entries in ((chunk,), firsts):
             self._steps.rehearse(StepPlan(0, entries=entries), most_layers=1)
-        self._run(StepPlan(0, free_slots=slots))
+        self._steps.run(StepPlan(0, free_slots=slots))
 
     def _table(self, slot: int, num_tokens: int) -> TableChange:
         """Give a slot the first blocks of the pool."""
@@ -171,7 +167,7 @@ class WarmUp:
         ids[-1] = 0  # where the token is written
         slot, start = self._slots[0], num_blocks * self._block_tokens
         table = TableChange(slot, 0, ids.tobytes())
-        self._run(
+        self._steps.run(
             StepPlan(0, starts=(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)),), tables=(table,))
         )
         step = StepPlan(0, entries=(BatchEntry(slot, start, 1, bytes(4), ()),))
@@ -184,7 +180,7 @@ class WarmUp:
                 self._steps.rehearse(step)
                 times.append(self._clock.now() - started_at)
             mode_to_s[mode] = min(times)
-        self._run(StepPlan(0, free_slots=(slot,)))
+        self._steps.run(StepPlan(0, free_slots=(slot,)))
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)

@@ -77,6 +77,7 @@ from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector, reaches_store
+from workers.store_connector.engine_parts import EngineParts
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -180,12 +181,8 @@ class EngineCore:
             trust=trust,
             identity=spec.identity,
             ready=ready,
-            pool=self.pool,
-            scheduler=self.scheduler,
+            engine=EngineParts(self.pool, self.scheduler, self._group, self.steps.rates, self),
             clock=self._clock,
-            ranks=self._group,
-            rates=self.steps.rates,
-            control=self,
         )
 
     # ------------------------------------------------------------------------------- start and stop

@@ -1,11 +1,11 @@
-"""The split of a replica over ranks: their specifications, and the layers of each stage. No torch."""
+"""The split of a replica over ranks: their specifications, and how the costs that they report
+decide the layers of each stage. No torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -15,11 +15,11 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from kvtransfer.rpc.trust import TrustFiles
 from workers.config import EngineConfig, Parallel
-from workers.errors import WorkerError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
+from workers.replica.layer_split import Stages, given_layers, split_layers
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
@@ -141,93 +141,3 @@ def _steady_costs(devices: Sequence[str], costs: Sequence[StageCost]) -> list[St
 
 def _layer_s(cost: StageCost) -> float:
     return cost.layer_s
-
-
-# ----------------------------------------------------------------------------------------------
-# Which layers each stage of a pipeline gets, so that the slowest stage is as fast as it can be. No torch.
-#
-# Called by the engine core when its ranks have joined and reported what a layer costs on their devices.
-
-# The layers [start, end) of each stage.
-Stages = tuple[tuple[int, int], ...]
-
-
-def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
-    """Return contiguous ranges, one for each of `costs`, none empty: those whose slowest stage is fastest; of
-    these, those that take the least time in all stages together; of these, more layers in earlier stages.
-
-    Stages of unknown cost (all 0) are equal. Raises `WorkerError` when there are more stages than layers.
-    """
-    if len(costs) > num_layers:
-        raise WorkerError(
-            f"pp {len(costs)} is more than num_hidden_layers {num_layers}: a stage would be empty"
-        )
-    times = _stage_times(num_layers, costs)
-    slowest_s = _fastest_slowest(num_layers, times)
-    return _ranges(_least_sum(num_layers, times, slowest_s))
-
-
-def given_layers(num_layers: int, layers: Sequence[int]) -> Stages:
-    """Return the ranges of stages with these numbers of layers. Raises `WorkerError` when they are not the
-    model's."""
-    if min(layers) < 1:
-        raise WorkerError(f"layers {list(layers)}: every stage needs at least one")
-    if sum(layers) != num_layers:
-        raise WorkerError(
-            f"layers {list(layers)} are {sum(layers)} together, but num_hidden_layers is {num_layers}"
-        )
-    return _ranges(layers)
-
-
-def _stage_times(num_layers: int, costs: Sequence[StageCost]) -> list[list[float]]:
-    """Return the seconds as [stage][number of layers]."""
-    if all(cost.layer_s == 0 for cost in costs):
-        costs = [StageCost(layer_s=1.0)] * len(costs)
-    last = len(costs) - 1
-    fixed = [
-        (cost.embedding_s if stage == 0 else 0.0) + (cost.head_s if stage == last else 0.0)
-        for stage, cost in enumerate(costs)
-    ]
-    return [
-        [fixed[stage] + count * cost.layer_s for count in range(num_layers + 1)]
-        for stage, cost in enumerate(costs)
-    ]
-
-
-def _fastest_slowest(num_layers: int, times: list[list[float]]) -> float:
-    """Return the least time that the slowest stage can take."""
-    # best[n]: of the stages so far, with n layers in all
-    best = [float("inf") if count == 0 else times[0][count] for count in range(num_layers + 1)]
-    for stage_times in times[1:]:
-        best = [
-            min(
-                (max(best[total - count], stage_times[count]) for count in range(1, total)),
-                default=float("inf"),
-            )
-            for total in range(num_layers + 1)
-        ]
-    return best[num_layers]
-
-
-def _least_sum(num_layers: int, times: list[list[float]], slowest_s: float) -> tuple[int, ...]:
-    """Return the layers of each stage: the least time in all, where no stage takes longer than
-    `slowest_s`."""
-    # From the last stage to the first; found[n]: (time, layers of the stages so far) with n layers in all.
-    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage_times in reversed(times):
-        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for total, (sum_s, layers) in found.items():
-            for count in range(1, num_layers - total + 1):
-                if stage_times[count] > slowest_s:
-                    break
-                candidate = (sum_s + stage_times[count], (count, *layers))
-                held = longer.get(total + count)
-                if held is None or (candidate[0], held[1]) < (held[0], candidate[1]):
-                    longer[total + count] = candidate
-        found = longer
-    return found[num_layers][1]
-
-
-def _ranges(layers: Sequence[int]) -> Stages:
-    starts = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
-    return tuple(pairwise(starts))

@@ -32,7 +32,7 @@ from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import Planner, landing_needs, load_needs
+from workers.scheduler.planner import Planner
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.sequence_counts import SequenceCounts
 from workers.scheduler.sequence_migration import SequenceMigration
@@ -47,6 +47,7 @@ from workers.scheduler.step import (
     StepOutcome,
     end_of,
 )
+from workers.scheduler.waiting_needs import landing_needs, load_needs
 
 # The time after which a request may come back for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0

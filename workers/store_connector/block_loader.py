@@ -26,12 +26,11 @@ from kvtransfer.store.messages.engine_session import (
 )
 from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
 from kvtransfer.store.store_client import StoreClient
-from workers.interfaces import EngineControl, RankChannel
-from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.block_pool import ROOT
 from workers.scheduler.sequence import Hold
-from workers.scheduler.step import LoadNeed, StepRates
+from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
+from workers.store_connector.engine_parts import EngineParts
 from workers.store_connector.tier_costs import TierCosts
 
 # An owner that has not answered a look-up after this time is taken for hung.
@@ -90,25 +89,20 @@ class BlockLoader:
 
     def __init__(
         self,
-        *,
-        pool: BlockPool,
+        engine: EngineParts,
         costs: TierCosts,
-        clock: Clock,
         client: StoreClient,
-        ranks: RankChannel,
-        rates: StepRates,
-        scheduler: Scheduler,
-        control: EngineControl,
         announced: AnnouncedPrompts,
+        clock: Clock,
     ) -> None:
-        self._pool = pool
+        self._pool = engine.pool
         self._costs = costs
         self._clock = clock
         self._client = client
-        self._ranks = ranks
-        self._rates = rates
-        self._scheduler = scheduler
-        self._control = control
+        self._ranks = engine.ranks
+        self._rates = engine.rates
+        self._scheduler = engine.scheduler
+        self._control = engine.control
         self._announced = announced
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}

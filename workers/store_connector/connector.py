@@ -39,15 +39,13 @@ from kvtransfer.store.messages.store_orders import (
     StoreReport,
 )
 from kvtransfer.store.store_client import StoreClient
-from workers.interfaces import EngineControl, RankChannel
 from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
-from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import LoadNeed, StepRates
+from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import AnnouncedPrompts
 from workers.store_connector.block_loader import BlockLoader
 from workers.store_connector.block_saver import BlockSaver
+from workers.store_connector.engine_parts import EngineParts
 from workers.store_connector.tier_costs import TierCosts
 from workers.store_connector.tier_view import TierView
 
@@ -70,24 +68,20 @@ class StoreConnector:
         trust: Trust,
         identity: ReplicaIdentity,
         ready: Sequence[RankReady],
-        pool: BlockPool,
-        scheduler: Scheduler,
+        engine: EngineParts,
         clock: Clock,
-        ranks: RankChannel,
-        rates: StepRates,
-        control: EngineControl,
     ) -> None:
-        """`name` is the owner's abstract unix socket; `ready` are the reports of all `ranks`."""
+        """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks."""
         compatibility = ready[0].compatibility
         shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
-        self._pool = pool
-        self._scheduler = scheduler
-        self._max_loading = scheduler.config.max_loading
+        self._pool = engine.pool
+        self._scheduler = engine.scheduler
+        self._max_loading = engine.scheduler.config.max_loading
         self._num_ranks = len(shards)
-        self._ranks = ranks
-        self._control = control
+        self._ranks = engine.ranks
+        self._control = engine.control
         self._is_answering = True
         # The arena that each rank has mapped; a rank without one is missing.
         self._arenas: dict[int, bytes] = {}
@@ -99,29 +93,19 @@ class StoreConnector:
         self._quiet = asyncio.Event()
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
-        self._client = StoreClient(name, trust, hello, self, clock, control.fail)
+        self._client = StoreClient(name, trust, hello, self, clock, engine.control.fail)
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()
         self.saver = BlockSaver(
-            pool,
+            engine.pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
-            scheduler.config.write_queue,
+            engine.scheduler.config.write_queue,
             self._client,
-            ranks,
+            engine.ranks,
         )
         self.announced = AnnouncedPrompts()
-        self.loader = BlockLoader(
-            pool=pool,
-            costs=self.costs,
-            client=self._client,
-            ranks=ranks,
-            rates=rates,
-            scheduler=scheduler,
-            control=control,
-            clock=clock,
-            announced=self.announced,
-        )
+        self.loader = BlockLoader(engine, self.costs, self._client, self.announced, clock)
 
     async def start(self) -> None:
         """Begin to connect; the store opens when it can."""

@@ -41,7 +41,8 @@ from cluster.gateway.fleet.peer_queries import PeerQueries
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.resumed_calls import OtherGateways, ResumeClaim
 from cluster.identity.ended_sessions import EndedSession
-from cluster.identity.resume_tokens import gateway_tag, is_drawn_by
+from cluster.identity.request_ids import is_drawn_by
+from cluster.identity.resume_tokens import gateway_tag
 from cluster.metrics.curves import Curves, Second, Window, curves_of, merged, window_of
 from cluster.metrics.ended_request import RequestInfo
 from kvtransfer.common.clock import Clock

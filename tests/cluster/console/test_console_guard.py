@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.api.replies import Fresh
-from cluster.console.http_server import HEADERS, refused_order
+from cluster.console.request_guard import HEADERS, refused_order
 from cluster.errors import HTTP_STATUS, STATUS_TABLE
 from cluster.http.guards import refused_host
 from kvtransfer.common.clock import ManualClock

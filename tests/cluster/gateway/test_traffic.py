@@ -31,7 +31,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.proto.tandem.v1 import inference_pb2_grpc
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import LocalRoster, RosterClient
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import ControlPlane, Gateway
 
 OWN, OTHER = "tandem", "tandem-v2"
 IDS = [f"request-{number}" for number in range(2000)]
@@ -58,10 +58,9 @@ class TwoApps:
             gateway_id=name,
             epoch=1,
             config=harness.config().model_copy(update={"app": app}),
-            roster=harness.roster,
+            control=ControlPlane(harness.roster, open_roster=self.roster),
             trust=harness.trust,
             clock=harness.clock,
-            open_roster=self.roster,
         )
         harness.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"

@@ -21,7 +21,7 @@ from cluster.gateway.relay_channels import shown_name
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import RosterClient
-from cluster.serve.gateway_server import Gateway
+from cluster.serve.gateway_server import ControlPlane, Gateway
 
 OWN, OTHER = "tandem", "tandem-v2"
 
@@ -50,10 +50,9 @@ class TwoApps:
             gateway_id=f"{app}-g0",
             epoch=1,
             config=harness.config(**settings).model_copy(update={"app": app}),
-            roster=harness.roster,
+            control=ControlPlane(harness.roster, open_roster=self._roster),
             trust=harness.trust,
             clock=harness.clock,
-            open_roster=self._roster,
         )
         harness.gateways.append(gateway)
         address = f"127.0.0.1:{await gateway.start()}"

@@ -19,9 +19,7 @@ from cluster.identity.resume_tokens import (
     RelayedCaller,
     RelayTokens,
     ResumeTokens,
-    draw_request_id,
     gateway_tag,
-    is_drawn_by,
     resume_digest,
 )
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -198,11 +196,3 @@ def test_a_token_of_one_kind_is_none_of_the_other(tokens: ResumeTokens, clock: M
     assert RelayTokens(TRUST, clock).caller(tokens.issue(**RIGHT)) is None
     with pytest.raises(ForbiddenError):
         tokens.check(RelayTokens(TRUST, clock).issue(RelayedCaller(("ops",), "r")), **RIGHT)
-
-
-def test_a_drawn_id_names_its_gateway() -> None:
-    drawn = {draw_request_id("gateway-abc123") for _ in range(100)}
-    assert len(drawn) == 100
-    assert all(it.startswith("abc123-") and is_drawn_by("gateway-abc123", it) for it in drawn)
-    assert not any(is_drawn_by("gateway-abc", it) for it in drawn)
-    assert not is_drawn_by("gateway-abc123", "abc123-mine")

@@ -1,0 +1,88 @@
+"""The parts that a `ModelRunner` is made from: its checkpoint, how it computes, what it has space for, and
+its place among the ranks of the replica."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from workers.errors import WorkerError
+from workers.model.fingerprint import FingerprintTask
+from workers.model.host_kv import OffloadMode
+from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.device_queue import DeviceQueue
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Return the dtype of that name. Raises `WorkerError`, naming the known ones."""
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise WorkerError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+class CheckpointFolder(NamedTuple):
+    """The folder of a checkpoint, and the task that computes its fingerprint; None: the runner begins it."""
+
+    path: Path
+    fingerprint: FingerprintTask | None = None
+
+
+class ComputeSettings(NamedTuple):
+    """Configures how a rank computes: in `dtype`, on `device`, with `num_threads` of the CPU.
+
+    `is_deterministic`: products and attention of a sequence must depend on nothing else. With a `queue`
+    (default: on CUDA, unless stages are on several ranks) tokens stay on the device and steps that decode are
+    graphs, also on a CPU, where Triton then runs in its interpreter.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int
+    is_deterministic: bool = False
+    queue: DeviceQueue | None = None
+
+
+class AutoKv(NamedTuple):
+    """Configures how a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's
+    memory after all else that it is measured to take, in steps of up to `max_batch_tokens` rows."""
+
+    memory_share: float
+    max_batch_tokens: int
+
+
+class RankCapacity(NamedTuple):
+    """Configures what a rank has space for: KV in blocks of `block_tokens`, and `max_sequences` at a time.
+    Plans use the slots below `max_sequences`.
+
+    Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with the
+    mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
+    the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
+    """
+
+    block_tokens: int
+    num_kv_tokens: int
+    max_sequences: int = 64
+    num_offload_tokens: int = 0
+    offload_mode: OffloadMode | Literal["auto"] = "auto"
+    auto_kv: AutoKv | None = None
+
+
+class RankPlace(NamedTuple):
+    """The place of a rank in its replica: its part of the model (None: the whole), and the collectives with
+    the other ranks (None: there are none)."""
+
+    shard: ShardSpec | None = None
+    groups: RankGroups | None = None

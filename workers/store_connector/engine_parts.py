@@ -1,0 +1,21 @@
+"""The parts of an engine core that the store connector works with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workers.interfaces import EngineControl, RankChannel
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import StepRates
+
+
+class EngineParts(NamedTuple):
+    """The blocks that are stored and loaded, the scheduler whose sequences wait for them, the ranks that copy
+    them, the measured rates of steps, and the engine core itself, which plans and fails."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    ranks: RankChannel
+    rates: StepRates
+    control: EngineControl
