@@ -88,6 +88,8 @@ class Family:
     # The last layer has no window, whatever config.json says.
     is_last_layer_full: bool = False
     rotary: Rotary = Rotary()
+    # The key of a context length that is served where it is larger than `max_position_embeddings`; "": none.
+    context_key: str = ""
     norms: NormNames = NormNames()
     # Attention and feed-forward both take the norm `attention_input`; there is no `feed_forward_input` then.
     is_parallel: bool | str = False
