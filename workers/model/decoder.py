@@ -131,11 +131,8 @@ class Decoder:
     @property
     def num_inputs(self) -> int:
         """The columns of what this stage's layers take: hidden states, and the inputs of all later layers."""
-        return self._num_columns(self.shard.layer_start)
-
-    def _num_columns(self, layer: int) -> int:
-        size = self.config.layer_shapes.input_size
-        return self.config.hidden_size + (self.config.num_layers - layer) * size
+        num_left = self.config.num_layers - self.shard.layer_start
+        return self.config.hidden_size + num_left * self.config.layer_shapes.input_size
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, step: StepInput, attention: AttentionBackend) -> Tensor:
@@ -158,29 +155,28 @@ class Decoder:
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
         """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, num_inputs], which
         is overwritten. Returns what the next stage takes, or the hidden states after the last layer."""
-        if self.config.layer_shapes.input_size:
-            return self._run_with_inputs(hidden, plan, most_layers)
+        hidden, inputs = self._parted(hidden)
         if (whole := self._native_layers) is not None and whole.serves(plan):
             whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
             return hidden
         residual: Tensor | None = None
-        for layer in self.layers[:most_layers]:
-            residual = layer.forward(hidden, plan, residual)
-            plan.marks.mark_layer()
-        return hidden if residual is None else hidden.add_(residual)
-
-    def _run_with_inputs(self, wide: Tensor, plan: AttentionPlan, most_layers: int | None) -> Tensor:
-        """Run layers that have inputs of their own, which follow the hidden states in `wide`."""
-        hidden_size, size = self.config.hidden_size, self.config.layer_shapes.input_size
-        hidden, inputs = wide[:, :hidden_size].contiguous(), wide[:, hidden_size:]
-        residual: Tensor | None = None
         for number, layer in enumerate(self.layers[:most_layers]):
-            residual = layer.forward(hidden, plan, residual, inputs[:, number * size : (number + 1) * size])
+            residual = layer.forward(hidden, plan, residual, None if inputs is None else inputs[:, number])
             plan.marks.mark_layer()
         if residual is not None:
             hidden.add_(residual)
-        left = inputs[:, len(self.layers) * size :]
-        return torch.cat((hidden, left), 1) if left.shape[1] else hidden
+        if inputs is None or inputs.shape[1] == len(self.layers):
+            return hidden
+        return torch.cat((hidden, inputs[:, len(self.layers) :].flatten(1)), 1)
+
+    def _parted(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states in `wide` [num_tokens, num_inputs], and the inputs of this and later
+        stages' layers, [num_tokens, num_layers, input_size], if they have any."""
+        hidden_size, size = self.config.hidden_size, self.config.layer_shapes.input_size
+        if not size:
+            return wide, None
+        inputs = wide[:, hidden_size:].view(len(wide), -1, size)
+        return wide[:, :hidden_size].contiguous(), inputs
 
     @functools.cached_property
     def _native_layers(self) -> NativeLayers | None:
