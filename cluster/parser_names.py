@@ -20,7 +20,8 @@ ToolParserName = Literal[
     "olmo3",
     "gemma3",
     "gemma4",
+    "cohere2",
 ]
 ReasoningParserName = Literal[
-    "auto", "none", "think", "mistral", "seed_oss", "granite", "granite32", "apertus", "gemma4"
+    "auto", "none", "think", "mistral", "seed_oss", "granite", "granite32", "apertus", "gemma4", "cohere2"
 ]

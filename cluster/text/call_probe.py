@@ -52,6 +52,10 @@ _NOTATIONS: Mapping[str, re.Pattern[str]] = {
     "phi4": re.compile(rf"<\|tool_call\|>\s*\[\s*{_LISTED}.*<\|/tool_call\|>", re.DOTALL),
     "granite": re.compile(rf"(<\|tool_call\|>|<tool_call>)\s*\[\s*{_LISTED}"),
     "apertus": re.compile(rf'<\|tools_prefix\|>\s*\[\s*\{{\s*"{_NAME}": ?{_ARGUMENTS}'),
+    "cohere2": re.compile(
+        rf'<\|START_ACTION\|>\s*\[\s*\{{"tool_call_id": ?"0",\s*"tool_name": ?"{_NAME}",'
+        rf'\s*"parameters": ?{_ARGUMENTS}'
+    ),
     "olmo3": re.compile(rf'<function_calls>\s*{_NAME}\({_KEY} ?= ?"{_VALUES[0]}"\)'),
     "gemma3": re.compile(rf"```tool_code\s*{_NAME}\({_KEY}='{_VALUES[0]}'\)"),
     "gemma4": re.compile(

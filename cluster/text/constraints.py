@@ -11,8 +11,9 @@ from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.grammars import OutputConstraint
 from cluster.text.json_schemas import without_notes
+from cluster.text.output_parsers.callable_tools import CallableTool
 from cluster.text.output_parsers.choose import OutputParsers
-from cluster.text.output_parsers.tool_grammar import CallableTool, CallRules, ReasoningRules
+from cluster.text.output_parsers.tool_grammar import CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 
 _NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'

@@ -33,11 +33,11 @@ from cluster.text.bounded_process import (
     serve,
 )
 from cluster.text.json_schemas import prepared
+from cluster.text.output_parsers.callable_tools import ToolSchemaError
+from cluster.text.output_parsers.grammar_lines import SpecialToken
 from cluster.text.output_parsers.tool_grammar import (
     CallRules,
     ReasoningRules,
-    SpecialToken,
-    ToolSchemaError,
     answer_grammar,
 )
 from cluster.text.tag_grammar import Tag, tags_grammar

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.text.json_schemas import prepared
-from cluster.text.output_parsers.tool_grammar import SpecialToken
+from cluster.text.output_parsers.grammar_lines import SpecialToken
 from kvtransfer.codec import Part
 
 if TYPE_CHECKING:

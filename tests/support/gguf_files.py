@@ -74,6 +74,20 @@ def write_gguf(
     return names[0]
 
 
+def with_joined_heads(tensors: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the tensors with those of the norms of single heads as one, in which each is a row."""
+    found: dict[str, Floats] = {}
+    name_to_rows: dict[str, list[Floats]] = {}
+    for name, values in tensors.items():
+        stem, separator, rest = name.partition(".norms.")
+        if separator:
+            assert int(rest.partition(".")[0]) == len(name_to_rows.setdefault(stem, []))
+            name_to_rows[stem].append(values)
+        else:
+            found[name] = values
+    return found | {f"{stem}.weight": np.stack(rows) for stem, rows in name_to_rows.items()}
+
+
 def write_family(
     path: Path,
     architecture: str,

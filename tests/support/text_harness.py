@@ -96,6 +96,15 @@ OLMO3 = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ value | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}{{ '\n' }}\
 {% endif %}{% endfor %}</function_calls>{% endif %}<|im_end|>
 {% endfor %}"""
+COHERE2 = """{% for message in messages %}<|START_OF_TURN_TOKEN|><|{{ message.role }}_TOKEN|>\
+{% if message.reasoning_content %}<|START_THINKING|>{{ message.reasoning_content }}<|END_THINKING|>\
+{% endif %}\
+{% if message.role != 'assistant' %}{{ message.content }}\
+{% elif message.content %}<|START_RESPONSE|>{{ message.content }}<|END_RESPONSE|>{% endif %}\
+{% if message.tool_calls %}<|START_ACTION|>[{% for call in message.tool_calls %}
+    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.function.name }}", "parameters": \
+{{ call.function.arguments | tojson }}}{% if not loop.last %},{% endif %}{% endfor %}
+]<|END_ACTION|>{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"""
 GEMMA4 = """{% macro shown(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is boolean %}\
 {{ 'true' if value else 'false' }}{% elif value is mapping %}{{ '{' }}{% for key, it in value | dictsort %}\
 {{ key }}:{{ shown(it) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}\
@@ -123,6 +132,7 @@ FAMILIES = {
     "apertus": APERTUS,
     "olmo3": OLMO3,
     "gemma4": GEMMA4,
+    "cohere2": COHERE2,
 }
 # What the template writes before an answer, and behind it.
 TURN_STARTS = (
@@ -133,6 +143,7 @@ TURN_STARTS = (
     "<start_of_turn>assistant\n",
     "<|assistant_start|>",
     "<|turn>assistant\n",
+    "<|START_OF_TURN_TOKEN|><|assistant_TOKEN|>",
     "<|assistant|>\n",
     "<|assistant|>",
 )
@@ -144,6 +155,7 @@ TURN_ENDS = (
     "<end_of_turn>\n",
     "<|assistant_end|>",
     "<turn|>\n",
+    "<|END_OF_TURN_TOKEN|>",
     "<|end|>",
 )
 

@@ -49,10 +49,12 @@ class _Case(NamedTuple):
     # Whether transformers reads files of this architecture too.
     is_read_by_transformers: bool = False
     others: dict[str, Any] | None = None
+    # `general.architecture` where that is not nearly the model type.
+    name: str = ""
 
     @property
     def architecture(self) -> str:
-        return str(self.config.model_type).removesuffix("_text")
+        return self.name or str(self.config.model_type).removesuffix("_text")
 
 
 def _rope(theta: float, **fields: Any) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def _window(window: int, **fields: Any) -> dict[str, Any]:
     return {"attention.key_length": 32, "attention.sliding_window": window, **fields}
 
 
+_LAYER_NORM = SHAPE | {"head_dim": 16, "layer_norm_eps": 1e-5}
+_EPSILON = {"attention.layer_norm_epsilon": 1e-5}
 CASES = {
     "gemma2": _Case(
         transformers.Gemma2Config(
@@ -185,6 +189,46 @@ CASES = {
         ),
         {"attention.key_length": 32, "rope.dimension_count": 32, "rope.freq_base": 1e4},
     ),
+    "command-r": _Case(
+        transformers.CohereConfig(**_LAYER_NORM, logit_scale=2.0, rope_parameters=_rope(8e6)),
+        {**_EPSILON, "rope.freq_base": 8e6, "logit_scale": 2.0, "rope.scaling.type": "none"},
+        name="command-r",
+    ),
+    "command-r with norms of heads": _Case(
+        transformers.CohereConfig(
+            **_LAYER_NORM, logit_scale=2.0, use_qk_norm=True, attention_bias=True, rope_parameters=_rope(1e4)
+        ),
+        {**_EPSILON, "rope.freq_base": 1e4, "logit_scale": 2.0, "rope.scaling.type": "none"},
+        name="command-r",
+    ),
+    "cohere2": _Case(
+        transformers.Cohere2Config(
+            **_LAYER_NORM, logit_scale=2.0, sliding_window=16, rope_parameters=_rope(5e4)
+        ),
+        {
+            **_EPSILON,
+            "rope.freq_base": 5e4,
+            "rope.dimension_count": 16,
+            "logit_scale": 2.0,
+            "attention.sliding_window": 16,
+            "rope.scaling.type": "none",
+        },
+    ),
+    "stablelm": _Case(
+        transformers.StableLmConfig(
+            **_LAYER_NORM, use_qkv_bias=True, rope_parameters=_rope(1e4, partial_rotary_factor=0.25)
+        ),
+        {**_EPSILON, "rope.freq_base": 1e4, "rope.dimension_count": 4, "use_parallel_residual": True},
+    ),
+    "stablelm with parallel layers and norms of heads": _Case(
+        transformers.StableLmConfig(
+            **_LAYER_NORM,
+            use_parallel_residual=True,
+            qk_layernorm=True,
+            rope_parameters=_rope(1e4, partial_rotary_factor=0.5),
+        ),
+        {**_EPSILON, "rope.freq_base": 1e4, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
 }
 
 
@@ -231,7 +275,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     file = gguf_files.write_family(
         folder / "model.gguf",
         case.architecture,
-        {name: tensor.numpy() for name, tensor in _state(model).items()},
+        gguf_files.with_joined_heads({name: tensor.numpy() for name, tensor in _state(model).items()}),
         metadata | case.metadata,
         num_heads=heads[0],
         num_kv_heads=heads[1],
@@ -336,6 +380,10 @@ def test_the_largest_gemma_scales_queries_by_another_size(
         ("gemma3", {"attention.sliding_window": None}, "gemma3.attention.sliding_window is missing"),
         ("gemma3", {"attention.sliding_window_pattern": [True]}, None),
         ("gemma3", {"attention.sliding_window_pattern": "x"}, "sliding_window_pattern is x, not"),
+        ("cohere2", {"rope.dimension_count": 8}, "dimension_count is 8, not the 16 of a whole head"),
+        ("command-r", {"logit_scale": None}, "command-r.logit_scale is missing"),
+        ("stablelm", {"rope.dimension_count": None}, "stablelm.rope.dimension_count is missing"),
+        ("stablelm", {"attention.layer_norm_epsilon": None}, "attention.layer_norm_epsilon is missing"),
         ("granite", {"rope.scaling.type": "ntk"}, "rope.scaling.type is ntk, not none, linear"),
     ],
 )

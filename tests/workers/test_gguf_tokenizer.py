@@ -47,6 +47,7 @@ TEKKEN_PATTERN = (
 )
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
 
 
 def _splitting(pattern: str) -> Any:
@@ -64,7 +65,9 @@ KINDS = {
     "default": _Kind(GPT2),
     "llama-bpe": _Kind(_splitting(LLAMA3_PATTERN), keeps_whole=True),
     "qwen2": _Kind(_splitting(QWEN2_PATTERN), normalizer=normalizers.NFC()),
-    "smollm": _Kind(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])),
+    "stablelm2": _Kind(_splitting(QWEN2_PATTERN)),
+    "smollm": _Kind(DIGITS),
+    "command-r": _Kind(DIGITS, normalizer=normalizers.NFC()),
     "tekken": _Kind(_splitting(TEKKEN_PATTERN), keeps_whole=True),
 }
 

@@ -122,7 +122,7 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures ['GPT2LMHeadModel'] is not supported"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures 'GPT2LMHeadModel' is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

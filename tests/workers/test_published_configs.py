@@ -383,6 +383,35 @@ MODELS: dict[str, Published] = {
         131072,
         {262144: 32},
     ),
+    "CohereForAI/c4ai-command-r-v01": Published(
+        {
+            "architectures": ["CohereForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "hidden_act": "silu",
+            "hidden_size": 8192,
+            "initializer_range": 0.02,
+            "intermediate_size": 22528,
+            "layer_norm_eps": 1e-05,
+            "logit_scale": 0.0625,
+            "max_position_embeddings": 8192,
+            "model_max_length": 131072,
+            "model_type": "cohere",
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 64,
+            "pad_token_id": 0,
+            "pretraining_tp": 1,
+            "rope_theta": 8000000.0,
+            "torch_dtype": "float16",
+            "use_cache": True,
+            "vocab_size": 256000,
+        },
+        131072,
+        {0: 40},
+    ),
 }
 
 
@@ -401,6 +430,17 @@ def test_no_published_key_is_ignored(name: str, tmp_path: Path) -> None:
     windows = list(config.sliding_windows)
     assert {window: windows.count(window) for window in windows} == wanted.windows
     assert config.ropes.count(None) == wanted.num_unrotated
+
+
+@pytest.mark.parametrize(("longer", "wanted"), [(16384, 16384), (4096, 8192), (None, 8192)])
+def test_the_larger_length_is_served_where_a_family_names_two(
+    longer: int | None, wanted: int, tmp_path: Path
+) -> None:
+    published = MODELS["CohereForAI/c4ai-command-r-v01"].config
+    _write(tmp_path, **{**published, "model_max_length": longer})
+    assert read_model_config(tmp_path).max_context_tokens == wanted
+    _write(tmp_path, **{**published, "architectures": ["Cohere2ForCausalLM"], "model_max_length": longer})
+    assert read_model_config(tmp_path).max_context_tokens == 8192
 
 
 # Keys that some families are computed by, and a value with which each changes the result.

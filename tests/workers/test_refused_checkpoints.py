@@ -88,7 +88,18 @@ REFUSALS = {
     "pth": _Refusal(_pickled("consolidated.00.pth"), ("consolidated.00.pth, which is never loaded",)),
     "architecture": _Refusal(
         _configured(architectures=["MambaForCausalLM"]),
-        ("config.json: architectures", "MambaForCausalLM", "is not supported (supported: LlamaForCausalLM"),
+        ("config.json: architectures 'MambaForCausalLM' is not supported; docs/models.md lists",),
+    ),
+    "an architecture with a slip": _Refusal(
+        _configured(architectures=["LlamaForCausalLm"]),
+        ("'LlamaForCausalLm' is not supported, and the nearest supported name is LlamaForCausalLM; docs",),
+    ),
+    "a model_type": _Refusal(
+        _configured(architectures=None, model_type="qwen22"),
+        ("model_type 'qwen22' is not supported, and the nearest supported name is qwen2; docs",),
+    ),
+    "neither": _Refusal(
+        _configured(architectures=[], model_type=None), ("model_type is missing; docs/models.md lists",)
     ),
     "tensors of AWQ": _Refusal(_packed, ("q_proj.weight is missing", "16 or 32 bits")),
     "8 bits": _Refusal(_eight_bits, ("model.layers.0.self_attn.q_proj.weight", "16 or 32 bits")),

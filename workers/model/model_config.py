@@ -6,9 +6,11 @@ Engine cores and gateways read it as well as ranks, so nothing here imports torc
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -345,6 +347,9 @@ class _ConfigReader(ConfigValues):
         which is then stretched, unless the family counts stretched positions; with llama3 it is the stretched
         length already, and with yarn it may be either."""
         num_positions = self.count("max_position_embeddings", most=MAX_CONTEXT_TOKENS)
+        if self.family.context_key:
+            longer = self.count(self.family.context_key, num_positions, most=MAX_CONTEXT_TOKENS)
+            num_positions = max(num_positions, longer)
         if rope.rope_type == "yarn":
             return min(max(num_positions, int(rope.factor * rope.original_max_positions)), MAX_CONTEXT_TOKENS)
         if rope.rope_type != "linear" or self.family.rotary.is_context_stretched:
@@ -360,13 +365,23 @@ class _ConfigReader(ConfigValues):
         if isinstance(architectures, list) and architectures:
             family = ARCHITECTURE_TO_FAMILY.get(str(architectures[0]))
             if family is None:
-                names = ", ".join([*ARCHITECTURE_TO_FAMILY, *WRAPPERS])
-                self.refuse("architectures", f"is not supported (supported: {names})")
+                self._refuse_unknown("architectures", architectures[0], (*ARCHITECTURE_TO_FAMILY, *WRAPPERS))
             return family
         family = NAME_TO_FAMILY.get(str(self.raw.get("model_type")))
         if family is None:
-            self.refuse("model_type", f"is not supported (supported: {', '.join(NAME_TO_FAMILY)})")
+            self._refuse_unknown("model_type", self.raw.get("model_type"), NAME_TO_FAMILY)
         return family
+
+    def _refuse_unknown(self, key: str, found: object, known: Iterable[str]) -> NoReturn:
+        """Refuse the name of a family, and give the nearest one that is known."""
+        if found is None:
+            raise CheckpointError(f"{self.file}: {key} is missing; docs/models.md lists the supported models")
+        name = str(found)[:_MAX_SHOWN_CHARS]
+        # Most of these names end alike.
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+        nearest = f", and the nearest supported name is {close[0]}" if close else ""
+        problem = f"{key} {name!r} is not supported{nearest}"
+        raise CheckpointError(f"{self.file}: {problem}; docs/models.md lists the supported models")
 
     def _refuse_unsupported(self) -> None:
         if self.raw.get("quantization_config"):

@@ -37,6 +37,7 @@ _MakeParser = Callable[[CallIds, ParserNeeds, bool], OutputParser]
 _GRANITE = ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)
 _PHI4 = ("<|tool_call|>",), ("<|/tool_call|>",)
 _APERTUS = ("<|tools_prefix|>",), ("<|tools_suffix|>",)
+_COHERE2 = ("<|START_ACTION|>",), ("<|END_ACTION|>",)
 _SEED = CallMarks("<seed:tool_call>", "</seed:tool_call>")
 _OLMO3 = CallMarks("<function_calls>", "</function_calls>")
 _GEMMA3 = CallMarks("```tool_code", "```")
@@ -81,9 +82,11 @@ _TOOL_PARSERS: dict[str, _ToolParser] = {
     "glm45": _ToolParser(
         lambda ids, needs, several: TaggedCalls(ids, needs.tools, KeyTags, allows_several=several),
         (*HERMES_MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        "glm45",
     ),
     "glm4": _ToolParser(
-        lambda ids, needs, several: NamedCalls(ids, frozenset(needs.tools), allows_several=several)
+        lambda ids, needs, several: NamedCalls(ids, frozenset(needs.tools), allows_several=several),
+        grammar="glm4",
     ),
     "granite": _ToolParser(
         lambda ids, _, several: ListedCalls(ids, *_GRANITE, allows_several=several),
@@ -101,13 +104,23 @@ _TOOL_PARSERS: dict[str, _ToolParser] = {
         "apertus",
     ),
     "olmo3": _ToolParser(
-        lambda ids, needs, several: PythonCalls(ids, needs.tools, _OLMO3, allows_several=several), _OLMO3
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _OLMO3, allows_several=several),
+        _OLMO3,
+        "olmo3",
     ),
     "gemma3": _ToolParser(
-        lambda ids, needs, several: PythonCalls(ids, needs.tools, _GEMMA3, allows_several=several)
+        lambda ids, needs, several: PythonCalls(ids, needs.tools, _GEMMA3, allows_several=several),
+        grammar="gemma3",
     ),
     "gemma4": _ToolParser(
-        lambda ids, _, several: BraceCalls(ids, allows_several=several), (*GEMMA4_MARKS, GEMMA4_QUOTE)
+        lambda ids, _, several: BraceCalls(ids, allows_several=several),
+        (*GEMMA4_MARKS, GEMMA4_QUOTE),
+        "gemma4",
+    ),
+    "cohere2": _ToolParser(
+        lambda ids, _, several: ListedCalls(ids, *_COHERE2, allows_several=several),
+        (*_COHERE2[0], *_COHERE2[1]),
+        "cohere2",
     ),
     # Calls that are demanded of a model without a notation of its own.
     "json": _ToolParser(
@@ -140,6 +153,12 @@ _REASONING_MARKS = {
     "granite32": _ReasoningMarks("Here is my thought process:", "Here is my response:", ()),
     "apertus": _ReasoningMarks(
         "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")
+    ),
+    "cohere2": _ReasoningMarks(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     "gemma4": _ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 }
@@ -241,6 +260,7 @@ def marked_tool_parser(template: str) -> str:
     """Return the parser that the marks in the source of a template name, "none" where there are none."""
     for mark, name in (
         ("<seed:tool_call>", "seed_oss"),
+        ("<|START_ACTION|>", "cohere2"),
         ("<|tool_call>call:", "gemma4"),
         ("<|tools_prefix|>", "apertus"),
         ("<function_calls>", "olmo3"),
@@ -266,6 +286,7 @@ def _reasoning_of(template: str) -> str:
         return "granite" if "<response>" in template else "think"
     for mark, name in (
         ("[THINK]", "mistral"),
+        ("<|START_THINKING|>", "cohere2"),
         ("<seed:think>", "seed_oss"),
         ("<|inner_prefix|>", "apertus"),
         ("<|channel>thought", "gemma4"),

@@ -6,10 +6,10 @@ import json
 from enum import Enum, auto
 
 _WHITESPACE = " \t\r\n"
-_NAME = "name"
+_NAMES = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 # Keys that some templates add; their values are left out.
-_OTHER_KEYS = ("type", "id")
+_OTHER_KEYS = ("type", "id", "tool_call_id")
 
 
 class ValueEnd:
@@ -122,7 +122,7 @@ class JsonCall:
         self._token.append(char)
         if self._end.is_reached(char):
             self._key = _text("".join(self._token))
-            keys = (_NAME, *_ARGUMENT_KEYS, *_OTHER_KEYS)
+            keys = (*_NAMES, *_ARGUMENT_KEYS, *_OTHER_KEYS)
             is_known = bool(self._key) if self._is_keyed else self._key in keys
             self._place = _Place.COLON if is_known else _Place.BROKEN
 
@@ -137,7 +137,7 @@ class JsonCall:
             if self._is_keyed and fits:
                 self.name = self._key
         else:
-            fits = char == '"' and not (self._key == _NAME and self.name)
+            fits = char == '"' and not (self._key in _NAMES and self.name)
         if not fits:
             self._place = _Place.BROKEN
             return
@@ -148,7 +148,7 @@ class JsonCall:
         (self._arguments if self._is_in_arguments else self._token).append(char)
         if self._end.is_reached(char):
             self._place = _Place.COMMA
-            if self._key == _NAME and not self._is_keyed:
+            if self._key in _NAMES and not self._is_keyed:
                 self.name = _text("".join(self._token))
                 if not self.name:
                     self._place = _Place.BROKEN

@@ -6,6 +6,9 @@ from cluster.text.output_parsers.json_call import ValueEnd
 from cluster.text.output_parsers.pieces import MAX_WAITING_CHARS, CallIds, Content, Piece, ToolCallDelta
 from cluster.text.output_parsers.tool_calls import Calls
 
+# The mark of the model's turns, each of which has one call. Behind a call it is not text.
+NEXT_TURN = "<|assistant|>"
+
 
 class NamedCalls(Calls):
     """The whole answer is calls, one after another. No marker begins them, so a line is the beginning of one
@@ -21,9 +24,15 @@ class NamedCalls(Calls):
             text, self._held = self._held, ""
             return [Content(text)] if text else None
         text = self._held.lstrip()
+        num_marked = 0
+        if self._num_calls and text:
+            if NEXT_TURN.startswith(text):
+                return None
+            num_marked = len(NEXT_TURN) if text.startswith(NEXT_TURN) else 0
+            text = text[num_marked:].lstrip()
         line, end, rest = text.partition("\n")
         name, arguments = line.rstrip(), rest.lstrip()
-        num_spaces = len(self._held) - len(name) - len(arguments)
+        num_spaces = len(self._held) - num_marked - len(name) - len(arguments)
         if num_spaces > MAX_WAITING_CHARS or not self._may_be(name, is_whole=bool(end) or line != name):
             self._is_content = True
             return []
@@ -46,7 +55,7 @@ class NamedCalls(Calls):
         return any(it.startswith(name) for it in self._tool_names)
 
     def _last(self, held: str) -> list[Piece]:
-        return [] if self._num_calls and not held.strip() else [Content(held)]
+        return [] if self._num_calls and held.strip() in ("", NEXT_TURN) else [Content(held)]
 
 
 class _ArgumentsText:

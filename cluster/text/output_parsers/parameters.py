@@ -5,9 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 STRING = "string"
+# Demands on strings, which do not apply to a value that is plain text.
+UNHELD_OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
+# Keywords that demand nothing themselves.
+NOTES = frozenset(
+    {
+        *("$defs", "definitions", "$schema", "$id", "title", "description", "examples", "default"),
+        *("$comment", "deprecated", "readOnly", "writeOnly"),
+    }
+)
 # The spelling of Python, and of many templates, for values that JSON writes otherwise.
 _AS_JSON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 16
@@ -48,6 +57,48 @@ def kinds_of(schema: Any, root: Any, depth: int = 0) -> Kinds:
     if isinstance(found := schema.get("allOf"), list):
         return next((kinds for it in found if (kinds := kinds_of(it, root, depth + 1)) is not None), None)
     return None
+
+
+class ObjectProperty(NamedTuple):
+    """A property of an object, and its schema."""
+
+    name: str
+    schema: Any
+    is_required: bool
+
+
+class ObjectProperties(NamedTuple):
+    """The properties of an object: those that are named, or the schema of all (None: there are no others)."""
+
+    named: tuple[ObjectProperty, ...]
+    others: Any = None
+
+
+def properties_of(schema: Any) -> ObjectProperties:
+    """Return the properties that a schema of objects allows in calls: where it names some, those alone."""
+    if not isinstance(schema, dict):
+        return ObjectProperties((), True)
+    properties, others = schema.get("properties"), schema.get("additionalProperties", True)
+    names, required = properties if isinstance(properties, dict) else {}, schema.get("required")
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    found = {**names, **{name: others for name in needed if name not in names}}
+    allowed = [name for name, it in found.items() if it is not False or name in needed]
+    named = tuple(ObjectProperty(name, found[name], name in needed) for name in allowed)
+    is_open = not named and not isinstance(properties, dict) and others is not False
+    return ObjectProperties(named, others if is_open else None)
+
+
+def values_of(schema: Any) -> list[Any] | None:
+    """Return the values that a schema lists; None where it lists none."""
+    if not isinstance(schema, dict):
+        return None
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, list) else None
+
+
+def with_definitions(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """Return a schema with the definitions of the root, to which it may refer."""
+    return {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
 
 
 def kind_of(value: Any) -> str:

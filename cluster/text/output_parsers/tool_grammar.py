@@ -1,18 +1,20 @@
 """Grammars of answers with tool calls, in the notations that the parsers read.
 
 A grammar lets the model think first, where it does that, and then holds it to the names of the tools and to
-the schemas of their arguments. It is written in llguidance's variant of Lark's syntax. There a special token
-is named by its id and is no text, so each marker is written as the tokenizer has it.
+the schemas of their arguments.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from cluster.text.json_schemas import SchemaError, prepared
-from cluster.text.output_parsers.parameters import STRING, kinds_of, resolved
+from cluster.text.output_parsers.brace_call_rules import BraceCallRules
+from cluster.text.output_parsers.callable_tools import CallableTool
+from cluster.text.output_parsers.grammar_lines import GrammarLines, SpecialToken
+from cluster.text.output_parsers.named_calls import NEXT_TURN
+from cluster.text.output_parsers.python_call_rules import PythonCallRules
+from cluster.text.output_parsers.tagged_call_rules import FunctionTagRules, KeyTagRules
 from kvtransfer.codec import Part
 
 if TYPE_CHECKING:
@@ -29,9 +31,13 @@ CallNotation = Literal[
     "granite",
     "phi4",
     "apertus",
+    "glm4",
+    "glm45",
+    "olmo3",
+    "gemma3",
+    "gemma4",
+    "cohere2",
 ]
-# Returns the id of a marker that is one special token; None where it is text.
-SpecialToken = Callable[[str], int | None]
 
 # The marker before calls; "": none.
 _STARTS: dict[CallNotation, str] = {
@@ -45,6 +51,12 @@ _STARTS: dict[CallNotation, str] = {
     "granite": "<|tool_call|>",
     "phi4": "<|tool_call|>",
     "apertus": "<|tools_prefix|>",
+    "glm4": "",
+    "glm45": "<tool_call>",
+    "olmo3": "<function_calls>",
+    "gemma3": "```tool_code",
+    "gemma4": "<|tool_call>",
+    "cohere2": "<|START_ACTION|>",
 }
 # The marker behind each call, or behind the list of them.
 _ENDS: dict[CallNotation, str] = {
@@ -53,41 +65,16 @@ _ENDS: dict[CallNotation, str] = {
     "seed_oss": "</seed:tool_call>",
     "phi4": "<|/tool_call|>",
     "apertus": "<|tools_suffix|>",
+    "glm45": "</tool_call>",
+    "olmo3": "</function_calls>",
+    "gemma3": "```",
+    "gemma4": "<tool_call|>",
+    "cohere2": "<|END_ACTION|>",
 }
-_IN_TAGS = "qwen3_coder", "seed_oss"
-_LISTED = "mistral", "granite", "phi4", "apertus"
+# Calls that are no JSON, but for values in them.
+_OWN_SYNTAX = "qwen3_coder", "seed_oss", "glm45", "olmo3", "gemma3", "gemma4"
+_LISTED = "mistral", "granite", "phi4", "apertus", "cohere2"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_VALUE_END = f"\n{_PARAMETER_END}\n"
-# Demands on strings, which do not apply to a value that is plain text.
-_OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
-_TERMINALS = (
-    "TEXT: /(.|\\n)*/",
-    "SPACE: / ?/",
-    "BREAKS: /\\n{0,2}/",
-    "WHITE: /[ \\n]{0,8}/",
-    'NOTHING: ""',
-    # As in the JSON of a constraint, which may be what begins with the same brace.
-    "COLON: /: ?/",
-    "COMMA: /, ?/",
-)
-
-
-class ToolSchemaError(ValueError):
-    """The arguments of a tool cannot be what its schema demands; the text has the reason."""
-
-    def __init__(self, tool: str, reason: str) -> None:
-        super().__init__(reason)
-        self.tool = tool
-
-
-class CallableTool(Part, frozen=True):
-    """A function, and the JSON schema of its arguments ("": any object). Where that `is_strict`, keywords
-    that are not supported are refused, else ignored."""
-
-    name: str
-    schema_json: str = ""
-    is_strict: bool = False
 
 
 class CallRules(Part, frozen=True):
@@ -120,7 +107,8 @@ def answer_grammar(
 ) -> str:
     """Return the grammar of an answer: reasoning, then calls or `content`, a grammar of llguidance (None: any
     text). `json_style` is how JSON is written. Raise `ToolSchemaError` for the schema of a tool."""
-    rules = _Rules(special_token, json_style, is_bounded)
+    lines = GrammarLines(special_token, json_style, is_bounded)
+    rules = _Rules(lines)
     begins_freely = content is None and (calls is None or not calls.is_required)
     if calls is None:
         answer = "TEXT" if content is None else "@content"
@@ -132,7 +120,7 @@ def answer_grammar(
     if reasoning is not None:
         marker = _STARTS[calls.notation] if calls is not None else ""
         start = f"{rules.thought(reasoning, marker, '' if begins_freely else 'BREAKS')} answer"
-    lark = "\n".join(("%llguidance {}", f"start: {start}", f"answer: {answer}", *rules.lines, ""))
+    lark = "\n".join(("%llguidance {}", f"start: {start}", f"answer: {answer}", *lines.lines, ""))
     if content is None or "@content" not in answer:
         return lark
     return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *_content_parts(content)]})
@@ -150,30 +138,28 @@ def _content_parts(grammar: str) -> list[dict[str, Any]]:
 
 
 class _Rules:
-    """Writes the rules of one grammar into `lines`. Methods that return something return an expression."""
+    """Writes the rules of one grammar. Methods that return something return an expression."""
 
-    def __init__(self, special_token: SpecialToken, json_style: JsonCompileOptions, is_bounded: bool) -> None:
-        self._special_token = special_token
-        self._json_style = json_style
-        self._is_bounded = is_bounded
-        self.lines = list(_TERMINALS)
+    def __init__(self, lines: GrammarLines) -> None:
+        self._lines = lines
 
     def thought(self, reasoning: ReasoningRules, call_marker: str, breaks: str) -> str:
         """Return the rule of reasoning, and of `breaks` behind it. No call begins in it: a reader that does
         not separate reasoning would take that for a call."""
-        self.lines.append(f"THOUGHT: {_without(call_marker) if call_marker else 'TEXT'}")
-        end = self._up_to("thought_end", "THOUGHT", reasoning.end)
+        self._lines.add(f"THOUGHT: {_without(call_marker) if call_marker else 'TEXT'}")
+        end = self._lines.up_to("thought_end", "THOUGHT", reasoning.end)
         if reasoning.is_open:
             return f"{end} {breaks}"
         # Where something is demanded, white space must not be the way into reasoning.
         before = "NOTHING" if breaks else "WHITE"
-        return f"({self._up_to('thought_start', before, reasoning.start)} {end} {breaks})?"
+        return f"({self._lines.up_to('thought_start', before, reasoning.start)} {end} {breaks})?"
 
     def calls(self, calls: CallRules) -> str:
         """Return the rule of calls alone."""
-        if calls.notation == "json":
+        marker = _STARTS[calls.notation]
+        if not marker:
             return self._behind_start(calls)
-        start = self._mark(_STARTS[calls.notation])
+        start = self._lines.mark(marker)
         if calls.notation == "llama3":
             start = f"({start})?"
         return f"{start} {self._behind_start(calls)}"
@@ -182,149 +168,114 @@ class _Rules:
         """Return the rule of text, which calls may follow."""
         start = _STARTS[calls.notation]
         behind = self._behind_start(calls)
+        if calls.notation == "glm4":
+            return self._text_or_named(calls)
         if calls.notation != "llama3":
-            return f"TEXT | {self._up_to('calls_start', 'TEXT', start)} {behind}"
+            return f"TEXT | {self._lines.up_to('calls_start', 'TEXT', start)} {behind}"
         # There the answer is calls or text from its beginning.
-        self.lines.append(f"NO_CALL: TEXT & ~/\\s*({_pattern(start)}|\\{{)(.|\\n)*/")
-        mark = self._mark(start)
-        if self._special_token(start) is not None:
+        self._lines.add(f"NO_CALL: TEXT & ~/\\s*({_pattern(start)}|\\{{)(.|\\n)*/")
+        mark = self._lines.mark(start)
+        if self._lines.is_token(start):
             return f"NO_CALL | WHITE ({mark} WHITE)? {behind}"
         # One terminal, so that it and the text go on together until one of them cannot.
-        self.lines.append(f"LEAD: WHITE ({mark} WHITE)?")
+        self._lines.add(f"LEAD: WHITE ({mark} WHITE)?")
         return f"NO_CALL | LEAD {behind}"
+
+    def _text_or_named(self, calls: CallRules) -> str:
+        """Return the rule of text that is no call of a tool, or calls, of which no marker begins the first:
+        a tool's name and the brace behind it do."""
+        names = "|".join(_pattern(tool.name) for tool in calls.tools)
+        self._lines.add(f"NO_CALL: TEXT & ~/\\s*({names})\\s*\\n\\s*\\{{(.|\\n)*/")
+        firsts = []
+        for index, tool in enumerate(calls.tools):
+            self._lines.add(f"LEAD_{index}: WHITE {json.dumps(tool.name)} / {{0,8}}\\n/ WHITE")
+            firsts.append(f"LEAD_{index} {self._arguments(tool)}")
+        further = f" ({self._between(calls.notation)} call)*" if calls.allows_several else ""
+        return f"NO_CALL | ({' | '.join(firsts)}){further}"
 
     def _behind_start(self, calls: CallRules) -> str:
         """Return the rule of everything behind the first marker."""
-        tools = [self._tool(index, tool, calls.notation) for index, tool in enumerate(calls.tools)]
+        notation = calls.notation
+        tools = [self._tool(index, tool, notation) for index, tool in enumerate(calls.tools)]
         any_tool = " | ".join(tools)
-        if calls.notation in ("mistral_args", *_IN_TAGS):
-            self.lines.append(f"tool: {any_tool}")
-        elif calls.notation == "apertus":
-            self.lines.append(rf'tool: "{{" ({any_tool}) "}}"')
+        if notation in ("mistral_args", "glm4", *_OWN_SYNTAX):
+            self._lines.add(f"tool: {any_tool}")
+        elif notation == "apertus":
+            self._lines.add(rf'tool: "{{" ({any_tool}) "}}"')
+        elif notation == "cohere2":
+            call_id = r'"\"tool_call_id\"" COLON "\"" /[0-9]{1,3}/ "\"" COMMA'
+            self._lines.add(rf'tool: "{{" {call_id} "\"tool_name\"" COLON ({any_tool}) "}}"')
         else:
-            self.lines.append(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
-        start = self._mark(_STARTS[calls.notation])
-        match calls.notation:
-            case "hermes" | "qwen3_coder" | "seed_oss":
-                end = self._mark(_ENDS[calls.notation])
-                call, between = f"BREAK tool BREAK {end}", f"BREAKS {start}"
-                self.lines.append("BREAK: /\\n?/")
-            case "llama3":
-                call, between = "tool", '";" SPACE'
-            case "json":
-                call, between = "tool", r'"\n"'
-            case "mistral" | "granite" | "phi4" | "apertus":
-                call, between = "tool", '"," SPACE'
+            self._lines.add(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
+        end = self._lines.mark(_ENDS[notation]) if notation in _ENDS else ""
+        match notation:
+            case "hermes":
+                call = f"BREAK tool BREAK {end}"
+            case "qwen3_coder" | "seed_oss" | "glm45" | "gemma4":
+                call = f"tool {end}"
+            case _:
+                call = "tool"
+        self._lines.add(f"call: {call}")
+        several = f"call ({self._between(notation)} call)*" if calls.allows_several else "call"
+        if notation == "cohere2":
+            return f'"[" WHITE {several} WHITE "]" {end}'
+        if notation in _LISTED:
+            return f'SPACE "[" {several} "]" {end}'
+        return f"BREAK {several} BREAK {end}" if notation in ("olmo3", "gemma3") else several
+
+    def _between(self, notation: CallNotation) -> str:
+        """Return the expression of what stands between two calls."""
+        start = _STARTS[notation]
+        match notation:
+            case "hermes" | "qwen3_coder" | "seed_oss" | "glm45" | "gemma4":
+                return f"BREAKS {self._lines.mark(start)}"
             case "mistral_args":
-                call, between = "tool", start
-        self.lines.append(f"call: {call}")
-        several = f"call ({between} call)*" if calls.allows_several else "call"
-        if calls.notation not in _LISTED:
-            return several
-        end = self._mark(_ENDS[calls.notation]) if calls.notation in _ENDS else ""
-        return f'SPACE "[" {several} "]" {end}'
+                return self._lines.mark(start)
+            case "cohere2":
+                return '"," WHITE'
+            case "llama3":
+                return '";" SPACE'
+            case "json" | "olmo3" | "gemma3":
+                return r'"\n"'
+            case "glm4":  # each call is a turn of its own
+                return self._lines.mark(NEXT_TURN) if self._lines.is_token(NEXT_TURN) else r'"\n"'
+            case _:
+                return '"," SPACE'
 
     def _tool(self, index: int, tool: CallableTool, notation: CallNotation) -> str:
         """Return the rule of a call of one tool, without markers around it."""
-        if notation in _IN_TAGS:
-            self.lines.append(f"tool_{index}: {self._tagged(index, tool)}")
-            return f"tool_{index}"
-        name = json.dumps(tool.name if notation == "mistral_args" else json.dumps(tool.name))
-        arguments = f"%json {json.dumps(self._schema(tool))}"
-        if notation == "mistral_args":
-            call_id = f"({self._mark(_CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
-            self.lines.append(f"tool_{index}: {name} {call_id} {self._mark(_ARGS)} {arguments}")
-        elif notation == "apertus":
-            self.lines.append(f"tool_{index}: {name} COLON {arguments}")
-        else:
-            key = "parameters" if notation == "llama3" else "arguments"
-            self.lines.append(rf'tool_{index}: {name} COMMA "\"{key}\"" COLON {arguments}')
-        return f"tool_{index}"
+        rule = f"tool_{index}"
+        self._lines.add(f"{rule}: {self._call(rule, tool, notation)}")
+        return rule
 
-    def _tagged(self, index: int, tool: CallableTool) -> str:
-        """Return the rule of a call in tags, whose parameters come in the order of the schema."""
-        schema = _arguments_schema(tool)
-        arguments = resolved(schema, schema)
-        properties = arguments.get("properties") if isinstance(arguments, dict) else None
-        parts = [json.dumps(f"<function={tool.name}>\n")]
-        if isinstance(properties, dict):
-            required = arguments.get("required") or ()
-            for number, (key, value) in enumerate(properties.items()):
-                rule = f"tool_{index}_{number}"
-                self.lines.append(f"{rule}: {self._parameter(tool, key, value, schema)}")
-                parts.append(rule if key in required else f"{rule}?")
-        elif isinstance(arguments, dict) and arguments.get("additionalProperties") is not False:
-            self._add_once(
-                f'any_parameter: "<parameter=" /[A-Za-z0-9_.-]{{1,64}}/ ">\\n" {self._free_text()}'
-            )
-            parts.append("any_parameter*")
-        return f'{" ".join(parts)} "</function>"'
+    def _call(self, rule: str, tool: CallableTool, notation: CallNotation) -> str:
+        name = json.dumps(json.dumps(tool.name))
+        match notation:
+            case "qwen3_coder" | "seed_oss":
+                return FunctionTagRules(self._lines, breaks_around_values=notation == "qwen3_coder").call(
+                    tool
+                )
+            case "glm45":
+                return KeyTagRules(self._lines).call(tool)
+            case "olmo3" | "gemma3":
+                return PythonCallRules(self._lines, has_python_values=notation == "gemma3").call(tool)
+            case "gemma4":
+                return BraceCallRules(self._lines).call(rule, tool)
+            case "glm4":
+                return f"{json.dumps(tool.name)} / ?\\n/ {self._arguments(tool)}"
+            case "mistral_args":
+                call_id = f"({self._lines.mark(_CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
+                args = self._lines.mark(_ARGS)
+                return f"{json.dumps(tool.name)} {call_id} {args} {self._arguments(tool)}"
+            case "apertus":
+                return f"{name} COLON {self._arguments(tool)}"
+            case _:
+                key = "parameters" if notation in ("llama3", "cohere2") else "arguments"
+                return rf'{name} COMMA "\"{key}\"" COLON {self._arguments(tool)}'
 
-    def _parameter(self, tool: CallableTool, key: str, schema: Any, root: Any) -> str:
-        """Return the rule of a parameter with its tags: text as it is, other values as JSON."""
-        if any(char in key for char in "<>\n"):
-            raise ToolSchemaError(tool.name, f"the name {key[:50]!r} cannot stand in a tag; change it")
-        start = json.dumps(f"{_PARAMETER}{key}>\n")
-        found, kinds = resolved(schema, root), kinds_of(schema, root)
-        values = None
-        if isinstance(found, dict):
-            values = found.get("enum", [found["const"]] if "const" in found else None)
-        if isinstance(values, list):
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            if any(_PARAMETER_END in text for text in texts):
-                raise ToolSchemaError(tool.name, f"a value of {key[:50]!r} has the tag that ends it")
-            return f"{start} ({' | '.join(map(json.dumps, texts))}) {json.dumps(_VALUE_END)}"
-        if kinds is None or STRING in kinds:
-            if tool.is_strict and isinstance(found, dict) and (unheld := sorted(_OF_TEXT & found.keys())):
-                raise ToolSchemaError(tool.name, f"{', '.join(unheld)}: not supported in this model's calls")
-            return f"{start} {self._free_text()}"
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        inner = self._prepared(tool, {**definitions, **found})
-        return f"{start} %json {json.dumps(inner)} {json.dumps(_VALUE_END)}"
-
-    def _free_text(self) -> str:
-        """Return the rule of any text, up to the first end of its tag, where readers see it."""
-        self._add_once(f"value_text[lazy]: TEXT {json.dumps(_PARAMETER_END)}")
-        return 'value_text "\\n"'
-
-    def _add_once(self, line: str) -> None:
-        if line not in self.lines:
-            self.lines.append(line)
-
-    def _schema(self, tool: CallableTool) -> dict[str, Any]:
-        return {**self._prepared(tool, _arguments_schema(tool)), "type": "object"}
-
-    def _prepared(self, tool: CallableTool, schema: dict[str, Any]) -> dict[str, Any]:
-        try:
-            found = prepared(schema, is_lenient=not tool.is_strict, is_bounded=self._is_bounded)
-        except SchemaError as error:
-            raise ToolSchemaError(tool.name, str(error)) from None
-        return {**found, "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
-
-    def _up_to(self, name: str, text: str, marker: str) -> str:
-        """Return the rule of text by a terminal, and of the marker when it first comes, also where it is
-        spelled in other tokens than its own: readers see no difference."""
-        self.lines.append(f"{name}_text[lazy]: {text} {json.dumps(marker)}")
-        token = self._special_token(marker)
-        other = "" if token is None else f" | {text} <[{token}]>"
-        self.lines.append(f"{name}: {name}_text{other}")
-        return name
-
-    def _mark(self, marker: str) -> str:
-        token = self._special_token(marker)
-        return json.dumps(marker) if token is None else f"<[{token}]>"
-
-
-def _arguments_schema(tool: CallableTool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which is one of objects."""
-    schema = json.loads(tool.schema_json or "{}")
-    if schema is True:
-        schema = {}
-    kinds = schema.get("type", "object") if isinstance(schema, dict) else None
-    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        raise ToolSchemaError(tool.name, "arguments are an object; give the schema this type")
-    assert isinstance(schema, dict)
-    return schema
+    def _arguments(self, tool: CallableTool) -> str:
+        """Return the rule of all arguments as JSON."""
+        return self._lines.json(tool, {**tool.arguments_schema(), "type": "object"})
 
 
 def _without(marker: str) -> str:

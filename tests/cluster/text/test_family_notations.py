@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from parsed_answers import parser_of, parts, raw_parts, read
-from text_harness import GEMMA3, GEMMA4, GRANITE, OLMO3
+from text_harness import GEMMA3, GEMMA4, GLM4, GRANITE, OLMO3
 
 BRACES = st.lists(
     st.sampled_from(
@@ -84,6 +84,19 @@ def test_arguments_by_position_get_the_names_of_the_schema() -> None:
     for pieces in ([text], list(text)):
         content, _, calls = parts(read(parser_of(GEMMA3, tools={"find": schema}), pieces))
         assert (content, calls) == ("Look:and so", [("find", {"city": "Ulm", "days": 2, "2": 3})])
+
+
+@pytest.mark.parametrize("between", ["<|assistant|>", "\n<|assistant|>\n", "\n", ""])
+@pytest.mark.parametrize("end", ["", "<|assistant|>"])
+def test_a_turn_between_calls_is_no_text(between: str, end: str) -> None:
+    text = f'find\n{{"n": 1}}{between}f\n{{}}{end}'
+    for pieces in ([text], list(text)):
+        assert parts(read(parser_of(GLM4), pieces)) == ("", "", [("find", {"n": 1}), ("f", {})])
+
+
+def test_the_beginning_of_a_turn_behind_a_call_is_text_where_it_is_none() -> None:
+    for pieces in (["f\n{}<|assist"], list("f\n{}<|assist")):
+        assert parts(read(parser_of(GLM4), pieces)) == ("<|assist", "", [("f", {})])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from parsed_answers import NEEDS, parser_of, parts, raw_parts, read, schema_of
 from text_harness import (
     APERTUS,
+    COHERE2,
     FAMILIES,
     GEMMA3,
     GEMMA4,
@@ -494,6 +495,7 @@ def test_a_prompt_may_open_the_reasoning() -> None:
         (APERTUS, "apertus", "apertus"),
         (OLMO3, "olmo3", "think"),
         (GEMMA4, "gemma4", "gemma4"),
+        (COHERE2, "cohere2", "cohere2"),
         ("write after 'Here is my thought process:'", "none", "granite32"),
         ("{{ messages }}", "none", "none"),
         (None, "none", "none"),

@@ -5,32 +5,31 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from call_texts import FIND, FIND_ALL, NOTATIONS, TEXTS, WRONG
-from gateway_harness import train_tokenizer, write_model
+from gateway_harness import write_model
+from grammar_models import END, MODELS, VOCAB, allowed_tokens, random_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from msgspec import structs
-from tokenizers import AddedToken
 
 from cluster.errors import InvalidRequestError, InvalidToolsError, bad_fields, to_grpc_status
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_checks import MAX_JSON_BYTES, MAX_TOOLS, chat_violations
 from cluster.text.constraints import output_constraint
 from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary, grammar_text
+from cluster.text.output_parsers.callable_tools import CallableTool
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.pieces import Content, ToolCallDelta
-from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
+from cluster.text.output_parsers.tool_grammar import CallNotation, CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 from workers.grammar_limits import parser_limits
 
-VOCAB = 400
-END = 0
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Ulm", 'a"}'], "type": "string"}, "n": {"type": "integer"}},
@@ -40,43 +39,6 @@ SCHEMA = {
 TOOLS = (CallableTool("find", json.dumps(SCHEMA), True), CallableTool("find_all"))
 THINKS = ReasoningRules("<think>", "</think>", is_open=False)
 IS_THINKING = ReasoningRules("<think>", "</think>", is_open=True)
-
-
-class Model:
-    """A vocabulary in which the markers are tokens, or text as any other."""
-
-    def __init__(self, *, has_tokens: bool) -> None:
-        self.tokenizer = train_tokenizer()
-        if has_tokens:
-            self.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"])
-            self.tokenizer.add_special_tokens(["<|tool_call|>", "<|/tool_call|>", "<|tools_prefix|>"])
-            self.tokenizer.add_special_tokens(["<|tools_suffix|>", "<seed:tool_call>", "</seed:tool_call>"])
-            # As Qwen has them: added, and not special.
-            markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-            self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])
-        self.library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=[END])
-
-    def special_token(self, marker: str) -> int | None:
-        ids = self.library.tokenize_str(marker, parse_special=True)
-        return ids[0] if len(ids) == 1 and self.library.is_special_token(ids[0]) else None
-
-    def matcher(self, order: OutputConstraint) -> LLMatcher:
-        text = grammar_text(order, self.special_token)
-        matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
-
-    def spell(self, text: str) -> list[int]:
-        """The ids of a text without added tokens."""
-        return list(train_tokenizer().encode(text).ids)
-
-    def takes(self, order: OutputConstraint, text: str | Sequence[int]) -> bool:
-        ids = self.tokenizer.encode(text).ids if isinstance(text, str) else list(text)
-        matcher = self.matcher(order)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-MODELS = {"tokens": Model(has_tokens=True), "text": Model(has_tokens=False)}
 
 
 def rules(notation: CallNotation, mode: str, tools: tuple[CallableTool, ...] = TOOLS) -> CallRules:
@@ -185,31 +147,6 @@ def test_a_content_of_several_grammars_stays_what_it_is() -> None:
         grammar_text(OutputConstraint("grammar", '{"x": 1}', reasoning=THINKS), lambda marker: None)
 
 
-def random_answer(model: Model, order: OutputConstraint, randomness: random.Random, start: str) -> str | None:
-    """A random text by the grammar that begins with `start`; None where it has no end in sight."""
-    matcher = model.matcher(order)
-    ids = list(model.tokenizer.encode(start).ids)
-    assert matcher.consume_tokens(ids)
-    for _ in range(250):
-        allowed = [index for index, bit in enumerate(bits(matcher.compute_bitmask())) if bit]
-        if END in allowed and (len(allowed) == 1 or randomness.random() < 0.3):
-            return str(model.tokenizer.decode(ids, skip_special_tokens=False))
-        rare = [index for index in allowed if index >= model.tokenizer.get_vocab_size() - 8]
-        # Whatever closes something is likelier than by the count of tokens alone.
-        closing = [
-            index for index in allowed if (model.tokenizer.id_to_token(index) or "x") in ('"', "}", "]")
-        ]
-        chosen = randomness.choice([allowed, rare or allowed, closing or allowed, closing or allowed])
-        token = randomness.choice([index for index in chosen if index != END] or chosen)
-        assert matcher.consume_token(token), matcher.get_error()
-        ids.append(token)
-    return None
-
-
-def bits(mask: bytes) -> list[bool]:
-    return [bool(mask[index // 8] >> (index % 8) & 1) for index in range(VOCAB)]
-
-
 def read_calls(notation: CallNotation, text: str, *, is_open: bool) -> list[tuple[str, Any]]:
     needs = ParserNeeds({tool.name: tool.schema_json for tool in TOOLS}, True)
     parser = NOTATIONS[notation].make(needs, "r", 0, opens_reasoning=is_open)
@@ -256,7 +193,8 @@ def test_what_a_grammar_allows_is_read_as_calls_of_the_tools(
     )
     start = "so</think>" if is_open else ""
     if begins_call:
-        start += TEXTS[notation][0][0].partition("find")[0]
+        call = TEXTS[notation][0][0]
+        start += call.partition("find")[0] or call.partition("city")[0]
     text = random_answer(model, order, random.Random(seed), start)
     if text is None:
         return
@@ -381,8 +319,9 @@ async def test_as_many_tools_as_a_chat_may_have_can_be_required(compiler: Gramma
 
 async def test_tools_whose_schemas_are_too_long_together_are_named(compiler: GrammarCompiler) -> None:
     for length in (900, 1100):  # of the grammar, and of the order already
-        schema = json.dumps({"type": "object", "properties": {"a" * length: {"enum": ["b" * 1000]}}})
-        tools = tuple(CallableTool(f"tool_{index}", schema) for index in range(128))
+        names = [f"{index}{'a' * length}" for index in range(128)]
+        schemas = [json.dumps({"properties": {name: {"enum": ["b" * 1000]}}}) for name in names]
+        tools = tuple(CallableTool(f"tool_{index}", schema) for index, schema in enumerate(schemas))
         with pytest.raises(InvalidToolsError, match=r"128 tools together.*bytes.*fewer"):
             await compiler.make(OutputConstraint("anything", calls=rules("hermes", "required", tools)))
 
@@ -504,10 +443,22 @@ def test_a_tool_without_parameters_takes_none() -> None:
                 "phi4": '<|tool_call|>[{"name": "now", "arguments": %s}]<|/tool_call|>',
                 "apertus": '<|tools_prefix|>[{"now": %s}]<|tools_suffix|>',
                 "json": '{"name": "now", "arguments": %s}',
+                "glm4": "now\n%s",
+                "cohere2": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", "parameters": %s}]'
+                "<|END_ACTION|>",
+                "glm45": "<tool_call>now\n%s</tool_call>",
+                "olmo3": "<function_calls>now(%s)</function_calls>",
+                "gemma3": "```tool_code\nnow(%s)\n```",
+                "gemma4": "<|tool_call>call:now%s<tool_call|>",
             }[order.calls.notation]
-            nothing, something = "{}", '{"time": 1}'
-            if order.calls.notation in ("qwen3_coder", "seed_oss"):
-                nothing, something = "", "<parameter=a>\n1\n</parameter>\n"
+            nothing, something = {
+                "qwen3_coder": ("", "<parameter=a>\n1\n</parameter>\n"),
+                "seed_oss": ("", "<parameter=a>1</parameter>\n"),
+                "glm45": ("", "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"),
+                "olmo3": ("", "a=1"),
+                "gemma3": ("", "a=1"),
+                "gemma4": ("{}", "{a:1}"),
+            }.get(order.calls.notation, ("{}", '{"time": 1}'))
             assert MODELS["text"].takes(order, says % nothing)
             assert not MODELS["text"].takes(order, says % something)
 
@@ -525,7 +476,7 @@ def test_white_space_does_not_lead_to_reasoning_where_calls_are_required(markers
     matcher = MODELS[markers].matcher(
         OutputConstraint("anything", calls=rules("hermes", "required"), reasoning=THINKS)
     )
-    allowed = [index for index, bit in enumerate(bits(matcher.compute_bitmask())) if bit]
+    allowed = allowed_tokens(matcher)
     first = {MODELS[markers].tokenizer.decode([index], skip_special_tokens=False)[0] for index in allowed}
     assert first == {"<"}
 

@@ -20,6 +20,8 @@ FAMILY = Family(
     qk_norm="own",
     has_qk_norm="use_qk_norm",
     rotary=Rotary(is_interleaved=True),
+    # Positions of the checkpoints are those of a first stage of training.
+    context_key="model_max_length",
     is_parallel=True,
     is_layer_norm=True,
     norm_eps="layer_norm_eps",

@@ -82,6 +82,8 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     windows: Windows = "none"
     rotary: Rotary = Rotary()
+    # The key of a context length that is served where it is larger than `max_position_embeddings`; "": none.
+    context_key: str = ""
     norms: NormNames = NormNames()
     # Attention and feed-forward both take the norm `attention_input`; there is no `feed_forward_input` then.
     is_parallel: bool | str = False

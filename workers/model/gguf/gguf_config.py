@@ -24,16 +24,21 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _GEMMA2_PERIOD, _GEMMA3_PERIOD = 2, 6
 _SMOLLM3_PERIOD = 4
+_COHERE2_PERIOD = 4
+# Heads are rotated in part, or may be.
+_PARTIAL = ("phi3", "glm4", "cohere2", "stablelm")
 
 
 class Architecture(NamedTuple):
     """How `general.architecture` is called in config.json. `is_permuted`: the rows of queries and keys are in
-    another order than in transformers. `norm_shift` is what the file has added to the weights of norms."""
+    another order than in transformers. `norm_shift` is what the file has added to the weights of norms.
+    `is_layer_norm`: norms are LayerNorms."""
 
     class_name: str
     model_type: str
     is_permuted: bool = False
     norm_shift: float = 0.0
+    is_layer_norm: bool = False
 
 
 ARCHITECTURES = {
@@ -47,6 +52,9 @@ ARCHITECTURES = {
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
     "granite": Architecture("GraniteForCausalLM", "granite", is_permuted=True),
     "glm4": Architecture("Glm4ForCausalLM", "glm4"),
+    "command-r": Architecture("CohereForCausalLM", "cohere", is_layer_norm=True),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", is_layer_norm=True),
+    "stablelm": Architecture("StableLmForCausalLM", "stablelm", is_layer_norm=True),
 }
 _MISTRAL = Architecture("MistralForCausalLM", "mistral", is_permuted=True)
 
@@ -105,8 +113,8 @@ class _ConfigMaker:
         num_heads, num_layers = self.count("attention.head_count"), self.count("block_count")
         hidden_size = self.count("embedding_length")
         rotated = self.count("rope.dimension_count", hidden_size // num_heads)
-        is_partial = self._name in ("phi3", "glm4")
-        head_dim = self.count("attention.key_length", hidden_size // num_heads if is_partial else rotated)
+        whole = hidden_size // num_heads if self._name in _PARTIAL else rotated
+        head_dim = self.count("attention.key_length", whole)
         config: dict[str, Any] = {
             "architectures": [self._architecture.class_name],
             "model_type": self._architecture.model_type,
@@ -118,7 +126,7 @@ class _ConfigMaker:
             "num_key_value_heads": self.count("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            **self._norm_eps(),
             "max_position_embeddings": self.count("context_length"),
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "tie_word_embeddings": "output.weight" not in self._file.name_to_tensor,
@@ -129,7 +137,7 @@ class _ConfigMaker:
         }
         if (scaling := self._rope_scaling(config)) is not None:
             config["rope_scaling"] = scaling
-        family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._name}")
+        family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._name.replace('-', '_')}")
         config |= family(config)
         return config | generation_config_of(self._file)
 
@@ -165,6 +173,11 @@ class _ConfigMaker:
 
     def _has(self, name: str) -> bool:
         return f"blk.0.{name}" in self._file.name_to_tensor
+
+    def _norm_eps(self) -> dict[str, float]:
+        if self._architecture.is_layer_norm:
+            return {"layer_norm_eps": self.number("attention.layer_norm_epsilon")}
+        return {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
     def _vocab_size(self) -> int:
         embedding = self._file.name_to_tensor.get("token_embd.weight")
@@ -329,6 +342,31 @@ class _ConfigMaker:
         return {
             "partial_rotary_factor": rotated / config["head_dim"],  # without it, that of the family is half
             "attention_bias": self._has("attn_q.bias"),
+        }
+
+    def _command_r(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self._cohere() | {"use_qk_norm": self._has("attn_q_norm.weight")}
+
+    def _cohere(self) -> dict[str, Any]:
+        return {"logit_scale": self.number("logit_scale"), "attention_bias": self._has("attn_q.bias")}
+
+    def _cohere2(self, config: dict[str, Any]) -> dict[str, Any]:
+        rotated = self.count("rope.dimension_count", config["head_dim"])
+        if rotated != config["head_dim"]:
+            self._refuse("rope.dimension_count", rotated, f"the {config['head_dim']} of a whole head")
+        return self._cohere() | {
+            "sliding_window": self.count("attention.sliding_window"),
+            "layer_types": self._layer_kinds(config, _COHERE2_PERIOD),
+        }
+
+    def _stablelm(self, config: dict[str, Any]) -> dict[str, Any]:
+        rotated = self.count("rope.dimension_count")
+        return {
+            "partial_rotary_factor": rotated / config["head_dim"],
+            "use_qkv_bias": self._has("attn_q.bias"),
+            "qk_layernorm": self._has("attn_q_norm.weight"),
+            # As llama.cpp does, whatever `use_parallel_residual` of the metadata says.
+            "use_parallel_residual": not self._has("ffn_norm.weight"),
         }
 
 

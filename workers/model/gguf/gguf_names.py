@@ -19,6 +19,7 @@ _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(weight|bias)")
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
 # What config.json says already.
@@ -57,27 +58,43 @@ _OF_ARCHITECTURE = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
 }
+# Rows of one tensor that are a tensor for each head.
+_OF_HEADS = {
+    "stablelm": {
+        "attn_q_norm": "self_attn.q_layernorm.norms.{head}",
+        "attn_k_norm": "self_attn.k_layernorm.norms.{head}",
+    },
+}
 
 
 class WrittenTensor(NamedTuple):
     """A tensor under its name in Hugging Face layout. `rows` are those of the source in the order in which
-    they are written (None: as they are); `shift` is taken off each value."""
+    they are written (None: as they are); `shift` is taken off each value. Where there is a `row`, that alone
+    is written, as a vector."""
 
     name: str
     source: GgufTensor
     rows: Rows | None = None
     shift: float = 0.0
+    row: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions of what is written."""
+        return tuple(self.source.shape if self.row is None else self.source.shape[1:])
 
     @property
     def num_items(self) -> int:
-        return math.prod(self.source.shape)
+        return math.prod(self.shape)
 
 
 def written_tensors(file: GgufFile) -> list[WrittenTensor]:
     """Return the tensors of the model in the order of the file; `CheckpointError` for one that has no name
     in Hugging Face layout."""
     architecture = architecture_of(file)
-    names = _OF_A_LAYER | _OF_ARCHITECTURE.get(str(file.metadata["general.architecture"]), {})
+    architecture_name = str(file.metadata["general.architecture"])
+    names = _OF_A_LAYER | _OF_ARCHITECTURE.get(architecture_name, {})
+    of_heads = _OF_HEADS.get(architecture_name, {})
     num_heads, num_kv_heads = head_counts(file)
     part_to_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture.is_permuted else {}
     found = []
@@ -85,6 +102,10 @@ def written_tensors(file: GgufFile) -> list[WrittenTensor]:
         if tensor.name in _NOT_NEEDED:
             continue
         name, layer = _TOP.get(tensor.name), _LAYER.fullmatch(tensor.name)
+        if layer and layer[2] in of_heads and len(tensor.shape) == 2:
+            stem = f"model.layers.{layer[1]}.{of_heads[layer[2]]}.{layer[3]}"
+            found += [WrittenTensor(stem.format(head=row), tensor, row=row) for row in range(tensor.shape[0])]
+            continue
         if layer and layer[2] in names:
             name = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
         if name is None:

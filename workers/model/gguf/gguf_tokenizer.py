@@ -73,6 +73,8 @@ _SPLITS: dict[str, _Split] = {
     "smollm": _DIGITS_SPLIT,
     "starcoder": _DIGITS_SPLIT,
     "refact": _DIGITS_SPLIT,
+    "command-r": _Split(digits=True, composes=True),
+    "stablelm2": _Split(_QWEN2),
     "tekken": _Split(_TEKKEN, keeps_whole=True, adds_bos=True),
     "gpt-4o": _Split(_GPT_4O),
 }

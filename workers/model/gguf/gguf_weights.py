@@ -104,7 +104,7 @@ def _header(shard: Sequence[WrittenTensor], dtype: str) -> bytes:
     for tensor, offsets in zip(shard, pairwise(ends), strict=True):
         header[tensor.name] = {
             "dtype": _SAFETENSORS_DTYPE[dtype],
-            "shape": list(tensor.source.shape),
+            "shape": list(tensor.shape),
             "data_offsets": list(offsets),
         }
     raw = json.dumps(header, separators=(",", ":")).encode()
@@ -118,9 +118,11 @@ def _write_tensor(stream: BufferedWriter, tensor: WrittenTensor, dtype: str) -> 
     num_rows, row_items = (
         (source.shape[0], source.shape[-1]) if len(source.shape) == 2 else (1, tensor.num_items)
     )
-    stored = np.memmap(
+    stored: npt.NDArray[np.uint8] = np.memmap(
         source.part, np.uint8, "r", source.offset, (num_rows, _num_stored_bytes(source) // num_rows)
     )
+    if tensor.row is not None:
+        stored, num_rows = stored[tensor.row : tensor.row + 1], 1
     step = max(1, _PIECE_BYTES // (4 * row_items))
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
