@@ -1,7 +1,8 @@
-"""The standing facts of a request: what does not change on its way from the gateway through the engines.
+"""The facts of a request that stay the same from the gateway to the engines.
 
-Everything that routes, runs or moves a request carries them whole. A new property of requests is a field
-here, last and with a default (docs/upgrades.md), and is named besides only where it comes from and is used.
+Gateway, router, scheduler and hand-over carry them as one object. To add a property to requests, append a
+field with a default here (docs/upgrades.md), fill it in `cluster/gateway/tenant_terms.py`, and read it where
+it is needed. Nothing between has to name it.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from kvtransfer.codec import Part
 
 ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
-# The state that is taken of an embedded prompt: the last token's hidden state.
+# How an embedding is made of a prompt: "last" is the hidden state of the last token.
 Pooling = Literal["last"]
 
 
 class RequestFacts(Part, frozen=True):
-    """Whose request it is, and how it may be treated."""
+    """Whose request it is, and how the cluster treats it."""
 
     tenant: str = ""
-    # The group whose prefixes it shares, and to which its KV belongs.
+    # The group of tenants that reuse each other's KV. The KV of the request counts to its share.
     sharing_group: str = ""
-    # Among the requests of its tenant and class; higher goes first.
+    # The higher goes first. How much a step is worth: docs/overload.md.
     priority: int = 0
     service_class: ServiceClass = "standard"
-    # The conversation that it belongs to, among those of all tenants; "": none is named.
+    # The conversation of the request, prefixed by the tenant; "": the client named none.
     session: str = ""
-    # The part of each replica's KV blocks that its sharing group may use.
+    # The part of each replica's KV blocks that the sharing group may use, at most 1.
     kv_share: float = 1.0
-    # Its KV is found by no other request, and not stored.
+    # No other request may reuse the KV, and no store keeps it.
     is_private: bool = False
-    # The prompt is embedded: no token is generated.
+    # If set, the request returns an embedding of its prompt, and no token is generated.
     pooling: Pooling | None = None
 
     @property
     def decodes(self) -> bool:
-        """Whether tokens are generated; otherwise the request ends with its prompt."""
+        """Whether the request generates tokens; if not, it ends with its prompt."""
         return self.pooling is None

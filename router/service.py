@@ -1,5 +1,5 @@
-"""The router's interface: reports of replicas in, decisions out. Owned by one gateway, test or simulator, and
-used from one thread."""
+"""The interface of the router: reports of replicas go in, decisions come out. One gateway, test or simulator
+owns it, and uses it from one thread."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from router.policies import (
 from router.price_table import PriceTable
 from router.radix import Expectation, PrefixTree
 
-# The time to be sent back by a replica, and to another one: that is done only where more is to be gained.
+# The time that it costs when a replica sends a request back and the request goes to another one. A replica
+# sends a request back only if that gains more.
 _SENT_BACK_S = 0.005
-# A request that waits stays where it is unless so much is to be won.
+# A waiting request moves to other replicas only if that gains at least this much.
 _LEAST_GAIN_S = 0.005
-# No bound for the backlog where it would be greater.
+# A larger bound of the backlog counts as none.
 _MOST_BACKLOG_TOKENS = 1 << 31
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
@@ -57,17 +58,17 @@ class RouterService:
         on_prefilled, on_finished --> LoadTracker <------ placement, prediction <---------- place
         route_move -------------> Members, PrefixTree, LoadTracker --> a decode replica for a running stream
 
-    A routed request counts at once as load and, on the replica that computes it, as cached. A burst of
-    siblings therefore follows its first request until the queue there costs more than the prefix is worth.
-    The replica that takes the hand-over counts as holding the prompt only from the first token on, when its
-    KV is there.
+    A routed request counts at once as load, and its prompt as cached on the replica that computes it. A burst
+    of requests with one prefix therefore follows the first of them until the queue there costs more than the
+    prefix saves. The decode replica counts as having the prompt only from the first token on, when the KV is
+    there.
 
-    Its parts are there to be read, and take what concerns them alone: who may be chosen (`members`), the load
-    of each (`loads`), and who holds which blocks (`tree`).
+    The parts are public, for reading and for calls that concern one part alone: the replicas that may be
+    chosen (`members`), the load of each (`loads`), and the blocks that each has (`tree`).
 
-    Members are kept least recently chosen first, and equal costs go to the first: in an idle cluster replicas
-    take turns, which fills the caches of all. With a `salt`, the id of the gateway, a hash of it and of the
-    request orders them instead: gateways that see the same costs at the same time choose different replicas.
+    Among equal costs the replica wins that was chosen least recently: in an idle cluster replicas take turns,
+    which fills all caches. With a `salt`, the id of the gateway, a hash of it and of the request decides
+    instead, so that gateways which see equal costs at the same time choose different replicas.
     """
 
     def __init__(
@@ -90,30 +91,31 @@ class RouterService:
         self.loads = LoadTracker(clock, observer, self._on_dropped)
         self.members = Members(config, block_tokens, self.loads)
         self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
-        # The table of the members of `_table_version`; None: there is none yet.
+        # The prices of the members as of `_table_version`; None: not computed yet.
         self._table: PriceTable | None = None
         self._table_version = 0
-        # The tree's expectations of placements that are held, and the placements without one yet.
+        # The placements that wait in the gateway, with what the tree expects of each; and those for which the
+        # tree expects nothing yet (`_expect_held`).
         self._expected: dict[Placement, Expectation] = {}
-        self._unexpected: dict[Placement, None] = {}
-        # Whether other gateways use the replicas, too.
+        self._to_expect: dict[Placement, None] = {}
+        # Whether other gateways place requests at the same replicas.
         self._is_shared = False
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
-        """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
+        """Add a replica that takes requests, or change its role. Of a new epoch nothing is known yet."""
         self.members.add(identity, role)
         self.tree.add_replica(identity)
         self.loads.add_replica(identity, role)
 
     def remove_replica(self, replica_id: str) -> None:
-        """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
+        """Remove a replica that is gone, with its load, its blocks and its bit in the tree."""
         self.members.remove(replica_id)
         self.tree.remove_replica(replica_id)
         self.loads.remove_replica(replica_id)
 
     def set_shared(self, is_shared: bool) -> None:
-        """Note whether other gateways place requests at the same replicas: then decisions state the backlog
-        with which another replica would have been better (`Decision.most_backlog_tokens`)."""
+        """Note whether other gateways place requests at the same replicas. If so, decisions state the backlog
+        from which another replica would be better (`Decision.most_backlog_tokens`)."""
         self._is_shared = is_shared
 
     def route(
@@ -125,7 +127,7 @@ class RouterService:
         queued_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
-        """Decide for the request, as `decide` does, and `place` it there."""
+        """Choose replicas as `decide` does, and `place` the request there."""
         decision = self.decide(
             request, waits=waits, queued_part=queued_part, prefers_capacity=prefers_capacity
         )
@@ -141,13 +143,14 @@ class RouterService:
         prefers_capacity: bool = False,
         limit: TimeLimit | None = None,
     ) -> Decision:
-        """Choose replicas, and count nothing there: `place` does. A request that is counted already is priced
-        as if it were not.
+        """Choose replicas without counting the request there, which `place` does. A request that is placed
+        already is priced as if it were not.
 
-        `waits` are seconds by replica, where the request would be computed after that and not after all that
-        is there; elsewhere, and for a place, it waits for `queued_part` of what gateways hold.
-        With `prefers_capacity` those that can take it now go before all others, whatever they cost, and those
-        within the `limit` before later ones. Raises `NoReplicaError`, which names the missing side."""
+        `waits` maps replicas to the seconds for which the request would wait there. At the others, and for a
+        place among the decoding sequences, the request waits for `queued_part` of the work that gateways
+        hold. With `prefers_capacity`, replicas that can take the request now come before all others, whatever
+        they cost. With a `limit`, those that keep it come before the rest. Raises `NoReplicaError`, which
+        names the missing side."""
         return self._decide(request, waits, queued_part, limit, prefers_capacity=prefers_capacity)[0]
 
     def improve(
@@ -159,15 +162,15 @@ class RouterService:
         queued_part: float = 1.0,
         limit: TimeLimit | None = None,
     ) -> Decision | None:
-        """Choose other replicas for a request that waits for those of the decision, where they are better by
-        as much as a move is worth, or alone in time; None: they are not. Counts nothing and raises as
-        `decide`."""
+        """Choose other replicas for a request that waits for those of `decision`. Returns None unless they
+        are better by as much as a move is worth, or in time where those are not. Like `decide`, counts
+        nothing, and raises `NoReplicaError`."""
         better, gain_s = self._decide(request, waits, queued_part, limit, before=decision)
         return better if gain_s > _LEAST_GAIN_S else None
 
     def place(self, request: RouteRequest, decision: Decision, *, is_queued: bool = False) -> None:
-        """Count the request where it was decided, in place of what was counted of it before; one that
-        `is_queued` waits here until `on_submitted`."""
+        """Count the request at the replicas of the decision, and no longer where it was counted before. A
+        request that `is_queued` waits in the gateway until `on_submitted`."""
         query = self._query(request)
         compute_id = decision.compute_id
         needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
@@ -191,9 +194,9 @@ class RouterService:
         self._keep(decision)
 
     def route_move(self, request: RouteRequest) -> str:
-        """Choose the decode replica that a running stream migrates to, and count the stream there instead of
-        where it was routed. `on_prefilled` reports that it has migrated, `on_finished` that it does not.
-        Ignores pins and policies. Raises `NoReplicaError` if there is none."""
+        """Choose the decode replica to which a running stream moves, and count the stream there instead of at
+        its present replica. Report the end of the move with `on_prefilled`, or its failure with
+        `on_finished`. Ignores pins and policies. Raises `NoReplicaError` if there is none."""
         decode_ids = self.members.move_ids(request)
         query = self._query(request)
         match = self.tree.match(request.block_keys)
@@ -225,13 +228,13 @@ class RouterService:
         return chosen.replica_id
 
     def on_submitted(self, request_id: str) -> None:
-        """Note that a request that was held has been sent to its replicas."""
+        """Note that a request that waited in the gateway was sent to its replicas."""
         placement = self.loads.on_submitted(request_id)
         if placement is not None:
             self._predict_computed(placement)
 
     def has_capacity(self, request_id: str) -> bool:
-        """Whether the replicas of a placed request can take it now."""
+        """Return whether the replicas of a placed request can take it now."""
         return not self.blocked_side(request_id)
 
     def blocked_side(self, request_id: str) -> Literal["", "prefill", "decode"]:
@@ -240,11 +243,11 @@ class RouterService:
         return "" if placement is None else self.members.blocked_side(placement)
 
     def on_refused(self, replica_id: str) -> None:
-        """Note that the replica has refused a request: it has no capacity until its next report."""
+        """Note that the replica has refused a request. It counts as full until its next report."""
         self.members.on_refused(replica_id, self._clock.now())
 
     def on_prefilled(self, request_id: str) -> None:
-        """Note the first token: nothing is left to compute, and the decode side has the KV."""
+        """Note the first token of a request: its prompt is computed, and the decode side has the KV."""
         placement = self.loads.on_prefilled(request_id)
         if placement is None:
             return
@@ -252,13 +255,13 @@ class RouterService:
             self.tree.predict(placement.decode_id, placement.block_keys)
 
     def on_finished(self, request_id: str) -> None:
-        """Stop counting a request, or an attempt, that ended in any way. `route` ends the earlier attempt
-        itself."""
+        """Stop counting a request, or an attempt of it, that has ended in any way. `place` does this itself
+        for an earlier attempt."""
         self.loads.on_finished(request_id)
 
     def on_remote_routed(self, placement: Placement, *, is_predicted: bool) -> None:
-        """Count a request that another gateway has placed; `is_predicted` counts its prompt as cached, too,
-        as `route` does."""
+        """Count a request that another gateway has placed. With `is_predicted` its prompt counts as cached,
+        too, as in `place`."""
         self.loads.on_routed(placement)
         if is_predicted:
             self._predict_computed(placement)
@@ -278,30 +281,30 @@ class RouterService:
         self.loads.on_finished(request_id, gateway_id)
 
     def remove_gateway(self, gateway_id: str) -> None:
-        """Stop counting all requests of another gateway, which left or is not heard any more."""
+        """Stop counting all requests of another gateway, which has left or is not heard any more."""
         self.loads.remove_gateway(gateway_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return the placements of this gateway that are not finished, the oldest first."""
+        """Return the unfinished placements of this gateway, oldest first."""
         return self.loads.own_placements()
 
     @property
     def num_placements(self) -> int:
-        """Number of requests of all gateways that are placed and not finished."""
+        """The number of unfinished placements of all gateways."""
         return self.loads.num_placements
 
     def num_cached_blocks(self, block_keys: Sequence[bytes]) -> int:
-        """Return how many of the leading blocks the replica with most of them has, on its device or in its
-        node's store."""
+        """Return how many of the leading blocks are on one replica's device or in the store of its node, for
+        the replica that has the most."""
         return self.tree.match(block_keys).most_blocks
 
     def explain(self, request_id: str) -> Decision | None:
-        """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
+        """Return the last decision for the request, if it is among the latest `NUM_DECISIONS_KEPT`."""
         return self._decisions.get(request_id)
 
     def check(self) -> None:
-        """Assert the invariants of tree and load tracker, and that all expected placements are held."""
-        for placement in (*self._expected, *self._unexpected):
+        """Assert the invariants of tree and load tracker, and that all expected placements are queued."""
+        for placement in (*self._expected, *self._to_expect):
             assert placement.is_queued
             assert self.loads.find(placement.request_id, placement.gateway_id) is placement
         self.tree.check()
@@ -329,8 +332,8 @@ class RouterService:
         prefers_capacity: bool = False,
         before: Decision | None = None,
     ) -> tuple[Decision, float]:
-        """Decide as if the request were counted nowhere; return as well by how much the decision is better
-        than `before`, which may not be possible any more."""
+        """Decide as if the request were counted nowhere. Return the decision, and by how many seconds it is
+        better than `before` (infinite if that is not possible any more)."""
         placement = self.loads.suspend(request.request_id)
         if placement is not None:
             self._withdraw(placement)
@@ -349,7 +352,7 @@ class RouterService:
             if placement is not None:
                 self.loads.resume(placement)
                 if placement.is_queued:
-                    self._unexpected[placement] = None
+                    self._to_expect[placement] = None
 
     def _choose(
         self,
@@ -358,12 +361,12 @@ class RouterService:
         prefers_capacity: bool,
         before: Decision | None,
     ) -> tuple[Decision, float] | None:
-        """Return the cheapest choice within the limit, and by how much it is better than `before`; None:
-        there is none."""
+        """Return the cheapest decision within the limit, and by how many seconds it is better than `before`;
+        None: there is none."""
         query = self._query(request)
         candidates: Sequence[Candidate]
         gain_s = float("inf")
-        # Others are priced one by one, and told no backlog with which another replica would have been better.
+        # Only a choice among all replicas by cost is priced by the table, and names a bound of the backlog.
         is_free_choice = isinstance(self._policy, CostPolicy) and not (
             prefers_capacity
             or request.excluded
@@ -389,24 +392,25 @@ class RouterService:
         return self._decision(request.request_id, query, choice, candidates, view), gain_s
 
     def _predict_computed(self, placement: Placement) -> None:
-        """Count the prompt as cached where it is computed: for a while, or for as long as the request is
-        held, which begins with the next decision, as most are sent before that."""
+        """Count the prompt as cached where it is computed: for `prediction_ttl_s` or, if the request is
+        queued, while it waits. The latter begins only with the next decision, since most are sent before
+        that."""
         if placement.is_queued:
-            self._unexpected[placement] = None
+            self._to_expect[placement] = None
             return
         self.tree.predict(placement.compute_id, placement.block_keys)
         self._withdraw(placement)
 
     def _expect_held(self) -> None:
-        for placement in self._unexpected:
+        for placement in self._to_expect:
             expectation = self.tree.expect(placement.compute_id, placement.block_keys)
             if expectation is not None:
                 self._expected[placement] = expectation
-        self._unexpected.clear()
+        self._to_expect.clear()
 
     def _withdraw(self, placement: Placement) -> None:
-        """Do not expect its prompt any more: it is sent now, goes somewhere else, or does not come."""
-        self._unexpected.pop(placement, None)
+        """Stop expecting the prompt of a placement that was queued: it was sent, moved or has ended."""
+        self._to_expect.pop(placement, None)
         if (expectation := self._expected.pop(placement, None)) is not None:
             self.tree.withdraw(expectation)
 
@@ -415,14 +419,14 @@ class RouterService:
             self._withdraw(placement)
 
     def _order(self, request: RouteRequest) -> Iterable[str]:
-        """Return all replicas in the order in which those of equal cost are chosen."""
+        """Return all replicas, in the order in which those of equal cost are chosen."""
         if not self._salt:
             return self.members
         seed = self._seed(request)
         return sorted(self.members, key=lambda replica_id: hashed(replica_id, seed))
 
     def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
-        """Return the candidates that can take the request now; all, where no choice is among those."""
+        """Return the candidates that can take the request now, or all if those allow no choice."""
 
         def has_capacity(candidate: Candidate) -> bool:
             name = candidate.replica_id
@@ -441,7 +445,7 @@ class RouterService:
         return [(each, self.loads.state(each)) for each in ids]
 
     def _current_table(self, request: RouteRequest) -> PriceTable | None:
-        """Return the prices of all replicas that take requests; None: there is no compiled code for it."""
+        """Return the prices of all replicas that take requests; None: there is no compiled code here."""
         if self._kernel is None:
             return None
         members, table = self.members, self._table
@@ -462,8 +466,8 @@ class RouterService:
         view: View,
         before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
-        """Choose among all replicas that take requests, by the policy "cost"; return as well by how much the
-        choice is better than `before`."""
+        """Choose among all replicas that take requests, by the policy "cost". Return the choice, by how many
+        seconds it is better than `before`, and the candidates, which are made when they are read."""
         seed = self._seed(request) if self._salt else None
         choice = table.cheapest(
             query,

@@ -1,25 +1,27 @@
-"""The requests that a gateway takes, and the times at which they go to the replicas.
+"""The requests that a gateway accepts, and the moments at which they go to the replicas.
 
-    place: route, queue --> predicted to be late? --yes--> OverloadedError, with the time of the drain
-                                   | no
-                                   v
-                      FairQueue of the replica that computes it
-                                   |  next in the fair order, and the pair can take it
-    pump, at every sign of that ---+--> `Released`: the request's task submits it
+    place: predicted to be late? --yes--> OverloadedError, with the time until enough has left the queue
+                  | no
+                  v
+    FairQueue of the replica that will compute the prompt
+                  |  next in the fair order, and the pair of replicas has capacity
+    pump ---------+--> `Released`: the request's task submits it
 
-A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
-the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
-replica has recently taken work from here. The work of a request is the time of its prefill or, where that is
-longer, of its place among the sequences that decode, for the time that recently ended ones had one. Where a
-prediction turns out to be wrong, because the replica became slower or others are served first, the request is
-placed again: after each part of the time that it may wait, and when another replica has nothing to do. When
-its wait would make it late, or has reached the limit of its class, it is refused: none waits longer.
+A replica gets no more than a few steps of work (`RouterService.has_capacity`). The rest waits here, where the
+order can still change: `FairQueue` has the rules. The predicted wait of a request is the work before it,
+divided by the rate at which the replica has recently taken work from here. The work of a request is the time
+of its prefill or, if that is longer, the time for which it occupies a place among the decoding sequences, as
+measured of those that ended recently.
 
-Retries, migrations and calls that resume broken ones are not judged: they were taken already. A request that
-a replica has refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe;
-time comes from a `Clock`.
+A prediction may turn out wrong, because a replica became slower or other requests go first. A request is
+therefore placed again after each part of the time that it may wait, and when another replica has nothing to
+do. It is refused when the wait would make it late or reaches the limit of its class, so no request waits
+longer than that.
 
-The parts, each of which calls those on its right alone:
+Retries, migrations and calls that resume broken ones are not judged, since they were accepted before. A
+request that a replica has refused waits in `retries` for a replica with capacity, and goes before the rest.
+
+Not thread-safe. Time comes from a `Clock`. The parts, each of which calls only those to its right:
 
     RequestAdmission --+--> AdmissionChecks --> QueuePlacement --> WaitingRequests --> ReplicaQueues
                        |      +--> OverloadRefusals  +--> Degradation --> Ladder
@@ -59,27 +61,27 @@ from router.errors import NoReplicaError
 from router.messages import RouteRequest
 from router.service import RouterService
 
-# Waiting requests are routed again when a replica has nothing else to do, no more often than this.
+# When a replica has nothing else to do, a waiting request is routed again, but not more often than this.
 _MOVE_S = 0.05
 # The most requests that one pump routes again because a part of their time has passed.
 _MOST_REROUTES = 8
-# A request that was submitted later after it was placed has waited.
+# A request that is released later than this after it was placed has waited.
 AT_ONCE_S = 0.005
-# Timers may ring too early by this much.
+# Timers may fire too early by this much.
 _EARLY_S = 0.002
-# The number of requests that a pump may refuse, place again because their replica is gone, and release: some
+# The most requests that one pump may refuse, place again because their replica is gone, or release: some
 # milliseconds of work. The rest is done in later turns of the event loop.
 MOST_PER_PUMP = 8
-# How often all waiting requests are looked at.
+# The pump looks at all waiting requests at least this often, whatever replica it was called for.
 _LOOK_S = 0.1
 
 
 class RequestAdmission:
-    """The requests that one gateway has taken and not yet submitted.
+    """The requests that one gateway has accepted and not yet submitted.
 
-    Its parts are there to be read, and take what concerns them alone: the checks of new requests (`checks`),
-    the requests that a replica has refused (`retries`), the bytes of all (`bytes`), and the ladder with its
-    effects (`degradation`).
+    The parts are public, for reading and for calls that concern one part alone: the checks of new requests
+    (`checks`), the requests that a replica has refused (`retries`), the bytes of all (`bytes`), and the
+    ladder with its effects (`degradation`).
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class RequestAdmission:
         call_at: Callable[[float, Callable[[], None]], object],
         on_rung: Callable[[Rung], None] = lambda rung: None,
     ) -> None:
-        """`seeds` draws integers, for jitter; `call_at` calls at a time of the clock, in a later turn of the
-        event loop; `on_rung` hears of each change of the ladder's rung."""
+        """`seeds` draws integers for jitter. `call_at` calls a function at a time of the clock, in a later
+        turn of the event loop. `on_rung` is called with each new rung of the ladder."""
         self.config = config
         self._router = router
         self._clock = clock
@@ -113,7 +115,7 @@ class RequestAdmission:
         self._reporter = OutcomeReporter(self.bytes)
         self.retries = Retries(router, clock, call_at, self._reporter)
         self._wake_ups = WakeUps(call_at, clock, self.pump)
-        # Totals since the start, and the recently served tenants.
+        # The totals since the start, and the time that each flow was given recently.
         self.num_released: Counter[ServiceClass] = Counter()
         self._served = ServedTime()
         self._is_pumping = False
@@ -126,7 +128,7 @@ class RequestAdmission:
         return self.waiting.loads(self._clock.now(), self.degradation.paused)
 
     def stats(self) -> AdmissionStats:
-        """Return the statistics for people and metrics."""
+        """Return the statistics that operators and metrics show."""
         now, num_waiting = self._clock.now(), self.waiting.queues.num_waiting()
         degradation, rung = self.degradation, self.degradation.ladder.rung
         return AdmissionStats(
@@ -151,10 +153,12 @@ class RequestAdmission:
         )
 
     def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Let the request wait where it costs least, or least of where it is in time, unless it waits
-        already; its bytes are counted. Raises `OverloadedError` where it would be late, or too much waits
-        here, `UnattainableError` or `DeadlineError` where its prompt alone takes too long, and
-        `NoReplicaError` as the router does. One that `is_judged` is not judged again."""
+        """Queue the request for the pair of replicas on which it costs least, or least of those on which it
+        is in time. Does nothing if it waits already. The caller has counted its bytes.
+
+        Raises `OverloadedError` if it would be late or too much waits here, `UnattainableError` or
+        `DeadlineError` if its prompt alone takes too long, and `NoReplicaError` as the router does. A request
+        that `is_judged` is not judged again."""
         if queued in self.waiting:
             return
         now = self._clock.now()
@@ -169,16 +173,16 @@ class RequestAdmission:
         self._placement.place(queued, decision, now)
 
     def wait(self, queued: QueuedRequest) -> None:
-        """Report one outcome of a placed request: `Released` when its replicas can take it, which may be now,
-        or `Refused` when it has waited for the time that its class allows; or `Unplaced` where all of them
-        go."""
+        """Report one outcome of a queued request, now or later: `Released` when its replicas can take it,
+        `Refused` when it has waited for the time that its class allows, or `Unplaced` when no replica is
+        left."""
         assert queued.report is not None
         self.pump(queued.decision.compute_id)
         if queued in self.waiting:
             queued.announce()
 
     def drop(self, queued: QueuedRequest) -> None:
-        """Forget a request that ended, whatever it waits for."""
+        """Forget a request that has ended, whatever it waits for."""
         self.bytes.forget(queued)
         self.retries.queue.drop(queued)
         if self.waiting.take_out(queued, self._clock.now()):
@@ -187,8 +191,9 @@ class RequestAdmission:
 
     def pump(self, replica_id: str = "") -> None:
         """Refuse requests that have waited too long, and release those that the replicas can take now, in the
-        fair order of each. With news of one replica alone, only the requests that wait for that are looked
-        at, most of the time. Work beyond `MOST_PER_PUMP` is done in the next turns of the event loop."""
+        fair order of each replica. Call this whenever a replica may have capacity. With a `replica_id`, most
+        calls look only at the requests that wait for that replica. Work beyond `MOST_PER_PUMP` is done in the
+        next turns of the event loop."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -218,9 +223,9 @@ class RequestAdmission:
         self._wake_in_time()
 
     def leave(self, replica_id: str) -> None:
-        """Let the requests that wait for a replica that is gone, or should be avoided, wait for others. A
-        request stays where the others are no better; where there are none, its task looks again. Nothing goes
-        to the replica before the request was looked at for another."""
+        """Let the requests that wait for a replica which is gone, or should be avoided, wait for others. A
+        request stays if the others are no better, and its task tries again if there are no others. No request
+        is released to the replica before that was decided."""
         self.retries.queue.leave(replica_id)
         self.waiting.displace(replica_id)
         self.pump()
@@ -242,7 +247,7 @@ class RequestAdmission:
             if self._num_left <= 0:
                 return
             if queued.report is None:
-                return  # its task is about to begin
+                return  # its task has not begun yet
             if queued.request_id in self.waiting.displaced:
                 if self._place_anew(queued, now):
                     self._has_moved(queued)
@@ -260,15 +265,15 @@ class RequestAdmission:
         queue.blocked(now, ())
 
     def _release(self, queued: QueuedRequest) -> None:
-        """Report a request whose turn it is. The facts about other replicas that were known when it was
-        placed are right only for a request that did not wait."""
+        """Report a request whose turn it is. If it has waited, the bound of the backlog is dropped: it was
+        computed from the state of the other replicas when the request was placed."""
         decision = queued.decision
         if self._clock.now() > queued.routed_at + AT_ONCE_S:
             decision = replace(decision, most_backlog_tokens=None)
         self._reporter.released(queued, decision)
 
     def _is_idle(self, replica_id: str) -> bool:
-        """Return whether nothing was sent to the replica that has not ended: then it may have the paused
+        """Return whether the replica has finished all that was sent to it. Then it may take paused
         requests."""
         if replica_id not in self._router.members:
             return True
@@ -291,14 +296,14 @@ class RequestAdmission:
             queued.report(Refused(self.refusals.overloaded("aged", queued.flow, because, least_wait_s)))
 
     def _wake_in_time(self) -> None:
-        """Schedule a wake-up for the end of the time that the next request may wait, which may be over: time
-        has passed in the pump, or the request was moved to where it must go sooner."""
+        """Schedule a wake-up for the end of the next request's longest wait. That end may have passed: the
+        pump took time, or the request was moved to a queue with an earlier end."""
         first = self.waiting.first_bound()
         if first is not None and first[1].report is not None:  # otherwise `wait` pumps when its task begins
             self._wake_ups.wake_by(first[0])
 
     def _place_displaced(self, now: float) -> list[QueuedRequest]:
-        """Place again, as many as a pump may, the requests that wait for replicas that are gone or avoided.
+        """Place requests again that wait for replicas which are gone or avoided, as many as a pump may.
         Return those that wait for others now."""
         moved: list[QueuedRequest] = []
         displaced = self.waiting.displaced
@@ -310,8 +315,8 @@ class RequestAdmission:
         return moved
 
     def _place_anew(self, queued: QueuedRequest, now: float) -> bool:
-        """Return whether a displaced request waits for other replicas now; where there are none, its task
-        looks again."""
+        """Place a displaced request again, and return whether it waits for other replicas now. If there are
+        no others, its task tries again."""
         self._num_left -= 1
         self.waiting.displaced.remove(queued.request_id)
         try:
@@ -323,8 +328,9 @@ class RequestAdmission:
             return False
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
-        """Let each of these replicas that nothing waits for, and that could take something, have the next
-        request of the longest queue, if the router finds that better now: predictions err."""
+        """For each of these replicas that has capacity and an empty queue, route the next request of the
+        longest queue again, since predictions err. The request moves if the router finds another pair better
+        now."""
         queues = self.waiting.queues
         wanted = {name for _, queue in queues.busy() for name in queue.waits_for}
         for replica_id in replica_ids:
@@ -340,7 +346,8 @@ class RequestAdmission:
                 self._try_move(queued, now)
 
     def _reroute(self, now: float) -> None:
-        """Route again, as many as a pump may, the requests that have waited for a part of their bound."""
+        """Route requests again that have waited for another part of their longest wait, as many as a pump
+        may."""
         for _ in range(_MOST_REROUTES):
             queued = self.waiting.next_reroute(now)
             if queued is None:
@@ -348,7 +355,7 @@ class RequestAdmission:
             self._try_move(queued, now)
 
     def _try_move(self, queued: QueuedRequest, now: float) -> None:
-        """Move a request, where that is better, and see whether it goes at once."""
+        """Move a request if that is better, and release it at once if its new replicas have capacity."""
         with contextlib.suppress(NoReplicaError):  # it stays
             if self._placement.move(queued, now):
                 name = queued.decision.compute_id
@@ -356,6 +363,6 @@ class RequestAdmission:
                 self._has_moved(queued)
 
     def _has_moved(self, queued: QueuedRequest) -> None:
-        """Announce a request to other replicas, unless it does not wait any more."""
+        """Announce a request that has moved to its new replica, if it still waits."""
         if queued.report is not None and queued in self.waiting:
             queued.announce()

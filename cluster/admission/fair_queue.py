@@ -1,18 +1,17 @@
-"""The order in which the requests that wait for one replica go there: weighted fair queueing of flows, with
-aging.
+"""The order in which waiting requests go to one replica: weighted fair queueing of flows, with aging.
 
-A flow is a class of one tenant. Flows share the replica's time by their weights (start-time fair queueing):
-a flow's *tag* is the virtual time at which its next request may begin, and each request that goes moves it by
-cost / weight. The flow with the least tag is next. A flow that comes back does not claim the time in which it
-was absent: its tag is at least the virtual time, the tag of the request that went last. Within a flow a
-higher priority goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it
-starves nobody.
+A flow is the requests of one tenant and class. Flows share the replica's time by their weights (start-time
+fair queueing). A flow's *tag* is the virtual time at which its next request may begin, and each request that
+goes moves the tag by cost / weight. The flow with the smallest tag is next. The tag of a flow that comes back
+is at least the virtual time, the tag of the last request that went, so it claims no time for its absence.
 
-A request that has waited for the time that its class allows is *due*, and goes before all that are not, the
-earliest due first.
-That is bounded to `AGED_PART` of the replica's time, and charged to the flow like any turn: a flow that is
-given more than it can be served, all of which is due at some time, takes nothing from the shares of others.
-Time is an argument.
+Within a flow requests go in order of arrival. Each step of priority counts as an arrival
+`ARRIVAL_PER_PRIORITY_S` earlier, so a high priority starves nobody.
+
+A request that has waited for `aging_s` of its class is *due*, and goes before all that are not, the earliest
+due first. Due requests get at most `AGED_PART` of the replica's time this way, which is charged to their
+flows like any turn. A flow that sends more than it can be served, and whose requests are therefore all due at
+some time, takes nothing from the shares of others. Time is an argument.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from kvtransfer.request_facts import ServiceClass
 
 # How much earlier a request counts as having arrived for each step of priority.
 ARRIVAL_PER_PRIORITY_S = 1.0
-# The part of the replica's time that due requests may take besides the turns of their flows.
+# The part of the replica's time that due requests may take in addition to the turns of their flows.
 AGED_PART = 0.1
-# The amount of that time that may be saved up.
+# The most of that time that may be saved up.
 _MOST_CREDIT_S = 1.0
-# The time for which arrived work is remembered, roughly.
+# The time constant with which arrived work is forgotten.
 _INFLOW_S = 5.0
 # Less inflow than this, in seconds of work a second, is forgotten.
 _LEAST_INFLOW = 1e-3
@@ -45,8 +44,8 @@ _MOST_IDLE = 16
 
 @dataclass(slots=True, eq=False)
 class _FlowState:
-    """The waiting requests of a flow, the time of its next turn, and its recent work, less the work that left
-    without its turn: older work counts less."""
+    """The waiting requests of a flow, the virtual time of its next turn, and the work that has arrived
+    recently (without that of requests that left before their turn)."""
 
     key: Flow
     weight: float
@@ -59,7 +58,8 @@ class _FlowState:
 
     @property
     def head_s(self) -> float:
-        """The mean request: a flow may be ahead by so much more than its share, since none is divided."""
+        """The work of the mean waiting request. A flow may exceed its share by this, since a request is not
+        divided."""
         return self.cost_s / len(self.waiting) if self.waiting else 0.0
 
     def came(self, work_s: float, now: float) -> None:
@@ -67,7 +67,7 @@ class _FlowState:
         self.counted_until = now
 
     def inflow(self, now: float) -> float:
-        """Return the seconds of work that come in a second."""
+        """Return the seconds of work that arrive in a second."""
         return self.came_s * kept_share(now - self.counted_until, _INFLOW_S) / _INFLOW_S
 
 
@@ -149,7 +149,7 @@ class FairQueue:
         return len(self._flows)
 
     def put(self, queued: QueuedRequest, weight: float, now: float) -> None:
-        """Append a request to its flow, whose weight is from now on `weight`."""
+        """Add a request to its flow, whose weight is `weight` from now on."""
         assert queued.request_id not in self._waiting
         if not self._waiting and now > self._dropped_at:
             self._virtual_s = self._greatest_tag  # nobody owes anything any more
@@ -169,21 +169,22 @@ class FairQueue:
         self._waiting[queued.request_id] = queued
 
     def peek(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Return the next request; None: there is none. `without` leaves out a class that is paused, unless
-        it is due."""
+        """Return the next request, or None. `without` names a paused class, of which only due requests
+        count."""
         due = self._due.first() if self._credit_s >= 0 else None
         if due is not None and due[0] <= now:
             return due[1]
         return self._next_by_turn(without)
 
     def pop(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Take out the next request, which goes to the replica, and charge its flow; None: there is none."""
+        """Remove and return the next request, which goes to the replica, and charge its flow; None: there is
+        none."""
         queued = self.peek(now, without=without)
         if queued is None:
             return None
         flow, has_turn = self._flows[queued.flow], self._next_by_turn(without) is queued
         if without is not None:
-            self._resumed_s[without] = self._virtual_s  # it does not claim the time of its pause
+            self._resumed_s[without] = self._virtual_s  # the class claims no time for its pause
         tag = self._tag(flow)
         if has_turn:
             self._virtual_s = max(self._virtual_s, tag)
@@ -195,7 +196,8 @@ class FairQueue:
         return queued
 
     def drop(self, request_id: str, now: float) -> QueuedRequest | None:
-        """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
+        """Remove and return a request that does not wait any more, without charging its flow; None: it is not
+        here."""
         queued = self._waiting.get(request_id)
         if queued is not None:
             flow = self._flows[queued.flow]

@@ -15,7 +15,7 @@ from router.service import RouterService
 
 
 class QueuePlacement:
-    """Places requests in the queues of replicas, by what the router says of the waits there."""
+    """Puts requests into the queues of replicas, by the waits and costs that the router predicts there."""
 
     def __init__(
         self,
@@ -30,14 +30,15 @@ class QueuePlacement:
         self._degradation = degradation
 
     def least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return the least wait of a request of the flow, of all replicas that it may wait for."""
+        """Return the shortest wait of a request of the flow, over all replicas for which it may wait."""
         weight, paused = self._config.share(flow.service_class, tenant_weight), self._degradation.paused
         return self._waiting.queues.least_wait_s(
             flow, weight, now, paused, includes_all=self._degradation.prefers_in_time
         )
 
     def decide(self, queued: QueuedRequest, request: RouteRequest, now: float) -> Decision:
-        """Choose where a new request costs least, or least of where it is in time (`prefers_in_time`)."""
+        """Choose the pair on which a new request costs least; with `prefers_in_time`, the cheapest pair on
+        which it is not late, if there is one."""
         waits = self._waits(queued, now)
         limits = ttft_limits(self._config.of(queued.flow.service_class), queued, now)
         limit = limits.time_limit if self._degradation.prefers_in_time else None
@@ -48,29 +49,29 @@ class QueuePlacement:
         self._router.place(queued.route_request, decision, is_queued=True)
         prediction = decision.prediction
         queued.predicted = Predicted(now - queued.arrived_at + prediction.ttft_s, prediction.step_s)
-        self._set_place(queued, decision)
+        self._set_decision(queued, decision)
         queued.routed_at = now
         self._waiting.add(queued, now)
 
     def move(self, queued: QueuedRequest, now: float) -> bool:
-        """Return whether other replicas are better now, for which the request waits from now on: it is priced
-        as if it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where
-        there is no place at all; then it stays."""
+        """Let the request wait for other replicas if those are better now; return whether they are. The
+        request is priced as if it waited nowhere, so that it does not count against its own replica. Raises
+        `NoReplicaError` if no replica can be chosen; the request then stays."""
         queued.routed_at = now
         self._waiting.dequeue(queued, now)
         try:
             better = self._better(queued, now)
             if better is not None:
                 self._router.place(queued.route_request, better, is_queued=True)
-                self._set_place(queued, better)
+                self._set_decision(queued, better)
                 self._waiting.set_bound(queued)
         finally:
             self._waiting.enqueue(queued)
         return better is not None
 
     def _better(self, queued: QueuedRequest, now: float) -> Decision | None:
-        """Return where a request that waits nowhere now would wait better; None: where it was. It does not
-        leave a place where it is in time for one where it would be late."""
+        """Return a better decision for a request that is out of its queue now; None: the present one is best.
+        A request that is in time on its present pair does not move to one on which it would be late."""
         request, waits = queued.route_request, self._waits(queued, now)._asdict()
         limit = ttft_limits(self._config.of(queued.flow.service_class), queued, now).time_limit
         if self._degradation.prefers_in_time:
@@ -88,11 +89,11 @@ class QueuePlacement:
         weight = self._config.share(queued.flow.service_class, queued.weight)
         return self._waiting.queues.waits(queued.flow, weight, now, self._degradation.paused)
 
-    def _set_place(self, queued: QueuedRequest, decision: Decision) -> None:
-        """Note where the request will wait, and how it counts there."""
+    def _set_decision(self, queued: QueuedRequest, decision: Decision) -> None:
+        """Record the decision with what follows from it: the longest wait, the price and the due time."""
         settings = self._config.of(queued.flow.service_class)
         queued.decision = decision
-        queued.refused_at, queued.bound = wait_bound(settings, queued, decision.prediction.prefill_s)
+        queued.waits_until, queued.bound = wait_bound(settings, queued, decision.prediction.prefill_s)
         queued.cost_s = self._cost_s(decision)
         queued.num_tokens = max(queued.route_request.num_tokens, 1) - decision.prefill_cached_tokens
         queued.due_at = queued.arrived_at + settings.aging_s

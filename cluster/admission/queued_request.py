@@ -1,7 +1,7 @@
-"""A request between its acceptance and its replicas: who it is of, where it would go, and what it waits for.
+"""A request that a gateway has accepted: whose it is, where it will go, and how long it may wait.
 
-One object for all of that time. `cluster.gateway.acceptance` makes it, `RequestAdmission` places and orders
-it, and reports one outcome each time it has waited; when the request ends, `close` gives back what it took.
+`cluster.gateway.acceptance` creates it. `RequestAdmission` queues it for a replica, and reports one outcome
+for each wait. The object lives until the request ends: `close` then returns everything that was taken for it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from router.messages import Decision, RouteRequest
 
 
 class Released(NamedTuple):
-    """The replicas of the decision can take the request: submit it to them."""
+    """The replicas of the decision have capacity: the request is submitted to them now."""
 
     decision: Decision
 
 
 class Refused(NamedTuple):
-    """The request has waited for too long, or a fault keeps it from being placed: end it."""
+    """The request has waited for too long, or could not be placed because of a fault: it ends with this
+    error."""
 
     error: OverloadedError | InternalError
 
 
 class Unplaced(NamedTuple):
-    """No replica is left that could take the request: ask again after a pause."""
+    """No replica is left that could run the request: its task tries again after `retry_after_s`."""
 
     reason: str
     retry_after_s: float
@@ -41,69 +42,72 @@ Outcome = Released | Refused | Unplaced
 
 
 class PromptAnnouncer(Protocol):
-    """Tells replicas of prompts that they will have to compute (`cluster.gateway.announcement`)."""
+    """Names waiting prompts to the replicas that will compute them (`cluster.gateway.announcement`)."""
 
     def announce(self, queued: QueuedRequest) -> None:
-        """Let the replica that will compute the prompt load the stored part of it, and no other replica."""
+        """Tell the replica that will compute the prompt to load the stored part of it. A replica that was
+        told before, and will not compute it any more, forgets the prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that a gateway has taken, and that its replicas have not."""
+    """An accepted request, with the facts by which admission queues and releases it."""
 
     request_id: str
     flow: Flow
-    # Monotonic seconds. A call that takes over another one has arrived when that one did.
+    # In monotonic seconds, like all times here. A call that takes over a waiting call inherits its arrival.
     arrived_at: float
-    # The weight of its tenant.
+    # The tenant's weight in the fair order.
     weight: float = 1.0
     priority: int = 0
     deadline_at: float | None = None
-    # The bytes that the request takes in this gateway's memory while it waits.
+    # The memory of this gateway that the request takes while it waits.
     num_bytes: int = 0
-    # The request was judged before: it waits for its turn like all others, but is not refused because of the
-    # load.
+    # Whether admission has taken the request already: it still waits for its turn, but the load does not
+    # refuse it any more.
     is_judged: bool = False
-    # The request goes on with output it has, and waits for no turn.
+    # Whether the request resumes a stream that has output: it is submitted without waiting for a turn.
     goes_at_once: bool = False
 
-    # How it is routed, and where it would go: set by `QueuePlacement.place`.
+    # The question to the router, and its answer. Admission sets these and the fields below when it queues the
+    # request for a replica.
     route_request: RouteRequest = field(init=False)
     decision: Decision = field(init=False)
     routed_at: float = -math.inf
     predicted: Predicted = NOT_PREDICTED
-    # The time for which the request will occupy its replica, and the tokens of its prompt that must be
-    # computed.
+    # The predicted time for which the request occupies its replica: its price in the fair order.
     cost_s: float = 0.0
+    # The tokens of the prompt that are not cached there.
     num_tokens: int = 0
-    # When it may go before those that have waited less.
+    # From this time on the request goes before all that have waited less (`aging_s`).
     due_at: float = math.inf
-    # The end of the time that it may wait; `bound` names the limit.
-    refused_at: float = math.inf
+    # The end of the longest wait, and the limit that sets it, in words.
+    waits_until: float = math.inf
     bound: str = ""
 
-    # Called with each outcome. None until somebody is there who can submit the request.
+    # Called with the outcome of each wait. None until the request's task has begun.
     report: Callable[[Outcome], None] | None = None
     announcer: PromptAnnouncer | None = None
     _closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def announce(self) -> None:
-        """Let the replica for which the request waits know of it."""
+        """Announce the prompt to the replica for which the request waits."""
         if self.announcer is not None:
             self.announcer.announce(self)
 
     def on_close(self, release: Callable[..., object], *args: object) -> None:
-        """Call this when the request ends: it gives something back that the request has taken."""
+        """Call `release` with `args` when the request ends: it returns something that the request has
+        taken."""
         self._closing.callback(release, *args)
 
     def close(self) -> None:
-        """Give back all that the request has taken, the last first, whatever one of the steps raises; again:
-        do nothing."""
+        """Return everything that the request has taken, the last first, even if a step raises. A second call
+        does nothing."""
         self._closing.close()
 
     @contextlib.contextmanager
     def closed_on_failure(self) -> Iterator[None]:
-        """Close the request when anything is raised within."""
+        """Close the request if the block raises."""
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
             yield

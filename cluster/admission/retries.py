@@ -47,10 +47,10 @@ class Retries:
         `NoReplicaError` where there is no place at all."""
         queued.route_request = request
         queued.decision = self._router.route(request, is_queued=True, queued_part=0.0, prefers_capacity=True)
-        queued.refused_at = until = self._clock.now() + CAPACITY_WAIT_S
+        queued.waits_until = until = self._clock.now() + CAPACITY_WAIT_S
 
         def send_anyway() -> None:
-            if queued.refused_at == until and self.queue.drop(queued):
+            if queued.waits_until == until and self.queue.drop(queued):
                 with self._reporter.reporting_failure(queued):
                     self.send(queued, queued.route_request)
 

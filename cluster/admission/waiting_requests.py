@@ -46,7 +46,7 @@ class WaitingRequests:
     def add(self, queued: QueuedRequest, now: float) -> None:
         """Let a request wait for the replicas of its decision."""
         self._requests[queued.request_id] = queued
-        self._bounds.put(queued, queued.refused_at)
+        self._bounds.put(queued, queued.waits_until)
         self._reroutes.put(queued, now + _reroute_s(queued))
         self.enqueue(queued)
 
@@ -61,7 +61,7 @@ class WaitingRequests:
 
     def set_bound(self, queued: QueuedRequest) -> None:
         """Note that the time at which the request is refused has changed."""
-        self._bounds.put(queued, queued.refused_at)
+        self._bounds.put(queued, queued.waits_until)
 
     def take_out(self, queued: QueuedRequest, now: float) -> bool:
         """Remove a request that waits no more; return whether it waited."""
@@ -124,4 +124,4 @@ class WaitingRequests:
 
 
 def _reroute_s(queued: QueuedRequest) -> float:
-    return REROUTE_PART * (queued.refused_at - queued.arrived_at)
+    return REROUTE_PART * (queued.waits_until - queued.arrived_at)

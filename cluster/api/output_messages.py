@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cluster.gateway.request_manager import Accepted
+from cluster.gateway.request_manager import RequestHandle
 from cluster.gateway.sample_output import Output, OutputDelta, PromptLogprobsDelta
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
@@ -28,7 +28,7 @@ class OutputMessages:
     """Makes the messages of one stream: one `accepted`, the parts of the prompt that were asked for, deltas,
     and one `finished`."""
 
-    def __init__(self, request: pb.GenerateRequest, accepted: Accepted, text: ModelText) -> None:
+    def __init__(self, request: pb.GenerateRequest, accepted: RequestHandle, text: ModelText) -> None:
         self._request = request
         self._accepted = accepted
         self._text = text

@@ -24,7 +24,7 @@ from cluster.errors import (
     is_failure,
     own_cancellations,
 )
-from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.request_manager import RequestHandle, RequestManager
 from cluster.gateway.sample_output import EmbeddingDelta
 from cluster.identity.identity import Identity
 from cluster.identity.request_ids import draw_request_id
@@ -58,7 +58,7 @@ class CallContext:
     identity: Identity
     caller: Caller
     time_left_s: Callable[[], float | None]
-    accepted: list[Accepted] = field(default_factory=list)
+    accepted: list[RequestHandle] = field(default_factory=list)
     # The reasons why other inputs were not accepted.
     refusals: list[RequestError] = field(default_factory=list)
 
@@ -156,7 +156,7 @@ class PromptCalls:
         request: pb.GenerateRequest,
         context: CallContext,
         pooling: Pooling | None,
-        read: Callable[[Accepted], Awaitable[T]],
+        read: Callable[[RequestHandle], Awaitable[T]],
     ) -> tuple[T, Summary]:
         """Run one request to its end."""
         try:
@@ -178,10 +178,10 @@ class PromptCalls:
 
     def _collector(
         self, request: pb.GenerateRequest
-    ) -> Callable[[Accepted], Awaitable[list[pb.TokenLogprob]]]:
+    ) -> Callable[[RequestHandle], Awaitable[list[pb.TokenLogprob]]]:
         """Return the collector of the log-probabilities of a request's prompt."""
 
-        async def collect(accepted: Accepted) -> list[pb.TokenLogprob]:
+        async def collect(accepted: RequestHandle) -> list[pb.TokenLogprob]:
             messages = OutputMessages(request, accepted, self._preprocessor.text)
             found: list[pb.TokenLogprob] = []
             while len(found) < accepted.num_prompt_tokens:
@@ -290,7 +290,7 @@ def _first(errors: BaseExceptionGroup[RequestError]) -> RequestError:
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
 
 
-async def _embedding(accepted: Accepted) -> NDArray[np.float32]:
+async def _embedding(accepted: RequestHandle) -> NDArray[np.float32]:
     """Wait for the embedding of a prompt."""
     output = await accepted.task.next()
     assert isinstance(output, EmbeddingDelta), f"an embedding, not {type(output).__name__}"

@@ -26,7 +26,7 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.request_manager import RequestHandle, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
@@ -183,7 +183,7 @@ class InferenceServicer:
     ) -> pb.ListRequestsResponse:
         return await list_requests(self._status, request, _tenant_of(caller_identity()), context)
 
-    async def _stream(self, messages: OutputMessages, accepted: Accepted, context: Context) -> None:
+    async def _stream(self, messages: OutputMessages, accepted: RequestHandle, context: Context) -> None:
         """Write one `accepted`, the output and one `finished`; raise the error of a failed request."""
         for message in messages.first():
             await context.write(message)

@@ -248,15 +248,20 @@ def _mode_of_secret(field: str, path: Path, mode: int, harm: str) -> Iterator[Ch
 
 CHECKS = (
     Check("auth", GROUP, "Whether callers are authenticated, and how", authentication),
-    Check("exposure", GROUP, "From where administration and console can be reached", exposure),
+    Check("exposure", GROUP, "Who can reach administration and console over the network", exposure),
     Check(
         "api-keys",
         GROUP,
-        "API keys: a readable file that others cannot write, keys that expire",
+        "Whether the file of API keys is readable, others cannot write it, and no key expires soon",
         api_keys,
     ),
     Check("jwt-keys", GROUP, "The public keys of the tokens' issuer", jwt_keys),
-    Check("key-root", GROUP, "The root of block keys: private, and kept where KV is on disk", key_root),
+    Check(
+        "key-root",
+        GROUP,
+        "Whether the root of block keys is private, and where it is kept if KV is on disk",
+        key_root,
+    ),
     Check("audit", GROUP, "Whether gateways can write the audit log", audit_folder),
     Check("secret", GROUP, "The cluster's secret file", secret),
 )

@@ -260,11 +260,14 @@ CHECKS = (
         cuda_validation,
     ),
     Check("gpu-persistence", _DEVICES, "Persistence mode of GPUs", gpu_persistence),
-    Check("gpu-clocks", _DEVICES, "What holds a GPU's clock down: heat, power", gpu_clocks),
+    Check("gpu-clocks", _DEVICES, "Whether heat or power limits a GPU's clock", gpu_clocks),
     Check("gpu-capability", _DEVICES, "Whether GPUs compute in the pools' dtype", gpu_capability),
     Check(
-        "pcie-links", _DEVICES, "PCI-E width and speed of GPUs and network devices against their own", links
+        "pcie-links",
+        _DEVICES,
+        "PCI-E width and speed of GPUs and network devices against what each device can do",
+        links,
     ),
-    Check("locality", _DEVICES, "GPUs and network devices on one NUMA node", locality),
+    Check("locality", _DEVICES, "Whether each GPU has a network device on its NUMA node", locality),
     Check("rdma", _DEVICES, "RDMA devices, their ports, and NIXL", infiniband),
 )

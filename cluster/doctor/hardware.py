@@ -140,10 +140,15 @@ CHECKS = (
     Check(
         "cpu-features",
         _PROCESSORS,
-        "AVX2, bf16 and AMX against the pools' dtype, and how much slower an emulated one is",
+        "Whether AVX2, bf16 and AMX suit the pools' dtype, and how much slower an emulated dtype is",
         features,
     ),
-    Check("compiler", _PROCESSORS, "A C++ compiler for kernels that are compiled at first use", compiler),
+    Check(
+        "compiler",
+        _PROCESSORS,
+        "Whether there is a C++ compiler for kernels, which are compiled at first use",
+        compiler,
+    ),
     Check("governor", _PROCESSORS, "CPU frequency governor", governor),
     Check("numa", _PROCESSORS, "NUMA nodes against replicas on CPUs", numa),
 )

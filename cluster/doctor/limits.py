@@ -252,10 +252,20 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 CHECKS = (
-    Check("open-files", GROUP, "Limit of open files against connections of clients and replicas", open_files),
-    Check("processes", GROUP, "Limit of processes and threads", processes),
+    Check(
+        "open-files",
+        GROUP,
+        "The limit of open files against the connections of clients and replicas",
+        open_files,
+    ),
+    Check("processes", GROUP, "The limit of processes and threads", processes),
     Check("shared-memory", GROUP, "Space in /dev/shm for Ray's object store", shared_memory),
-    Check("memory", GROUP, "Free memory, or the container's limit, against all that is configured", memory),
+    Check(
+        "memory",
+        GROUP,
+        "Free memory, or the container's limit, against everything that is configured",
+        memory,
+    ),
     Check(
         "kv-capacity", GROUP, "How much KV a replica gets where `kv_tokens` is `auto`, and why", kv_capacity
     ),

@@ -306,13 +306,13 @@ CHECKS = (
     Check(
         "gateways",
         GROUP,
-        "Gateways that do not answer, or only one, or do not know each other's use of tenants' limits",
+        "Gateways that do not answer, are alone, or do not know each other's use of limits",
         gateways,
     ),
     Check(
         "admission",
         GROUP,
-        "What gateways do under load, what waits in each class and is refused, and tenants' shares",
+        "The rung of each gateway, the queue and the refusals of each class, and tenants' shares",
         admission,
     ),
     Check("quotas", GROUP, "Tenants that are refused because of their limits", quotas),

@@ -158,16 +158,16 @@ CHECKS = (
     Check(
         "model-config",
         GROUP,
-        "config.json: there, of a supported architecture, and without ignored keys that change results",
+        "Whether config.json names a supported architecture, and no ignored key changes results",
         config_json,
     ),
     Check(
         "model-weights",
         GROUP,
-        "Every safetensors file there and whole, every tensor of the index in it",
+        "Whether every safetensors file is there and complete, with every tensor of the index",
         weights,
     ),
-    Check("model-tokenizer", GROUP, "tokenizer.json and the chat template", tokenizer),
+    Check("model-tokenizer", GROUP, "Whether there are a tokenizer.json and a chat template", tokenizer),
     Check("model-split", GROUP, "tp, pp, layers, kv_tokens and dtype of each pool against the model", split),
 )
 

@@ -209,10 +209,10 @@ CHECKS = (
     Check(
         "ports",
         GROUP,
-        "Ports of gateway, console and health free, or by whom they are taken; addresses",
+        "Whether the ports of gateway, console and health are free, and their addresses exist",
         ports,
     ),
     Check("clock", GROUP, "Whether the clock is synchronized", clock),
-    Check("ray-token", GROUP, "Ray's token: there, not empty, readable by its owner only", ray_token),
+    Check("ray-token", GROUP, "Whether Ray's token is there, and only its owner can read it", ray_token),
     Check("ray-cluster", GROUP, "Whether something answers at the Ray address to join", ray_cluster),
 )

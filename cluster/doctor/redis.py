@@ -199,7 +199,7 @@ CHECKS = (
     Check(
         "redis",
         GROUP,
-        "The index's server: reached, version, look-ups against `lookup_budget_ms`, memory to grow, clock",
+        "The index's Redis server: its version, memory, clock, and look-ups against `lookup_budget_ms`",
         server,
     ),
 )

@@ -313,18 +313,24 @@ def _diverging(reuse: admin_pb.PrefixReuse, tenant: str, rate: float, figures: F
 CHECKS = (
     Check("route", GROUP, "Whether any request can be served", route),
     Check(
-        "ttft", GROUP, "Time to first token, and whether queue, landing, transfer or computing makes it", ttft
+        "ttft",
+        GROUP,
+        "Time to first token, and whether queue, landing, transfer or computing takes most of it",
+        ttft,
     ),
     Check(
         "decode-pace",
         GROUP,
-        "Time per token, and whether offloading, preemption or batches make it",
+        "Time per token, and whether offloading, preemption or batches take most of it",
         decode_pace,
     ),
     Check("offloading", GROUP, "Blocks of running sequences in host memory", offloading),
     Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
     Check("failures", GROUP, "Requests that failed", failures),
     Check(
-        "hit-rate", "reuse", "Hit rate by tenant: at which token prompts diverge, what was evicted", hit_rate
+        "hit-rate",
+        "reuse",
+        "Hit rate by tenant, the token at which prompts diverge, and what was evicted",
+        hit_rate,
     ),
 )

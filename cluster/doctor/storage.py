@@ -111,8 +111,18 @@ def kind(context: CheckContext) -> Iterator[CheckResult]:
 
 CHECKS = (
     Check("nvme-room", GROUP, "Free space at `store.nvme_path` against `store.nvme_gb`", free_space),
-    Check("nvme-direct-io", GROUP, "Whether O_DIRECT works there, by one page written and read", direct_io),
-    Check("nvme-kind", GROUP, "Network, turning or memory file system there", kind),
+    Check(
+        "nvme-direct-io",
+        GROUP,
+        "Whether O_DIRECT works there: the doctor writes and reads one page",
+        direct_io,
+    ),
+    Check(
+        "nvme-kind",
+        GROUP,
+        "Whether the folder is on a network or memory file system, or on a turning disk",
+        kind,
+    ),
 )
 
 

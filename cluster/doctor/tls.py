@@ -211,17 +211,22 @@ def _missing_uses(certificate: x509.Certificate) -> list[str]:
 
 
 CHECKS = (
-    Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", gateway_tls),
+    Check(
+        "tls",
+        GROUP,
+        "Whether the gateway's certificate and key are readable, belong together and are valid",
+        gateway_tls,
+    ),
     Check(
         "client-authority",
         GROUP,
-        "The authority of client certificates: readable, not expired, and whose names are known",
+        "Whether the authority of client certificates is readable and valid, and which names are known",
         client_authority,
     ),
     Check(
         "inner-tls",
         GROUP,
-        "The certificate of the connections inside: a pair, of its authority, for both sides, not expired",
+        "Whether the certificate of `inner_tls` is valid for its key, its authority and both sides",
         inner_tls,
     ),
 )

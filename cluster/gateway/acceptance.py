@@ -1,4 +1,4 @@
-"""Accept a request: check it, charge its tenant, prepare it, and find a place for it."""
+"""Accept a request: check it, charge its tenant, prepare it, and put it into a queue of admission."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ from router.errors import NoReplicaError
 
 
 class NewCall(NamedTuple):
-    """A call as it arrives. The request is the identity's already (`cluster.api.authentication.claim`)."""
+    """A call as it arrives. `request.tenant` is that of the identity already, whatever the client named
+    (`cluster.api.authentication.claim`)."""
 
     request: pb.GenerateRequest
     identity: Identity
     caller: Caller
-    # Monotonic seconds; `deadline_at` None: the client waits for any time.
+    # In monotonic seconds. `deadline_at` None: the client set no deadline.
     arrived_at: float
     deadline_at: float | None
-    # With this its prompt is embedded, and nothing is generated.
+    # If set, the prompt is embedded this way, and no token is generated.
     pooling: Pooling | None = None
-    # It was taken from its tenant's requests before, with others.
+    # Whether the tenant's bucket of requests was charged for this call before, together with others.
     is_charged: bool = False
 
     @property
     def tenant(self) -> str:
-        """Whose request it is."""
+        """The tenant of the request."""
         return self.request.tenant
 
 
 class AcceptedRequest(NamedTuple):
-    """A request that will run, in as many attempts as that takes."""
+    """A request that will run, in as many attempts as it needs."""
 
     call: NewCall
     key: RequestKey
@@ -67,17 +68,17 @@ class AcceptedRequest(NamedTuple):
     texts: Sequence[SampleText]
     queued: QueuedRequest
     charge: Charge
-    # The end of the time that a request of its class may wait.
+    # Replicas serve requests in order of this time, `aging_s` of the class after the arrival.
     due_at: float
     resume_token: str
 
 
 class Acceptance:
-    """Turns calls into accepted requests, or into the `RequestError` that says why it cannot.
+    """Turns calls into accepted requests, or raises the `RequestError` that says why a call is refused.
 
-    Whatever is taken for a request on the way is given back when a later step refuses it: its bytes, its
-    place and its concurrent tokens (`QueuedRequest.close`); what it was charged, where the refusal is not its
-    tenant's fault; and the grant of a resumed call.
+    When a later step refuses a request, everything that the earlier steps took is given back: its bytes, its
+    place in a queue and its concurrent tokens (`QueuedRequest.close`), the grant of a resumed call, and the
+    charge, unless the tenant itself is the reason of the refusal.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Acceptance:
         self._is_leaving = False
 
     def limits(self) -> ServingLimits:
-        """Return the limits of a request now."""
+        """Return the limits that a request must keep now, by the replicas that are connected."""
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
     def leave(self) -> None:
@@ -111,7 +112,7 @@ class Acceptance:
         self._is_leaving = True
 
     async def accept(self, call: NewCall) -> AcceptedRequest:
-        """Check, charge, prepare and place the request."""
+        """Check, charge, prepare and queue the request. Raises `RequestError` if it is refused."""
         limits = self.limits()
         check_request(call.request, limits)
         call.identity.check_may_use(limits.model_name)
@@ -122,7 +123,8 @@ class Acceptance:
                 try:
                     return await self._prepare_and_place(call, queued, charge, limits)
                 except (OverloadedError, QuotaError, UnavailableError) as error:
-                    queued.close()  # nothing waits behind it while other gateways are asked
+                    # First, since other gateways may be asked next: no request should wait behind this one.
+                    queued.close()
                     await self._give_back(call, charge, error)
                     raise
         except QuotaError as error:
@@ -139,14 +141,15 @@ class Acceptance:
         return queued
 
     async def _charge(self, call: NewCall, queued: QueuedRequest) -> Charge:
-        """Take one request from the tenant's quota, unless that was done, or the call is free."""
+        """Take one request from the tenant's quota, unless that was done before, or the call is free. The
+        number of running requests and the load may refuse the call before that."""
         request, now = call.request, call.arrived_at
         is_charged = read_budget.use_paid() or call.is_charged
         with self._withdrawn_on_overload(call.tenant, now) if is_charged else contextlib.nullcontext():
             if not request.resume:
                 charge, waits_here = Charge(resume_digest(request)), False
             else:
-                # They all come at once when another gateway ends.
+                # When another gateway ends, its clients resume all their calls here at once.
                 self.running.check_number(queued.flow, self.admission.refusals, now, factor=2)
                 charge = await self.resumes.charge(request, call.identity, now)
                 older = self.running.find((call.tenant, request.request_id))
@@ -154,7 +157,7 @@ class Acceptance:
             if not charge.is_free and not waits_here:
                 self.running.check_number(queued.flow, self.admission.refusals, now)
                 self.admission.checks.check_early(queued, request.ByteSize())
-        if charge.is_free and is_charged:  # when its body was read
+        if charge.is_free and is_charged:  # the charge was taken when the body was read
             self.charges.quotas.withdraw(call.tenant, 0, now)
         elif not charge.is_free and not is_charged:
             self.charges.quotas.admit(call.tenant, now)
@@ -222,7 +225,7 @@ class Acceptance:
         )
 
     def _check_still_wanted(self, call: NewCall, key: RequestKey) -> None:
-        """Raise the error of a request that cannot begin any more, after it was prepared."""
+        """Raise the error of a request that must not begin any more: preparing it took time."""
         if self._is_leaving:
             raise UnavailableError("this gateway is stopping", 0.0)
         if call.deadline_at is not None and call.deadline_at <= self._clock.now():
@@ -231,11 +234,12 @@ class Acceptance:
             raise DuplicateRequestError(f"request {key[1]!r} is running; choose another id, or resume it")
 
     def _take_over(self, call: NewCall, key: RequestKey, queued: QueuedRequest, charge: Charge) -> None:
-        """End the call that this one resumes, if it runs here.
+        """End the earlier call that this one resumes, if that call runs here.
 
-        A call that waits here leaves its place to this one, which adds no load, and would pass the others if
-        it got a better one. Another call that is charged is judged as a new one. One that is free was judged
-        before: with output it goes on before all that wait, without any it waits for its turn.
+        If the earlier call still waits for output here, this call takes over its arrival time: the load
+        stays the same, and the call overtakes nobody. Any other call that is charged is judged like a new
+        one. A call that is free was judged before: with output it is submitted at once, without output it
+        waits for its turn.
         """
         since = None
         if (older := self.running.find(key)) is not None:
@@ -248,7 +252,7 @@ class Acceptance:
             queued.goes_at_once = any(it.token_ids for it in call.request.resume)
 
     def _place(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
-        """Find a place for the request; where no replica is there, its task looks again."""
+        """Queue the request for a replica. If there is no replica, its task tries again."""
         try:
             with contextlib.suppress(NoReplicaError):
                 self.admission.place(queued, first_route_request(prepared))
@@ -258,8 +262,9 @@ class Acceptance:
             raise
 
     def _take_tokens(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
-        """Take the prompt from its tenant's quota, and its concurrent tokens until it ends."""
-        # The output that a caller claims is computed like a prompt, and part of `max_tokens`.
+        """Take the prompt's tokens from the tenant's quota, and the concurrent tokens until the request
+        ends."""
+        # Output that the caller claims to have is computed like a prompt, and counts towards `max_tokens`.
         num_claimed = 0 if charge.is_free else prepared.num_claimed_tokens
         num_tokens = self.charges.quotas.take_prompt(
             prepared.facts.tenant,

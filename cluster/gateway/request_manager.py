@@ -1,6 +1,6 @@
-"""The requests of one gateway: accepted by `Acceptance`, run by a `RequestTask` each, and remembered.
+"""The requests of one gateway: `Acceptance` accepts them, a `RequestTask` runs each, and the latest are kept.
 
-`ReplicaConnections` report here what replicas send, and each request gets its part.
+`ReplicaConnections` report here what replicas send, and each request gets its part of a frame.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import Pooling
 from workers.messages.link import Cancel, StepFrame
 
+# Attempts that replicas were told to stop, so that none is told twice.
 _NUM_STALE = 1024
 _NOBODY = Caller()
 # Characters of the id and the tenant of a refused request, which may be of any length.
@@ -49,8 +50,8 @@ _log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 
 
-class Accepted(NamedTuple):
-    """A running request."""
+class RequestHandle(NamedTuple):
+    """A running request, as the call that started it sees it: `task` yields the output."""
 
     task: RequestTask
     request_id: str
@@ -62,8 +63,8 @@ class Accepted(NamedTuple):
 class RequestManager:
     """All requests of a gateway.
 
-    A request is kept by its id on the wire, which is new for every call; by its tenant and the client's own
-    id it can be found (`record`) and, when the same caller calls again to resume it, taken over.
+    Replicas know a request by its id on the wire, which is new for every call. Clients know it by their own
+    id: tenant and id find the request (`record`), and the call that a new one resumes.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class RequestManager:
         self._clock = clock
         self._members_changed = on_members
         self._observers = (counters.ended, *observers)
-        # Work on many requests at once.
+        # Does work on many requests without blocking the event loop.
         self._slices = LoopSlices()
         self._records = RequestRecords(self._running.latest)
         self._stale: RecentMap[tuple[ReplicaIdentity, str, int], None] = RecentMap(_NUM_STALE)
 
     @property
     def resumed(self) -> ResumedCalls:
-        """The gateway's knowledge of calls that may be resumed free of charge."""
+        """The record of the calls that may be resumed free of charge."""
         return self.acceptance.resumes.resumed
 
     @property
@@ -104,7 +105,7 @@ class RequestManager:
         return len(self._running)
 
     def limits(self) -> ServingLimits:
-        """Return the limits of a request now."""
+        """As `Acceptance.limits`."""
         return self.acceptance.limits()
 
     async def accept(
@@ -116,10 +117,10 @@ class RequestManager:
         pooling: Pooling | None = None,
         *,
         is_charged: bool = False,
-    ) -> Accepted:
-        """Check, tokenize and start the request; raise the `RequestError` that says why it cannot.
+    ) -> RequestHandle:
+        """Accept the request and start its task. Raises `RequestError` if the request is refused.
 
-        `deadline_s` is what remains of the client's deadline (None: none); the rest as in `NewCall`.
+        `deadline_s` is the rest of the client's deadline (None: there is none); the rest as in `NewCall`.
         """
         now = self._clock.now()
         deadline_at = None if deadline_s is None else now + deadline_s
@@ -132,7 +133,7 @@ class RequestManager:
         with accepted.queued.closed_on_failure():
             task = self._begin(accepted)
         prepared = accepted.prepared
-        return Accepted(
+        return RequestHandle(
             task, accepted.key[1], prepared.seed, prepared.num_prompt_tokens, accepted.resume_token
         )
 
@@ -160,11 +161,12 @@ class RequestManager:
         return self._records.latest(limit, tenant)
 
     def leave(self) -> None:
-        """Accept no more requests; those that run continue."""
+        """Accept no more requests. Those that run continue."""
         self.acceptance.leave()
 
     async def close(self) -> None:
-        """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
+        """Accept no more requests, and end those that run with UNAVAILABLE: clients resume at another
+        gateway."""
         self.leave()
         error = UnavailableError("this gateway is stopping", 0.0)
         self._slices.add(partial(task.abandon, error) for task in list(self._running.tasks.values()))
@@ -173,7 +175,8 @@ class RequestManager:
     # -------------------------------------------------------------- from the connections to replicas
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
-        """Pass each request its part, in the order in which that matters within a step."""
+        """Pass each request its part of the frame: the prompt and the hand-over before the tokens after them,
+        and failures behind all output."""
         now = self._clock.now()
         self._judge(source, frame, now)
         for report in frame.prefills:
@@ -213,7 +216,7 @@ class RequestManager:
         self.admission.pump(source.replica_id)
 
     def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
-        """Inform the replica's circuit breaker of successes there, and of failures by its own fault."""
+        """Report successes, and failures that are the replica's own fault, to its circuit breaker."""
         breakers = self._connections.breakers
         for prefilled in frame.prefills:
             breakers.succeeded(source, prefilled.request_id, now)
@@ -224,19 +227,19 @@ class RequestManager:
                 breakers.failed(source, failure.request_id, failure.reason, now)
 
     def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
-        """Let requests without a token leave a replica that stands still, and streams too where that is
-        said."""
+        """Let requests without a token leave a replica that stands still; with `includes_streams`, streams
+        too."""
         self._tell_all_at(source, RequestState.on_stopped, source, reason, includes_streams)
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
-        """Count a change of a circuit breaker's state. Requests that wait for a replica that is avoided from
-        now on wait for others."""
+        """Count a change of a circuit breaker's state. When the breaker opens, requests that wait for the
+        replica wait for others instead."""
         self.counters.breaker_changed(self._connections.pool_of(source.replica_id), str(breaker.state))
         if breaker.state is BreakerState.OPEN:
             self.admission.leave(source.replica_id)
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
-        """Report to every request that a replica is lost."""
+        """Let the requests at a replica whose Link has ended, and those that wait for it, go to others."""
         view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
@@ -244,7 +247,7 @@ class RequestManager:
         self._tell_all_at(source, RequestState.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
-        """Report to every request that streams must leave this replica, or may stay there after all."""
+        """Tell every request that streams must leave this replica, or may stay there after all."""
         if not may_stay:
             self.admission.leave(source.replica_id)
         tasks = sorted(self._running.tasks.values(), key=lambda task: not task.state.is_at(source))
@@ -256,8 +259,8 @@ class RequestManager:
         transition: Callable[[RequestState, *Args, float], None],
         *args: *Args,
     ) -> None:
-        """Run a transition of each request whose running attempt is at this replica, unless another attempt
-        has begun when its turn comes."""
+        """Run a transition of each request whose running attempt is at this replica. A request that has begun
+        another attempt by its turn is left out."""
 
         def tell(task: RequestTask, attempt: int) -> None:
             if task.state.attempt == attempt:
@@ -267,12 +270,13 @@ class RequestManager:
         self._slices.add(partial(tell, task, task.state.attempt) for task in tasks)
 
     def on_members(self) -> None:
-        """Report that the limits of serving may have changed."""
+        """React to replicas that joined, left or changed their role: limits and capacity may differ now."""
         self._members_changed()
         self.admission.pump()
 
     def _current(self, source: ReplicaIdentity, request_id: str, attempt: int) -> RequestTask | None:
-        """Return the request whose running attempt this is; otherwise order the replica to stop, once."""
+        """Return the request whose running attempt this is. If there is none, tell the replica once to stop
+        the attempt, and return None."""
         task = self._running.tasks.get(request_id)
         if task is not None and task.state.is_current(attempt):
             return task

@@ -1,6 +1,6 @@
-"""One running request: asks the router, writes to the replicas, keeps the timers, and buffers the output.
+"""One running request: the effects of its state machine on admission, replicas, timers and the client.
 
-One `RequestTask` per request; everything happens on the gateway's event loop, without locks.
+There is one `RequestTask` for each request. Everything runs on the gateway's event loop, without locks.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ class Connections(Protocol):
     """The part of `cluster.gateway.replica_connections.ReplicaConnections` that a request needs."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
-        """Return the connected replica of this id; None when there is none."""
+        """Return the connected replica of this id, or None."""
 
     def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
-        """Queue the message for this life of the replica; False when it is not connected."""
+        """Queue the message for this epoch of the replica. Return False if it is not connected."""
 
     def release(self, request_id: str) -> None:
-        """Note that the request's attempt is over, or that its stream does not move: it probes no replica."""
+        """Note that the request's attempt is over, or that its stream does not move: it is the
+        probe of no circuit breaker any more."""
 
 
 class Router(Protocol):
     """The part of `router.service.RouterService` that a request needs."""
 
     def route_move(self, request: RouteRequest) -> str:
-        """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
+        """Return the decode replica to which a running stream moves. Raises `NoReplicaError` if there is
+        none."""
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has no capacity now."""
@@ -73,10 +75,11 @@ class RetryPlacement(Protocol):
     """The part of `cluster.admission.retries.Retries` that a request needs."""
 
     def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Report an outcome of a request that a replica has refused, now or later; `NoReplicaError`."""
+        """Let a request that a replica has refused wait for capacity, and report the outcome, now or later.
+        Raises `NoReplicaError`."""
 
     def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Report `Released` now; `NoReplicaError`."""
+        """Route the request and report `Released` at once. Raises `NoReplicaError`."""
 
 
 class PlacementQueue(Protocol):
@@ -84,22 +87,22 @@ class PlacementQueue(Protocol):
 
     @property
     def bytes(self) -> QueuedBytes:
-        """Counts the requests that are not submitted."""
+        """The count of the bytes of requests that are not submitted yet."""
 
     @property
     def retries(self) -> RetryPlacement:
-        """Places requests that were submitted before."""
+        """The placement of requests that were submitted before."""
 
     def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
-        """Find a place where the request waits for its turn; `NoReplicaError` where there is none."""
+        """Queue the request for a replica. Raises `NoReplicaError` if there is none."""
 
     def wait(self, queued: QueuedRequest) -> None:
-        """Report an outcome of a placed request, now or later."""
+        """Report the outcome of a queued request, now or later."""
 
 
 @contextlib.contextmanager
 def ended_by_faults(task: RequestTask) -> Iterator[None]:
-    """End a request that has begun when anything is raised within, before somebody reads its output."""
+    """End a request that has begun if the block raises, since nobody would read its output."""
     try:
         yield
     except BaseException:
@@ -108,8 +111,8 @@ def ended_by_faults(task: RequestTask) -> Iterator[None]:
 
 
 class RequestStart(NamedTuple):
-    """A request that begins: `texts` are of its samples, and at `due_at` it has waited for the time that its
-    class may (None: as replicas have it). Monotonic seconds."""
+    """A request that begins, with one of `texts` for each sample. Times are in monotonic seconds. Replicas
+    serve requests in order of `due_at` (None: of the arrival there, plus the delay of the class)."""
 
     prepared: PreparedRequest
     texts: Sequence[SampleText]
@@ -120,9 +123,10 @@ class RequestStart(NamedTuple):
 class RequestTask:
     """Runs one `RequestState` to its end, and carries out its effects.
 
-    Transitions run to completion: what an effect leads to at once (a connection that is gone, a client that
-    is cut off) waits in `_due` until the transition has returned. So no effect re-enters the machine. Routing
-    waits for that too, in `_later`: it may release other requests, before which this one must be sent.
+    A transition always runs to completion. If one of its effects causes another transition at once (a
+    connection that is gone, a client that is cut off), that one waits in `_transitions`, so no effect
+    re-enters the machine. Routing waits in `_routings` for the same reason, and because it may release other
+    requests, which must not be sent before this one.
     """
 
     def __init__(
@@ -137,9 +141,10 @@ class RequestTask:
         unread: UnreadOutput,
         on_end: Callable[[RequestError | None], None],
     ) -> None:
-        """`queued` is the request's place in `admission`, and whatever it has taken; `unread` counts what
-        waits for the clients of all requests."""
-        # Its parts call it back weakly: a request that is over is in no cycle, and goes at once.
+        """`queued` is the request as `admission` sees it. `unread` counts the output that the clients of all
+        requests have not read yet. `on_end` is called once, with the error of a request that failed."""
+        # The parts call this object through weak references: a request that is over is in no reference cycle,
+        # and its memory is freed at once.
         self.state = RequestState(
             start.prepared, start.texts, weakref.proxy(self), start.started_at, start.due_at
         )
@@ -156,22 +161,22 @@ class RequestTask:
         self._unread = unread
         self._buffer = OutputBuffer(unread, weakly(self._cut_off))
         self._timers = SupervisedTasks()
-        self._due: deque[Callable[[float], None]] = deque()
-        self._later: deque[Callable[[], None]] = deque()
+        self._transitions: deque[Callable[[float], None]] = deque()
+        self._routings: deque[Callable[[], None]] = deque()
         self._is_applying = False
         self._has_ended = False
 
     @property
     def waiting_since(self) -> float | None:
-        """The time since which the request has waited for output; None: it has some, or came with some, and
-        went at once."""
+        """The time since which the request waits for its first output. None: it has output, or it resumed a
+        stream with output and was submitted at once."""
         if self._queued.goes_at_once:
             return None
         has_output = self.state.num_output_tokens > self.state.prepared.num_resumed_tokens
         return None if has_output else self._queued.arrived_at
 
     def begin(self) -> None:
-        """Start the state machine and the deadline's timer."""
+        """Start the state machine, and the timer of the deadline."""
         self._queued.report = weakly(self._on_outcome)
         self._queued.announcer = self._announcement
         self._queued.on_close(self._announcement.withdraw, self._request_id)
@@ -181,59 +186,61 @@ class RequestTask:
         self.apply(self.state.start)
 
     async def next(self) -> Output | Summary:
-        """Return the next output, or the summary after all of it; raise the error of a failed request."""
+        """Return the next output, or, after all of it, the summary. Raises the error of a failed request."""
         return await self._buffer.get()
 
     def reading(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Read within, and write to the client: `SlowClientError` ends that when the client is cut off."""
+        """Enclose all reading of output and writing to the client. `SlowClientError` ends the block when the
+        client is cut off."""
         return self._buffer.reading()
 
     def summary(self) -> Summary:
-        """Summarize the request, or as much of it as has happened."""
+        """Summarize the request so far."""
         return self.state.summary(self._clock.now())
 
     def abandon(self, error: RequestError | None = None) -> None:
-        """Stop the work wherever it is: nobody waits for the output any more. Does nothing after the end."""
+        """Cancel the request wherever it is, since its client left (`error` None) or for this error. Does
+        nothing to a request that has ended."""
         self.apply(self.state.on_cancel, error or AbandonedError("the client cancelled the call"))
         if error is None:
             self._buffer.discard()
             self._buffer.release()
 
     def apply(self, transition: Callable[[*Args, float], None], *args: *Args) -> None:
-        """Run a transition of `state`, at once or after the one that runs. Whatever is raised within ends
-        this request alone."""
-        self._due.append(lambda now: transition(*args, now))
+        """Run a transition of `state`, at once or after the one that runs now. An exception ends this request
+        and no other."""
+        self._transitions.append(lambda now: transition(*args, now))
         if self._is_applying:
             return
         self._is_applying = True
         try:
-            while self._due:
+            while self._transitions:
                 try:
-                    self._due.popleft()(self._clock.now())
+                    self._transitions.popleft()(self._clock.now())
                 except BaseException as error:
                     self._broke(error)
         finally:
             self._is_applying = False
-        while self._later and not self._is_applying:
-            self._act(self._later.popleft())
+        while self._routings and not self._is_applying:
+            self._act(self._routings.popleft())
 
     def _act(self, act: Callable[[], None]) -> None:
-        """Do work that is no transition; as in `apply`, an exception within ends this request alone."""
+        """Do work that is no transition. As in `apply`, an exception ends this request and no other."""
         try:
             act()
         except BaseException as error:
             self._broke(error)
 
     def _broke(self, error: BaseException) -> None:
-        """End the request, which a fault has broken: at its replicas as far as that is possible, and for its
-        client in any case."""
+        """End a request in which a fault has occurred: for its client in any case, and at its replicas as far
+        as possible."""
         if not is_failure(error):
             raise error
         _log.error(
             "request %s broke", self._request_id, exc_info=error, extra={"request_id": self._request_id}
         )
-        self._due.clear()
-        self._later.clear()
+        self._transitions.clear()
+        self._routings.clear()
         end = InternalError()
         try:
             self.state.on_cancel(end, self._clock.now())
@@ -252,7 +259,7 @@ class RequestTask:
         self._admission.bytes.count(self._queued, self._queued.num_bytes)
         act = partial(self._route, request, needs_capacity)
         if delay_s <= 0:
-            self._later.append(act)
+            self._routings.append(act)
         else:
             self._start_timer(delay_s, act)
 
@@ -311,8 +318,8 @@ class RequestTask:
             steps.callback(self._queued.close)
 
     def _cut_off(self) -> None:
-        """End the stream, for whose client most of the unread output of the gateway waits; also when the
-        request has ended, but its output was not read."""
+        """End the stream, since the largest part of the gateway's unread output waits for this client. The
+        request itself may have ended already."""
         num_mb = self._unread.max_bytes / 1e6
         what = f"more than {num_mb:g} MB of output wait in this gateway, most of it for this client"
         self.apply(self._cut, SlowClientError(what, 0.0))
@@ -326,8 +333,8 @@ class RequestTask:
     # ------------------------------------------------------------------------------------- placement
 
     def _route(self, request: RouteRequest, needs_capacity: bool) -> None:
-        """Wait in `admission` for replicas: for a turn until it was first sent, then for capacity where a
-        replica has refused it; otherwise go at once."""
+        """Let the request wait in `admission`: a new one for its turn, one that a replica has refused for
+        capacity. Any other is submitted at once."""
         if self.state.phase is not RequestPhase.ROUTING:
             return
         admission, queued = self._admission, self._queued

@@ -12,7 +12,7 @@ from typing import Any
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.store.messages.store_orders import StoreGet, StorePut
-from workers.scheduler.sequence import Hold
+from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import LoadNeed
 
 HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
@@ -74,7 +74,7 @@ class Wires:
     orders: list[tuple[int, StoreGet | StorePut]] = field(default_factory=list)
     # Blocks by tier of every load that has ended.
     ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
-    held: list[Hold] = field(default_factory=list)
+    held: list[HeldBack] = field(default_factory=list)
     counts: FakeCounts = field(default_factory=FakeCounts)
 
     def send(self, message: object) -> bool:
@@ -87,8 +87,8 @@ class Wires:
     def send_to(self, rank: int, order: StoreGet | StorePut) -> None:
         self.orders.append((rank, order))
 
-    def hold_others(self, need: LoadNeed, hold: Hold) -> None:
-        self.held.append(hold)
+    def hold_back(self, need: LoadNeed, whom: HeldBack) -> None:
+        self.held.append(whom)
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         num_blocks = {tier: count // BLOCK_TOKENS for tier, count in num_loaded_tokens.items()}

@@ -22,7 +22,7 @@ from kvtransfer.store.messages.engine_session import (
 )
 from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.sequence import Hold
+from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import LoadNeed, StepRates
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.block_loader import (
@@ -219,10 +219,10 @@ def test_a_load_that_lacks_blocks_for_long_has_those_behind_it_wait_too() -> Non
     harness.clock.advance(SPACE_PATIENCE_S + 0.1)
     harness.loader.pump()
     harness.loader.pump()
-    assert harness.wires.held == [Hold.EVERYBODY]
+    assert harness.wires.held == [HeldBack.EVERYBODY]
     harness.pool.release(running)
     harness.loader.pump()
-    assert harness.wires.held == [Hold.EVERYBODY, Hold.NOBODY]
+    assert harness.wires.held == [HeldBack.EVERYBODY, HeldBack.NOBODY]
 
 
 def test_a_load_that_lacks_its_share_holds_back_its_group_and_never_everybody() -> None:
@@ -233,21 +233,21 @@ def test_a_load_that_lacks_its_share_holds_back_its_group_and_never_everybody() 
     find = harness.wires.take(FindRequest)
     assert isinstance(find, FindRequest)
     harness.loader.found(FindAnswer(find.number, ("dram",) * 5))
-    assert harness.wires.held == [Hold.GROUP]
+    assert harness.wires.held == [HeldBack.GROUP]
     harness.clock.advance(SPACE_PATIENCE_S + 0.1)
     harness.loader.pump()
-    assert harness.wires.held == [Hold.GROUP]
+    assert harness.wires.held == [HeldBack.GROUP]
     others = harness.pool.allocate(10, "u")
     harness.pool.release(running)
     harness.loader.pump()
-    assert harness.wires.held == [Hold.GROUP, Hold.EVERYBODY], "now the device is full"
+    assert harness.wires.held == [HeldBack.GROUP, HeldBack.EVERYBODY], "now the device is full"
     running = harness.pool.allocate(4, "t")
     harness.loader.pump()
-    assert harness.wires.held[2:] == [Hold.GROUP], "or it would wait for those whom it holds back"
+    assert harness.wires.held[2:] == [HeldBack.GROUP], "or it would wait for those whom it holds back"
     harness.pool.release(running)
     harness.pool.release(others)
     harness.loader.pump()
-    assert harness.wires.held[3:] == [Hold.NOBODY]
+    assert harness.wires.held[3:] == [HeldBack.NOBODY]
     assert harness.pool.num_used_by("t") == 7
 
 

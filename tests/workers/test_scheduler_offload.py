@@ -9,7 +9,7 @@ from kvtransfer.blocks.keys import extend_keys
 from workers.errors import CapacityError
 from workers.messages.rank_channel import BlockCopy, StepPlan
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.sequence import Hold
+from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import PromptDone
 
 
@@ -342,11 +342,11 @@ def test_those_behind_a_load_overtake_it_until_it_lacks_blocks_for_long() -> Non
         side.scheduler.submit(ask(name, [ord(name)] * 9, max_tokens=1), 0.0)
     first, second = side.scheduler.loads_wanted()
     side.scheduler.end_load(second, {})
-    side.scheduler.hold_others(first, Hold.EVERYBODY)
+    side.scheduler.hold_back(first, HeldBack.EVERYBODY)
     assert not side.plan(0.0), "b would take the blocks that a waits for"
-    side.scheduler.hold_others(first, Hold.NOBODY)
+    side.scheduler.hold_back(first, HeldBack.NOBODY)
     assert [delta.request_id for delta in step(side).tokens] == ["b"]
-    side.scheduler.hold_others(first, Hold.EVERYBODY)
+    side.scheduler.hold_back(first, HeldBack.EVERYBODY)
     side.scheduler.cancel("a", 1)
     (third,) = side.scheduler.loads_wanted()
     side.scheduler.end_load(first, {})

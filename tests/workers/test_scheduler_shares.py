@@ -12,7 +12,7 @@ from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan,
 from kvtransfer.common.group_shares import GroupShares, ShareClaim
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import Submission
-from workers.scheduler.sequence import Hold, Phase, Sequence
+from workers.scheduler.sequence import HeldBack, Phase, Sequence
 
 NUM_BLOCKS = 40
 A_HAS = GroupShares(1.0, {"a": 0.3})
@@ -312,7 +312,7 @@ def test_a_load_that_waits_for_its_share_holds_back_its_group_alone() -> None:
     (first,) = side.scheduler.loads_wanted()
     assert first.request_id == "a1"
     assert side.scheduler.loads_wanted() == [], "one is loaded at a time"
-    side.scheduler.hold_others(first, Hold.GROUP)
+    side.scheduler.hold_back(first, HeldBack.GROUP)
     (second,) = side.scheduler.loads_wanted()
     assert second.request_id == "b1"
     side.scheduler.end_load(second, {})

@@ -1,7 +1,7 @@
-"""The engine core of a replica: every decision of its engine, and its Links. It never imports torch, never
+"""The engine core of a replica: all decisions of its engine, and its Links. It imports no torch, and never
 blocks.
 
-Queues and the parts that empty them:
+What arrives, and the part that handles it:
 
     Link (gateway)  -> submissions, cancels -> Scheduler.submit, .cancel
     Peer link       -> landings, hand-overs -> KvSender (and MigrationManager), KvReceiver
@@ -82,14 +82,14 @@ from workers.store_connector.engine_parts import EngineParts
 _log = logging.getLogger("tandem.engine_core")
 
 TICK_S = 0.25
-# The time after which the requests of a step without progress are named. Gateways leave the replica later
+# The time after which the requests of a step without progress are reported. Gateways leave the replica later
 # (`cluster.gateway.circuit_breaker.STALLED_S`).
 STALL_REPORT_S = 0.5
 _LEAVES = "the replica leaves"
 
 
 class EngineCore:
-    """One replica whose ranks have loaded; see the module's drawing. Built by `launch`, on one event loop."""
+    """One replica whose ranks have loaded. `launch` makes it; everything runs on one event loop."""
 
     def __init__(
         self, spec: ReplicaSpec, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
@@ -241,9 +241,9 @@ class EngineCore:
         await self._group.stop()
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new work, hand back requests that have not begun, and return when all running ones have
-        finished or migrated, or `drain_s` is over; the rest then resume at another replica, their KV computed
-        again."""
+        """Accept no more requests, and hand back those that have not begun. Return when all running ones have
+        finished or moved, or when `drain_s` is over: the rest then resume at another replica, which
+        recomputes their KV."""
         self._gateways.broadcast(Leaving(drain_s))
         self.requests.leave(_LEAVES)
         self.kv_receiver.leave(_LEAVES)
@@ -259,7 +259,7 @@ class EngineCore:
         return len(self.table) + self.kv_receiver.landings.num_open + self.kv_sender.sends.num_active > 0
 
     def check_health(self) -> None:
-        """Raise `RankDiedError` when a rank ended, or hangs in a step."""
+        """Raise `RankDiedError` if a rank has ended or hangs in a step."""
         if not self._death and self.steps.is_stalled(self._engine.stall_s):
             self.kill_ranks(f"no rank has progressed with a step for {self._engine.stall_s} s")
         if self._death:
@@ -273,8 +273,8 @@ class EngineCore:
                 self.peers.ensure(target, self.kv_sender)
 
     def set_role(self, role: str, epoch: int) -> None:
-        """Play this role from now on: gateways send other work, and move away what it should no longer do.
-        Requests that come under the old role are served all the same. Does nothing unless `epoch` is above
+        """Take this role: gateways send other work from now on, and move streams away that do not fit the
+        role. Requests that still come under the old role are served. Does nothing unless `epoch` is above
         that of the last change."""
         if epoch <= self.role_epoch:
             return
@@ -347,8 +347,8 @@ class EngineCore:
                 _log.warning("gateway %s introduced itself twice", shown(gateway[0]))
 
     def _purge(self, order: PurgeCache) -> CachePurged:
-        """Forget a group's cached blocks, and its blocks on their way to the store or from it. Requests under
-        way keep their blocks until they end, and leave nothing behind."""
+        """Forget a group's cached blocks, and its blocks on their way to or from the store. Running requests
+        keep their blocks until they end, and no other request finds these blocks afterwards."""
         if self.connector is not None:
             self.connector.purge(order.sharing_group)
         num_requests = self.scheduler.life.keep_private(order.sharing_group)
@@ -398,13 +398,13 @@ class EngineCore:
                 _log.warning("rank %d sent %s", rank, type(message).__name__)
 
     def wake(self) -> None:
-        """Plan after the events of this turn of the loop have all been taken in."""
+        """Run the main loop once after all events of this turn of the event loop are handled."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._main)
 
     def _main(self) -> None:
-        """Run the actor's main loop: an error of ours must not leave requests hanging in a live process."""
+        """Run the main loop once. An error here ends the replica: no request may hang in a live process."""
         self._pump_scheduled = False
         try:
             self._pump()
@@ -435,7 +435,8 @@ class EngineCore:
         self._gateways.flush(self.reports.load, self.reports.queue)
 
     def _report_stall(self) -> None:
-        """Name the requests in a step that stands still, before its age makes gateways leave this replica."""
+        """Report the requests of a step that stands still, before gateways leave this replica because of
+        it."""
         is_stalled = self.steps.stalled_s >= STALL_REPORT_S
         in_flight = self.scheduler.in_flight(self.steps.steps_under_way()) if is_stalled else set()
         self.requests.stalled(in_flight)
@@ -461,8 +462,8 @@ class EngineCore:
     # ------------------------------------------------------------------------------------------ death
 
     def fail(self, error: BaseException) -> None:
-        """End the replica after an error of ours: its state may be wrong. The requests that the scheduler was
-        at are suspects."""
+        """End the replica after an error in the engine core, whose state may be wrong now. The request that
+        the scheduler was handling is a suspect."""
         _log.error("%s: the engine core failed", self.identity.replica_id, exc_info=error)
         handled = self.scheduler.isolation.handled
         self._died(f"the engine core failed: {error!r}", () if handled is None else (handled,))

@@ -1,6 +1,6 @@
-"""Requests of one replica: from a gateway's link into the scheduler, and the outcome of steps back out.
+"""The requests of one replica: from a gateway's Link into the scheduler, and the outcome of steps back.
 
-Called by the engine core. The record of a request is kept in `workers.disagg.request_table`.
+The engine core calls this. `workers.disagg.request_table` keeps the record of each request.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ class Requests:
         self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._clock = clock
         self._vocab_size = vocab_size
-        # The last submission, from the moment at which it begins to change anything here.
+        # The submission that `submit` handles, once it begins to change state here.
         self._queueing: RequestKey | None = None
-        # The requests in the step that stands still, which have been reported.
+        # The requests of a step without progress that were reported.
         self._stalled: Set[RequestKey] = frozenset()
-        # The reason why new work is refused; "" while it is taken.
+        # The reason why new requests are refused; "": they are accepted.
         self.refusal = ""
-        # The reason why work is handed back, to be done by another replica.
+        # The reason why requests go back to their gateways, to run at another replica; "": they stay.
         self._leaving = ""
 
     @property
     def takes_new(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether new requests are accepted now."""
         return not (self.refusal or self._leaving)
 
     # ------------------------------------------------------------------------------ from the gateways
 
     def submit(self, gateway: GatewayKey, submission: Submission) -> None:
-        """Queue the request, or report to its gateway why not."""
+        """Queue the request, or report to its gateway why that is refused."""
         if submission.decode is not None and submission.decode.identity == self._identity:
             submission = replace(submission, decode=None)  # no hand-over to itself
         self._queueing = None
@@ -92,8 +92,8 @@ class Requests:
             self._kv_sender.accept(record, submission.decode)
 
     def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> bool:
-        """Report to the gateway that `submit` has failed by an error of ours. Return whether that is all: the
-        request was only looked at, and nothing here has changed."""
+        """Report to the gateway that `submit` has raised this error. Return whether the replica may continue,
+        which is so if `submit` had changed nothing yet."""
         key = submission.request_id, submission.attempt
         _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
         self._table.remove(key)
@@ -102,7 +102,7 @@ class Requests:
         return self._queueing is None
 
     def cancel(self, key: RequestKey) -> None:
-        """Stop the request wherever it is and free everything of it."""
+        """Stop the request in whatever phase it is, and free everything that it has."""
         self._kv_receiver.cancel(key)
         record = self._table.remove(key)
         if record is not None:
@@ -118,7 +118,7 @@ class Requests:
     # --------------------------------------------------------------------------------- from the engine
 
     def settle(self, outcome: StepOutcome) -> None:
-        """Pass on what a step has changed: to the hand-overs, and to the gateways."""
+        """Pass the outcome of a step on to the hand-overs and to the gateways."""
         for prompt in outcome.prompts:
             self._kv_sender.prompt_done(prompt)
         for chunk in outcome.chunks:
@@ -143,7 +143,8 @@ class Requests:
             self.dropped(failure)
 
     def dropped(self, failure: RequestFailed) -> None:
-        """End an attempt that the scheduler gave up: its deadline passed, or it could not be computed."""
+        """End an attempt that the scheduler has ended, since its deadline passed or it could not be
+        computed."""
         record = self._table.get((failure.request_id, failure.attempt))
         if record is not None:
             self._kv_sender.cancel(record, failure.reason)
@@ -154,19 +155,20 @@ class Requests:
         self._table.post((report.request_id, report.attempt), report)
 
     def stalled(self, in_flight: Set[RequestKey]) -> None:
-        """Report, once for each stall, the requests in a step with which no rank progresses."""
+        """Report the requests of a step with which no rank progresses, once for each stall."""
         for key in in_flight - self._stalled:
             self._table.post(key, StallReport(*key))
         self._stalled = in_flight
 
     def leave(self, reason: str) -> None:
-        """Take nothing new, and hand back requests of which nothing is computed."""
+        """Accept no more requests, and hand back those of which nothing is computed yet."""
         self._leaving = reason
         for key in self._scheduler.migration.waiting():
             self._hand_back(key)
 
     def hand_back_all(self) -> None:
-        """Hand back the rest after `leave`, to continue at another replica with the output that it has."""
+        """Hand back the remaining requests after `leave`: they resume at another replica with their
+        output."""
         for record in self._table:
             self._kv_receiver.cancel(record.key)
             self._hand_back(record.key)
@@ -178,7 +180,7 @@ class Requests:
         self.dropped(RequestFailed(*key, "leaving", self._leaving))
 
     def _refuse(self, submission: Submission) -> RequestFailed | None:
-        """Return why the request is not taken, if so. Changes nothing."""
+        """Return the failure to report if the request is refused, else None. Changes nothing."""
         key = submission.request_id, submission.attempt
         if self.refusal:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
@@ -225,7 +227,8 @@ class Requests:
 
 
 def parts_of(read: PromptLogprobs) -> Iterator[PromptLogprobs]:
-    """Cut a step's reading of a prompt into parts of at most `LOGPROB_PART_BYTES`."""
+    """Cut the log-probabilities that a step has read of a prompt into parts of at most
+    `LOGPROB_PART_BYTES`."""
     logprobs = read.logprobs
     num_tokens = max(1, LOGPROB_PART_BYTES // (4 + 8 * logprobs.num_top))
     for first in range(0, logprobs.num_tokens, num_tokens):

@@ -9,17 +9,17 @@ from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Phase, Request, Sequence
 from workers.scheduler.step import IssuedPlan
 
-# Steps with a token of its own, alone, after which a suspect is cleared: the end of its prompt and two more.
+# A suspect is cleared after this many steps alone with a token each: the end of its prompt, and two more.
 # A prompt that is handed over is computed alone and cleared by the decode replica.
 NUM_STEPS_TO_CLEAR = 3
 
 
 class Isolation:
-    """Decides which suspect's turn it is, and which is cleared. At most one suspect is in plans or handed
+    """Decides whose turn it is among the suspects, and clears them. At most one suspect runs or is handed
     over at a time.
 
-    Each suspect is in plans by itself, and no other plan is out with them: a fault then is due to it,
-    and a neighbour of the culprit is soon cleared::
+    A suspect is alone in its plans, and no other plan is out at the same time. A fault is then due to this
+    suspect, and a request that only ran next to the culprit is soon cleared::
 
         WAITING --blocks, no other suspect--> RUNNING --its turn--> alone in its plans --survived--> cleared
                                                                         |
@@ -52,7 +52,7 @@ class Isolation:
 
     @property
     def sequences(self) -> Seq[Sequence]:
-        """The running sequences of the suspect whose trial it is."""
+        """The running sequences of the current suspect."""
         request = self.current
         sequences = () if request is None else request.sequences
         return [sequence for sequence in sequences if sequence.phase is Phase.RUNNING]
@@ -71,7 +71,7 @@ class Isolation:
 
     @property
     def num_slots_needed(self) -> int:
-        """The slots that the suspect lacks, which the others leave to it."""
+        """The slots that the current suspect lacks. Other requests leave these slots free."""
         return sum(sequence.num_slots_needed for sequence in self.sequences if sequence.slot < 0)
 
     def planned(self, is_isolated: bool) -> None:
@@ -98,8 +98,8 @@ class Isolation:
             self._reports.append(IsolationReport(*request.key, is_cleared=True))
 
     def in_flight(self, plans: Seq[IssuedPlan]) -> set[RequestKey]:
-        """Return the requests that a fault in one of these plans may be due to: the ones that they name, and
-        the ones whose KV is being handed over at that time (a suspect only when no plan is to blame)."""
+        """Return the requests that may have caused a fault in one of these plans: those that the plans name,
+        and those whose KV is being handed over (a suspect of these only if no plan names a request)."""
         named = {sequence.request.key for plan in plans for sequence in plan.sequences}
         held = (request for request in self._life.requests.values() if request.is_held)
         return named.union(it.key for it in held if not (named and it.submission.suspect))
@@ -110,7 +110,7 @@ class Isolation:
         return self._life.handled
 
     def take_reports(self) -> list[IsolationReport]:
-        """Return what became of suspects since the last call."""
+        """Return the reports about suspects since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

@@ -1,6 +1,7 @@
 """Lifecycle: every request and sequence of a replica from arrival to end, with its slot and its blocks.
 
-The scheduler decides, this class carries out; every change of phase happens here.
+The scheduler decides, and this class carries the decisions out: every change of phase happens here. Blocks
+are freed in `_leave`, through `BlockTables.give_back`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Lifecycle:
                       |              v   \\
                       +--reported-- PREEMPTING adopt
 
-    A running sequence that migrates to another replica is HELD with its last token here, and runs again
-    (`resume`) when the move does not come about.
-    Cancel and deadline lead from every state to ENDED. A sequence that ends or is preempted while an
-    unreported plan names it is `leaving`: it keeps blocks and slot until that plan is reported. A preempted
-    one then waits before the others of its class and priority, with prompt and output as its tokens. The
-    samples of a request start as the `forks` of the first one, which computes the prompt for all of them.
+    A running sequence that moves to another replica is HELD after its last token here, and runs again
+    (`resume`) if the move fails. Cancel and deadline lead from every state to ENDED. A sequence that ends or
+    is preempted while an unreported plan names it is `leaving`: it keeps blocks and slot until that plan is
+    reported. After that, a preempted one waits at the front (`Sequence.queue_rank`), with prompt and output
+    as its tokens. The samples of a request start as the `forks` of the first one, which computes the prompt
+    for all of them.
     """
 
     def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
@@ -42,17 +43,17 @@ class Lifecycle:
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).
         self.suspects: dict[RequestKey, Request] = {}
-        # The request that is being planned, settled or adopted, for the case that this fails.
+        # The request that is being planned, settled or adopted now: the suspect, if that raises.
         self.handled: RequestKey | None = None
-        # The number of free slots that cannot be taken now.
+        # The number of free slots that are reserved for a suspect.
         self.num_reserved_slots = 0
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
-        # Whether blocks may come from the store: then a sequence that begins to wait wants them.
+        # Whether there is a store: then a sequence that begins to wait first asks the store for blocks.
         self.has_store = False
-        # Whether a plan found that more blocks are wanted.
+        # Whether a plan has made a waiting sequence ask the store again.
         self.has_new_load_needs = False
         self._pool = pool
         self._max_sequences = max_sequences
@@ -67,13 +68,15 @@ class Lifecycle:
         return max(0, len(self._free_slots) - self.num_reserved_slots)
 
     def lacks_slots(self, sequence: Sequence) -> bool:
-        """Whether there are too few slots for a sequence that has none, free or left to its group."""
+        """Whether a sequence without a slot cannot get one: too few are free, or left of its group's
+        share."""
         return self.num_free_slots < sequence.num_slots_needed or self.lacks_group_slots(sequence)
 
     def lacks_group_slots(self, sequence: Sequence) -> bool:
-        """Whether its sharing group has too few slots left of its share. A suspect may exceed the share, of
-        which there is one at a time, since others of its group may hold all and wait for its end; so may a
-        request that was admitted elsewhere, by a larger share, where it is the only one of its group."""
+        """Whether the sharing group of the sequence has too few slots left. Two kinds of requests may exceed
+        the share: a suspect (one at a time), since the others of its group may have all slots and wait for
+        its end, and the only request of its group, which another replica may have admitted by a larger
+        share."""
         if sequence.request.submission.suspect:
             return False
         num_taken = self._group_to_num_slots[sequence.sharing_group]
@@ -85,8 +88,8 @@ class Lifecycle:
         return self._pool.shares.most_of(group, self._max_sequences)
 
     def blocks_come_back(self, group: str | None) -> bool:
-        """Whether the reports of plans that are out will free blocks of this sharing group (None: of any) for
-        certain."""
+        """Whether the reports of unreported plans are certain to free blocks of this sharing group (None: of
+        any)."""
         return (
             self.tables.has_retired(group)
             or any(group in (None, sequence.sharing_group) for sequence in self.leaving)
@@ -101,7 +104,7 @@ class Lifecycle:
     # ----------------------------------------------------------------------------------------- requests
 
     def arrive(self, submission: Submission, now: float, output_limit: int) -> Request:
-        """Enter a request; `ValueError` when this attempt is here already."""
+        """Add a request. Raises `ValueError` if this attempt of the request is here already."""
         key = submission.request_id, submission.attempt
         if key in self.requests:
             raise ValueError(
@@ -121,8 +124,8 @@ class Lifecycle:
         del self.suspects[request.key]
 
     def keep_private(self, group: str | None) -> int:
-        """Keep the KV of this group's requests (None: of all) private to them from now on; return how many
-        requests there are."""
+        """From now on let no other request reuse the KV of this group's requests (None: of all). Return the
+        number of requests."""
         chosen = [it for it in self.requests.values() if group in (None, it.submission.facts.sharing_group)]
         for request in chosen:
             request.submission = request.submission.made_private()
@@ -134,8 +137,8 @@ class Lifecycle:
             self.end(sequence)
 
     def fail(self, request: Request, failed: FailedEntry) -> RequestFailed:
-        """End all samples of a request that a rank could not compute. Of the step that failed nothing is
-        registered, and later plans that name the sequences are settled without effect."""
+        """End all samples of a request that a rank could not compute. No block of the failed step is
+        registered, and later plans that name the sequences have no effect when they are settled."""
         self.drop(request)
         if failed.code == "grammar":
             return RequestFailed(*request.key, code="grammar", reason=failed.reason)
@@ -159,15 +162,15 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------- phases
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let the sequence wait for a plan that has budget, a slot and blocks for it."""
+        """Let the sequence wait until a plan has budget, a slot and blocks for it."""
         sequence.phase = Phase.WAITING
         sequence.load = StoreLoad.WANTED if self.has_store else StoreLoad.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
         insort(self.waiting, sequence, key=attrgetter("queue_rank"))
 
     def has_lost_blocks(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether blocks that the sequence could have reused were evicted while it waited: the store is asked
-        again."""
+        """Whether blocks that the sequence could have reused were evicted while it waited. If so, it asks the
+        store again."""
         num_cached_tokens = num_cached * self._pool.block_tokens
         is_lost = self.has_store and num_cached_tokens < sequence.num_expected_cached_tokens
         if is_lost:
@@ -176,15 +179,15 @@ class Lifecycle:
         return is_lost
 
     def run(self, sequence: Sequence) -> None:
-        """Let plans name the sequence, which has blocks for its tokens."""
+        """Let plans name the sequence. It must have blocks for its tokens."""
         if sequence.phase is Phase.WAITING and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=_rank)
 
     def fork(self, leader: Sequence) -> None:
-        """Start the leader's forks on shared blocks: the prompt is planned to its end, and from here every
-        sample goes by itself."""
+        """Start the leader's forks on shared blocks: all of the prompt is planned, and from here on each
+        sample runs by itself."""
         request = leader.request
         forks, leader.forks = leader.forks, []
         for fork in forks:
@@ -194,7 +197,7 @@ class Lifecycle:
             self.run(fork)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take back the sequence's blocks; it waits at the front and computes them again."""
+        """Take the sequence's blocks back. It waits at the front, and computes them again."""
         self.num_preemptions += 1
         self.running.remove(sequence)
         sequence.phase = Phase.PREEMPTING
@@ -203,19 +206,19 @@ class Lifecycle:
         self._leave(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """Hold a sequence whose prompt is handed over, or that migrates: no plan names it any more, its
-        blocks stay for the hand-over."""
+        """Hold a sequence that is handed over or moves: no plan names it any more, and its blocks stay until
+        the transfer has ended."""
         self.running.remove(sequence)
         sequence.phase = Phase.HELD
         self._free_slot(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue a held sequence here after all, where it was."""
+        """Continue a held sequence here, since its move failed."""
         sequence.hold_at = 0
         self.run(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """End the sequence, in whatever phase it is; its request with its last sample."""
+        """End the sequence, in whatever phase it is. The request ends with its last sample."""
         phase, sequence.phase = sequence.phase, Phase.ENDED
         if phase is Phase.ENDED:
             return
@@ -223,19 +226,20 @@ class Lifecycle:
             self.running.remove(sequence)
         elif phase is Phase.WAITING and sequence in self.waiting:
             self.waiting.remove(sequence)
-        if phase is not Phase.PREEMPTING:  # that one is leaving already
+        if phase is not Phase.PREEMPTING:  # a preempted one is leaving already
             self._leave(sequence)
         request = sequence.request
         if all(sample.phase is Phase.ENDED for sample in request.sequences):
             del self.requests[request.key]
             self.grammars.leave(request)
             self.suspects.pop(request.key, None)
-            # The forks name the request, too: all of these are free at once, and not when the garbage
-            # collector finds them, which in a process of this many objects takes hours.
+            # Break the cycle of request and sequences, so that their memory is freed at once. In a process
+            # with this many objects the garbage collector might find them only after hours.
             request.sequences = []
 
     def settle(self, step: int) -> None:
-        """Free the blocks and slots that only plans up to `step`, which are reported, still named."""
+        """Free the blocks and slots that no plan after `step` names, now that all plans up to `step` are
+        reported."""
         self._settled_step, self.handled = step, None
         self.tables.settle(step)
         leaving, self.leaving = self.leaving, []
@@ -256,8 +260,8 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------- slots
 
     def with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that have a slot, and of the others as many, in order, as slots are free and
-        left to their groups."""
+        """Return the sequences that have a slot, and the first of the others, as many as slots are free and
+        left to their groups. The order stays."""
         starting = [sequence for sequence in sequences if sequence.slot < 0]
         if not starting:
             return sequences
@@ -276,12 +280,13 @@ class Lifecycle:
         return [sequence for sequence in sequences if sequence not in beyond]
 
     def take_slot(self, sequence: Sequence) -> None:
-        """Give the sequence a slot of the ranks' samplers; there must be a free one."""
+        """Give the sequence a slot. There must be a free one."""
         sequence.slot = self._free_slots.pop()
         self._group_to_num_slots[sequence.sharing_group] += 1
 
     def take_freed_slots(self) -> tuple[int, ...]:
-        """Return the slots freed since the last plan: the next plan names them, before its starts."""
+        """Return the slots that were freed since the last call. The next plan names them before its
+        starts."""
         freed, self._slots_to_free = tuple(self._slots_to_free), []
         return freed
 

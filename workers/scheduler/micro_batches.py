@@ -1,12 +1,12 @@
-"""Which sequences a plan may take: when several stages compute several plans at once, and while the class
-`batch` is paused.
+"""Which sequences a plan may name: with several pipeline stages, and while the class `batch` is paused.
 
-A plan visits the stages one after another, so P stages are busy only while P plans are under way that do not
-wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's chunks,
-which wait for no token, go into one plan after another. Used by the scheduler.
+A plan passes the stages one after another, so P stages are busy only while P plans are under way that do not
+wait for each other. Decoding sequences are therefore divided over P plans in turn. The chunks of a prompt,
+which wait for no token, go into one plan after another.
 
-While the class `batch` is paused, its sequences are left out of plans and keep what they have, unless others
-need it. Those that have waited the time of their class get a tenth of the steps, and of the places.
+While the class `batch` is paused, plans leave its sequences out. The sequences keep their slots and blocks
+unless others need these. Those that have waited for the time of their class get a tenth of the steps and of
+the slots.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ AGED_PERIOD = 10
 class MicroBatches:
     """Decides whose turn it is to decode, and how long a prompt chunk may be.
 
-    Chunks are up to `chunk_tokens` long. Of several stages, all are as slow as the most expensive plan under
-    way; so a chunk is then so much shorter, behind a longer prefix, that it costs what the longest one costs
-    at the prompt's start, but not shorter than `min_chunk_tokens`. `attention_ratio` is the cost of attending
+    A chunk has at most `chunk_tokens` tokens. With several stages, all are as slow as the most expensive plan
+    under way. The longer the prefix, the shorter is then the chunk, so that each costs as much as the first
+    one of the prompt, down to `min_chunk_tokens`. `attention_ratio` is the cost of attending
     to one earlier token in units of the cost of one token's products.
     """
 
@@ -50,16 +50,16 @@ class MicroBatches:
         return max(self._min_chunk_tokens, num_tokens)
 
     def num_turns(self, num_decoding: int, step: int) -> int:
-        """Return how many of the decoding sequences the plan of `step` takes; P plans in a row take them
-        all."""
+        """Return how many of the decoding sequences the plan of `step` takes. P consecutive plans take all of
+        them."""
         return max(1, (num_decoding + step % self._num_stages) // self._num_stages)
 
     def in_turn(self, decoding: Seq[Sequence], step: int, budget_tokens: int) -> list[Sequence]:
         """Return the sequences of `decoding` (by rank) that the plan of `step` may name, in the order of
         their turn.
 
-        A sequence whose last token is not known yet would hold up the first stage, and all plans behind,
-        until the last stage has sampled it. By the P-th plan after, it has.
+        A sequence whose last token is not sampled yet would make the first stage, and all plans behind, wait
+        for the last stage. By the P-th plan after the one that samples it, the token is there.
         """
         due = [it for it in decoding if not it.num_pending or it.last_step <= step - self._num_stages]
         num_turns = self.num_turns(len(decoding), step)
@@ -80,8 +80,8 @@ def _turn(sequence: Sequence) -> int:
 
 
 class BatchPause:
-    """Decides which sequences are left out while the class `batch` is paused. While no others are here, none
-    is."""
+    """Decides which sequences plans leave out while the class `batch` is paused: none, if there are no other
+    requests."""
 
     def __init__(self, life: Lifecycle, max_sequences: int) -> None:
         self._life = life
@@ -94,7 +94,7 @@ class BatchPause:
         self._num_steps_without = 0
 
     def ask(self, is_asked: bool) -> None:
-        """Leave the class `batch` out of plans while others are here, or not any more."""
+        """Begin or end the pause of the class `batch`, as gateways ask."""
         self._is_asked = is_asked
 
     @property
@@ -108,7 +108,7 @@ class BatchPause:
         )
 
     def begin(self, now: float) -> bool:
-        """Find out which sequences have waited too long, for the next plan; return whether the pause is
+        """Find the sequences that have waited too long, for the next plan. Return whether the pause is
         active."""
         if not self.is_active:
             self._aged = frozenset()
@@ -120,11 +120,11 @@ class BatchPause:
         return True
 
     def is_paused(self, sequence: Sequence) -> bool:
-        """Whether, while the pause is active, nobody waits for the sequence, and it makes way for others."""
+        """Whether an active pause concerns the sequence, so that it makes way for others."""
         return sequence.is_pausable and sequence not in self._aged
 
     def is_left_out(self, sequence: Sequence) -> bool:
-        """Whether, while the pause is active, the plan must not name the sequence."""
+        """Whether, during an active pause, the next plan must not name the sequence."""
         has_turn = self._num_steps_without >= AGED_PERIOD - 1
         return sequence.is_pausable and not (has_turn and sequence in self._aged)
 

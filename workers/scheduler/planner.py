@@ -1,5 +1,5 @@
-"""Planner: fills a step. Decodes come first, then prompt chunks, then waiting sequences; frees blocks where
-they lack."""
+"""Planner: fills a step with decodes first, then prompt chunks, then waiting sequences, and frees blocks for
+them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import Offloader
-from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad
+from workers.scheduler.sequence import HeldBack, LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import StepBatch
 
 
 class Planner:
-    """Fills steps. Where blocks lack, those of running sequences move to host memory, if the ranks have any;
-    only then the last in rank is preempted. Where a sharing group has used up its share, its own sequences
-    alone move or are preempted, and its waiting ones hold up nobody else."""
+    """Fills steps. If there are too few free blocks, blocks of running sequences move to host memory, if the
+    ranks have any. If that is not enough, the sequence that is last in rank is preempted. When a sharing
+    group has used up its share, only its own sequences are moved or preempted, and only its own waiting ones
+    wait."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class Planner:
         self._offloader = Offloader(config, life.tables) if has_host else None
 
     def fill(self, batch: StepBatch, now: float, out: Collection[Request | None] = ()) -> None:
-        """Put into the batch the tokens that can be computed now; `out` names of each plan that is out the
-        suspect that is alone in it (None: it is not isolated). A suspect is never out together with others,
-        nor with another suspect: the next one waits for the reports."""
+        """Put the tokens that can be computed now into the batch. `out` has, for each unreported plan, the
+        suspect that is alone in it (None: it is a plan of others). A suspect is never out together with
+        others, or with another suspect: the next one waits until the earlier plans are reported."""
         is_pausing = self._pause.begin(now)
         if is_pausing:
             self._free_paused_slots()
@@ -62,8 +63,8 @@ class Planner:
                 return
 
     def _fill_with_others(self, batch: StepBatch, now: float, is_pausing: bool) -> None:
-        """Fill the batch with others than suspects, of which one may be admitted, so that it is there when
-        its turn comes."""
+        """Fill the batch with sequences that are no suspects. One suspect may be admitted here, so that it
+        runs when its turn comes."""
         running: Seq[Sequence] = self._life.running
         if self._life.suspects:
             running = [sequence for sequence in running if not sequence.request.submission.suspect]
@@ -94,12 +95,12 @@ class Planner:
             self._plan_sequence(batch, sequence)
 
     def check(self) -> None:
-        """Assert what the offloader promises."""
+        """Assert the invariants of the offloader."""
         if self._offloader is not None:
             self._offloader.check(self._life.running)
 
     def _plan_sequence(self, batch: StepBatch, sequence: Sequence) -> None:
-        """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
+        """Add the sequence's next chunk to the batch, as far as budgets, slots and blocks allow."""
         self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
         num_tokens = min(sequence.num_plannable, longest, batch.most_tokens(sequence))
@@ -129,10 +130,11 @@ class Planner:
             self._life.fork(sequence)
 
     def _free_blocks(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
-        """Free blocks for the sequence's tokens up to `end`, or to where is returned: less far where the
-        device is small, 0 when blocks come back anyway or when the sequence itself was preempted.
+        """Free blocks for the sequence's tokens up to `end`. Return the end up to which there are blocks:
+        less than `end` on a small device, 0 if blocks will come back anyway or the sequence itself was
+        preempted.
 
-        Blocks move to host memory where that is enough; else others are preempted, the last in rank first.
+        If moving blocks to host memory is not enough, other sequences are preempted, the last in rank first.
         """
         while (shortage := self._shortage(sequence, end)).num_blocks > 0:
             if self._move(batch, sequence, end, shortage):
@@ -201,10 +203,10 @@ class Planner:
         return 0
 
     def _admit(self, batch: StepBatch, now: float, *, is_pausing: bool) -> None:
-        """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
-        suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
-        sharing group holds back those behind it of that group, and its younger landings, and nobody else;
-        nor does one of the class `batch` that is paused."""
+        """Move waiting sequences into the batch, in the order of the line, while there are budget, slots and
+        blocks. One suspect is admitted at a time, and waits for its turn. A sequence that waits for the share
+        of its sharing group holds back only the sequences of that group behind it, and younger landings of
+        the group. A paused sequence of the class `batch` holds back nobody."""
         held_groups: dict[str, ShareClaim] = {}
         self._pool.claim("sequences", held_groups)
         for sequence in list(self._life.waiting):
@@ -212,11 +214,11 @@ class Planner:
             self._life.handled = request.key
             if is_pausing and self._pause.is_left_out(sequence):
                 continue
-            if sequence.holds is Hold.EVERYBODY:
+            if sequence.holds_back is HeldBack.EVERYBODY:
                 return
             if held_groups and sequence.sharing_group in held_groups:
                 continue
-            if sequence.holds is Hold.GROUP:
+            if sequence.holds_back is HeldBack.GROUP:
                 held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
             if request.landing is not LandingState.READY or sequence.load is not StoreLoad.DONE:
@@ -316,10 +318,11 @@ class Planner:
         return ShareClaim(_waits_since(sequence), num_blocks)
 
     def _take_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
-        """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
-        them chunk by chunk. False when there is no free space for it."""
+        """Give a waiting sequence all its blocks at once or, if some of them may move to host memory later,
+        only the cached ones: it takes the others chunk by chunk. Return False if there are too few free
+        blocks, or if it must ask the store again."""
         tables = self._life.tables
-        # One spare block is kept for each sequence that decodes, or admission would soon cause preemption.
+        # One spare block is kept for each decoding sequence, or admission would soon cause preemptions.
         num_spare = sum(not running.request.decodes_remotely for running in self._life.running)
         num_new = demand.num_new
         if self._offloader is not None:
@@ -337,21 +340,22 @@ class Planner:
 
 
 def _waits_since(sequence: Sequence) -> float:
-    """Return the time since which it waits; a preempted sequence comes before any that has not begun."""
+    """Return the time since which the sequence waits. A preempted one comes before all that have not
+    begun."""
     return -math.inf if sequence.preempted else sequence.request.arrived_at
 
 
 class BlockShortage(NamedTuple):
-    """The number of blocks that a running sequence lacks, and whose have to come free: the blocks of its
-    sharing group, or anybody's (None)."""
+    """The number of blocks that a running sequence lacks, and the sharing group whose blocks must become free
+    (None: of any)."""
 
     num_blocks: int
     group: str | None
 
 
 def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Return the sequences that another plan may name: the decoding ones, and those that have more than one
-    token to compute. Called once a step over all running sequences, so nothing here is looked up twice."""
+    """Return the sequences that another plan may name: those that decode, and those with more than one token
+    to compute. This runs over all running sequences in every step, so it inlines `Sequence.is_plannable`."""
     decoding: list[Sequence] = []
     chunks: list[Sequence] = []
     for sequence in running:

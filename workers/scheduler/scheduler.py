@@ -1,6 +1,5 @@
-"""Scheduler: decides what each step computes. The engine core calls it between steps; the simulator runs this
-very class. It never touches a clock, a device or a socket: time is an argument, plans and outcomes are
-messages.
+"""Scheduler: decides what each step computes. The engine core calls it between steps, and the simulator runs
+the same class. It uses no clock, device or socket: time is an argument, plans and outcomes are messages.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import Planner
-from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
+from workers.scheduler.sequence import HeldBack, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.sequence_counts import SequenceCounts
 from workers.scheduler.sequence_migration import SequenceMigration
 from workers.scheduler.step import (
@@ -49,20 +48,23 @@ from workers.scheduler.step import (
 )
 from workers.scheduler.waiting_needs import landing_needs, load_needs
 
-# The time after which a request may come back for whose grammar there is no memory.
+# The time to a retry of a request for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix reuse, priorities, deadlines and preemption.
 
-    `plan` and `settle` alternate, or run ahead: plans may be made while earlier ones are unreported. A plan
-    is settled when every rank has reported it, and in plan order: until then nothing that it names is free. A
-    token that is sampled but not yet reported is named in a later plan without its id. `Lifecycle` draws the
-    states of a sequence, `MicroBatches` deals them out over plans.
+    Plans may be made while earlier ones are unreported. A plan is settled, in plan order, when every rank has
+    reported it; until then nothing that the plan names is free. A token that is sampled but not yet reported
+    is named in a later plan without its id. `Lifecycle` draws the states of a sequence, `Planner` fills a
+    step, and `MicroBatches` divides the sequences over plans.
 
-    Its parts are there to be read, and take what concerns them alone: the settings (`config`), the limits of
-    one request (`limits`), the requests with their blocks and grammars (`life`), the counts of them
+    A waiting sequence is admitted in the order of `Sequence.queue_rank`, and the one with the largest
+    `Sequence.rank` is preempted first.
+
+    The parts are public, for reading and for calls that concern one part alone: the settings (`config`), the
+    limits of one request (`limits`), the requests with their blocks and grammars (`life`), their counts
     (`counts`), the pause of the class `batch` (`pause`), sequences that move to another replica
     (`migration`), and the search for a request that fails (`isolation`).
     """
@@ -79,9 +81,10 @@ class Scheduler:
         has_store: bool = False,
         num_offload_blocks: int = 0,
     ) -> None:
-        """`num_stages` compute one plan after another; `attention_ratio`, see `MicroBatches`, is used with
-        several. With `has_store` a waiting sequence is admitted only after its `loads_wanted` has ended.
-        Every rank has `num_offload_blocks` in host memory; their ids follow on those of the pool.
+        """`num_stages` is the number of pipeline stages; with several, `attention_ratio` shortens later
+        chunks (`MicroBatches`). With `has_store`, a waiting sequence is admitted only after its load from the
+        store (`loads_wanted`) has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids
+        follow those of the pool.
         """
         self.config = config
         self._pool = pool
@@ -113,7 +116,8 @@ class Scheduler:
         return not self.life.requests and not self._issued
 
     def check(self, num_other_references: int = 0) -> None:
-        """Assert every invariant of pool and sequences; `num_other_references` are those of landings."""
+        """Assert every invariant of pool and sequences. `num_other_references` counts the references of
+        landings."""
         self.life.check(num_other_references)
         self._planner.check()
         if self.is_idle:
@@ -139,8 +143,8 @@ class Scheduler:
                 )
 
     def submit(self, submission: Submission, now: float) -> None:
-        """Queue a request. Raise errors as `check_capacity` does, and `ValueError` when this attempt is here
-        already."""
+        """Queue a request. Raise errors as `check_capacity` does, and `ValueError` if this attempt of the
+        request is here already."""
         self.check_capacity(submission)
         request = self.life.arrive(submission, now, self.limits.output_limit(submission))
         leader, *leader.forks = request.sequences
@@ -149,11 +153,11 @@ class Scheduler:
     def adopt(
         self, submission: Submission, block_ids: Seq[int], num_valid_tokens: int, now: float
     ) -> list[TokenDelta]:
-        """Join a handed-over request. `block_ids` cover its prompt, and their references pass to it.
+        """Add a request that was handed over. `block_ids` cover its prompt, and their references pass to it.
 
-        KV of the first `num_valid_tokens` tokens is right, the rest is computed again. Every sample's output
-        holds at least its first token, which is not sent again. Return the ends, without tokens, of
-        samples that have no capacity to continue here.
+        The KV of the first `num_valid_tokens` tokens is right, and the rest is recomputed. The output of
+        every sample has at least one token, which is not sent to the gateway again. Return the ends, without
+        tokens, of samples that do not continue: the last token ends them, or there is no capacity for more.
         """
         submission = replace(submission, decode=None)
         self.life.handled = submission.request_id, submission.attempt
@@ -181,14 +185,14 @@ class Scheduler:
         return ends
 
     def cancel(self, request_id: str, attempt: int) -> bool:
-        """End the request and free everything of it; False when it is not here (any more)."""
+        """End the request, and free everything that it has. Return False if it is not here any more."""
         request = self.life.requests.get((request_id, attempt))
         if request is not None:
             self.life.drop(request)
         return request is not None
 
     def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
-        """Return the requests that a fault in one of these steps may be due to."""
+        """Return the requests that may have caused a fault in one of these steps."""
         return self.isolation.in_flight([plan for plan in self._issued if plan.step in steps])
 
     def is_here(self, request_id: str, attempt: int) -> bool:
@@ -196,7 +200,8 @@ class Scheduler:
         return (request_id, attempt) in self.life.requests
 
     def finish_hand_over(self, request_id: str, attempt: int) -> bool:
-        """Release the prompt's blocks after a hand-over, well or not. Return False when none are held."""
+        """Release the prompt's blocks after a hand-over that succeeded or failed. Return False if none are
+        held."""
         request = self.life.requests.get((request_id, attempt))
         if request is None or not request.is_held:
             return False
@@ -204,7 +209,8 @@ class Scheduler:
         return True
 
     def held_state(self, key: RequestKey, now: float) -> Submission:
-        """Return what a held request is handed over with: its unfinished samples with their output."""
+        """Return the submission with which a held request continues elsewhere: its unfinished samples, with
+        their output."""
         request = self.life.requests[key]
         assert request.is_held
         return replace(
@@ -216,12 +222,13 @@ class Scheduler:
         )
 
     def take_failures(self) -> list[RequestFailed]:
-        """Return the requests that `plan` found expired and that no outcome has named yet."""
+        """Return the requests that `plan` or `grammar_compiled` has ended, and that no outcome has named
+        yet."""
         failures, self._failures = self._failures, []
         return failures
 
     def grammar_compiled(self, report: GrammarCompiled) -> None:
-        """Sample for the requests with this grammar, or give them up if it is refused."""
+        """Let the requests with this grammar sample, or end them if the grammar was refused."""
         for request in self.life.grammars.compiled(report):
             code, retry_after_s = ("refused", _FULL_RETRY_S) if report.is_transient else ("grammar", 0.0)
             reason = f"its grammar: {report.error}"
@@ -229,8 +236,8 @@ class Scheduler:
             self.life.drop(request)
 
     def landings_wanted(self, now: float) -> list[LandingNeed]:
-        """Return the prompts to hand over that are about one step (of all stages) ahead of being scheduled;
-        each is named once."""
+        """Return the prompts whose landing should be requested now: they will be handed over, and are about
+        one step (of all stages) away from being scheduled. Each is returned once."""
         life, window_tokens = self.life, self._landing_window_tokens
         return landing_needs(
             life.tables,
@@ -243,8 +250,8 @@ class Scheduler:
         )
 
     def loads_wanted(self) -> list[LoadNeed]:
-        """Return the waiting sequences whose missing blocks the store may have, first in line first; each is
-        named once, and is not admitted until `end_load`."""
+        """Return the waiting sequences whose missing blocks the store may have, in the order of the line.
+        Each is returned once, and is not admitted before `end_load`."""
         return load_needs(self.life.waiting, self.life.tables, self.config.max_loading)
 
     def has_new_load_needs(self) -> bool:
@@ -252,31 +259,32 @@ class Scheduler:
         has_new, self.life.has_new_load_needs = self.life.has_new_load_needs, False
         return has_new
 
-    def hold_others(self, need: LoadNeed, hold: Hold) -> None:
-        """Hold back sequences behind this one, whose loaded blocks wait for free blocks, or for its group's
-        share: until it has them, or `end_load`, none of these is admitted, as none would be if it waited for
-        blocks to compute into."""
+    def hold_back(self, need: LoadNeed, whom: HeldBack) -> None:
+        """Hold back the sequences behind the one of this need: its load waits for free blocks, or for the
+        share of its group. Until the next call or `end_load`, none of `whom` is admitted, just as if the
+        sequence waited for blocks to compute into."""
         for sequence in self._loading(need):
-            sequence.holds = hold
+            sequence.holds_back = whom
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
-        """Note that the store's blocks are all in the prefix index (`num_loaded_tokens`, by tier)."""
+        """Note that a load has ended: its blocks are in the prefix index, `num_loaded_tokens` of each
+        tier."""
         request = self.life.requests.get((need.request_id, need.attempt))
         for sequence in request.sequences if request else ():
             if sequence.index == need.sample and sequence.phase is Phase.WAITING:
                 sequence.request.count_loaded(num_loaded_tokens)
         for sequence in self._loading(need):
-            sequence.load, sequence.holds = StoreLoad.DONE, Hold.NOBODY
+            sequence.load, sequence.holds_back = StoreLoad.DONE, HeldBack.NOBODY
             sequence.num_expected_cached_tokens = self.life.tables.num_cached_tokens(sequence)
 
     def note_loaded(self, key: RequestKey, num_loaded_tokens: dict[str, int]) -> None:
-        """Note the tokens, by tier, that were loaded for a request before it came."""
+        """Note the tokens, by tier, that were loaded for a request before the request arrived."""
         request = self.life.requests.get(key)
         if request is not None:
             request.count_loaded(num_loaded_tokens)
 
     def _loading(self, need: LoadNeed) -> list[Sequence]:
-        """Return the sequence that waits for the load, if it is still here."""
+        """Return the sequence that waits for the load, or nothing if it is gone."""
         request = self.life.requests.get((need.request_id, need.attempt))
         return [
             sequence
@@ -285,8 +293,8 @@ class Scheduler:
         ]
 
     def grant_landing(self, request_id: str, attempt: int) -> bool:
-        """Allow the request, whose KV has a place, to be computed. Return False when it is not here (any
-        more)."""
+        """Allow the request to be computed: the decode replica has reserved blocks for its KV. Return False
+        if it is not here any more."""
         request = self.life.requests.get((request_id, attempt))
         if request is not None:
             request.landing = LandingState.READY
@@ -295,8 +303,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- plan
 
     def plan(self, now: float) -> StepPlan | None:
-        """Return the next step, or None when nothing can be computed now. Decodes come first, then prompt
-        chunks."""
+        """Return the plan of the next step, with decodes before prompt chunks, or None if nothing can be
+        computed now. Requests whose deadline has passed end first."""
         self._failures += self.life.expire(now)
         batch = StepBatch(self._step + 1, self.config.max_batch_tokens)
         self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
@@ -310,7 +318,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ settle
 
     def settle(self, report: StepReport, now: float) -> StepOutcome:
-        """Take the report of the oldest plan that is out; everything it changed is in the outcome."""
+        """Settle the oldest unreported plan, and return everything that its report changed."""
         issued = self._issued.popleft()
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
@@ -331,7 +339,8 @@ class Scheduler:
         return outcome
 
     def _is_computed(self, sequence: Sequence, failed: FailedEntry | None, outcome: StepOutcome) -> bool:
-        """Whether the plan's entry for the sequence counts: the sequence is here, and has not `failed`."""
+        """Whether the plan's entry for the sequence counts. It does not if the sequence has ended since, or
+        if it failed at a rank, which ends its request."""
         if sequence.phase is Phase.ENDED:
             return False
         self.life.handled = sequence.request.key
@@ -347,7 +356,8 @@ class Scheduler:
         now: float,
         outcome: StepOutcome,
     ) -> None:
-        """Settle an entry as `_settle_entry` does, for the many sequences that only continue."""
+        """Settle a decode. This is the short way of `_settle_entry` for the many sequences that only
+        continue."""
         end, request = sequence.num_settled + 1, sequence.request
         if sequence.hold_at or not request.prompt_done or request.decodes_remotely:
             entry = PlannedEntry(sequence, end - 1, end, b"", (sequence,))
@@ -362,7 +372,7 @@ class Scheduler:
 
     @staticmethod
     def _settle_readings(index: int, entry: PlannedEntry, report: StepReport, outcome: StepOutcome) -> None:
-        """Take what entry `index` of the plan has read of its prompt; an embedding is the end of it."""
+        """Take what entry `index` of the plan has read of its prompt. An embedding ends the sequence."""
         sequence, request = entry.sequence, entry.sequence.request
         if entry.targets is not None:
             first = entry.targets.start + 1
@@ -426,7 +436,8 @@ class Scheduler:
         return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
-        """Finish a prompt: a request that is handed over stops here, and its leader holds the blocks."""
+        """Finish a prompt. The leader of a request that is handed over keeps the blocks for the hand-over,
+        and the other samples end here."""
         request = leader.request
         request.prompt_done = True
         samples = request.unfinished_samples

@@ -1,4 +1,4 @@
-"""A request in the engine and its sequences: plain state, changed by the scheduler only."""
+"""A request in the engine and its sequences: plain state, which the scheduler alone changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.messages.link import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):
-    """The phase of a sequence; `Scheduler` draws the transitions."""
+    """The phase of a sequence. `Lifecycle` draws the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -20,36 +20,38 @@ class Phase(Enum):
 
 
 class LandingState(Enum):
-    """Whether the KV of a request that is handed over has a place to go."""
+    """Whether the decode replica has reserved blocks for the KV of a request that is handed over."""
 
     NEEDED = "needed"
     ASKED = "asked"
     READY = "ready"
 
 
-class Hold(Enum):
-    """The sequences that a waiting sequence keeps waiting behind it in line, whatever there is space for."""
+class HeldBack(Enum):
+    """Which of the sequences behind it in line a waiting sequence holds back, even if there is space for
+    them."""
 
     NOBODY = "nobody"
-    # The sequences of its sharing group, whose share of the device it waits for.
+    # The sequences of its own sharing group: it waits for the group's share of the device.
     GROUP = "group"
     EVERYBODY = "everybody"
 
 
 class StoreLoad(Enum):
-    """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
+    """The progress of the load of missing blocks from the store. A sequence is admitted only when it is
+    DONE."""
 
     WANTED = "wanted"
     ASKED = "asked"
     DONE = "done"
 
 
-# Requests are served in order of their due time: arrival plus the wait that their class allows
-# (`Submission.due_s`, or the delay of their class where the gateway names none). Each step of priority moves
-# it 10 s earlier, so no request starves.
+# A replica serves requests in order of their due time (`Sequence.rank`): the arrival, plus the wait that the
+# class allows (`Submission.due_s`, or the delay of the class if the gateway names none), minus 10 s for each
+# step of priority. So no request starves.
 DUE_PER_PRIORITY_S = 10.0
 CLASS_DELAY_S: dict[ServiceClass, float] = {"interactive": 0.0, "standard": 5.0, "batch": 600.0}
-# A preempted sequence waits before the sequences that arrived up to this much before it.
+# A preempted sequence goes before the sequences whose due time is up to this much earlier.
 _PREEMPTED_S = 600.0
 
 # Urgency; number of arrival; index of the sample.
@@ -57,7 +59,7 @@ Rank = tuple[float, int, int]
 
 
 class Request:
-    """One submission: what its samples have in common."""
+    """One submission, with the state that its samples have in common."""
 
     __slots__ = (
         "arrival",
@@ -89,17 +91,18 @@ class Request:
         due_s = (
             CLASS_DELAY_S[submission.facts.service_class] if submission.due_s is None else submission.due_s
         )
-        # The time from which on it has waited too long, also where its class is paused.
+        # From this time on the request has waited too long, even if its class is paused.
         self.due_at = now + due_s
         self.urgency = self.due_at - DUE_PER_PRIORITY_S * submission.facts.priority
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
-        # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.
+        # The leading tokens of the prompt whose log-probabilities were reported or are not requested. The
+        # first token has none.
         is_scored = submission.sampling.num_prompt_logprobs is not None
         self.num_scored_tokens = 1 if is_scored else self.num_prompt_tokens
-        # Whether it ends with an embedding of its prompt.
+        # Whether the request ends with an embedding of its prompt.
         self.pools = submission.facts.pooling is not None
-        # Tokens a sample may have in all: `max_tokens`, clipped to the context.
+        # The most output tokens of a sample: `max_tokens`, cut to the context and to the KV.
         self.output_limit = output_limit
         self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
         self.landing_asked_at = 0.0
@@ -108,23 +111,23 @@ class Request:
         self.num_loaded_tokens: dict[str, int] = {}
         self.scheduled_at: float | None = None
         self.prompt_done = False
-        # Of a suspect: its steps with a token of its own, alone; None before its first plan.
+        # The steps that a suspect has survived alone, with a token each; None before its first plan.
         self.num_survived_steps: int | None = None
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
 
     @property
     def decodes_remotely(self) -> bool:
-        """Whether it is handed over to a decode replica after its prompt."""
+        """Whether the request is handed over to a decode replica after its prompt."""
         return self.submission.decode is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether its prompt is done and being handed over."""
+        """Whether a sequence of the request is held: its KV is being handed over, or moved."""
         return any(sequence.phase is Phase.HELD for sequence in self.sequences)
 
     @property
     def unfinished_samples(self) -> tuple[SampleState, ...]:
-        """The samples that have no finish yet, with their output so far."""
+        """The samples that have not finished, with their output so far."""
         return tuple(
             SampleState(sequence.index, sequence.seed, sequence.output_bytes, sequence.mask_digest)
             for sequence in self.sequences
@@ -133,15 +136,15 @@ class Request:
 
     @property
     def num_reusable_tokens(self) -> int | None:
-        """The most tokens that need not be computed where their KV is cached; None: all. The hidden state of
-        each token says how likely the next one is."""
+        """The most leading tokens whose cached KV may be reused; None: all. A token whose successor needs a
+        log-probability must be computed, since its hidden state gives that."""
         if self.num_scored_tokens >= self.num_prompt_tokens:
             return None
         return self.num_scored_tokens - 1
 
     @property
     def progress(self) -> str:
-        """The request's progress, for people."""
+        """The progress of the request, for error messages."""
         if self.scheduled_at is None:
             return "before it was scheduled"
         return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
@@ -152,11 +155,12 @@ class Request:
             self.num_loaded_tokens[tier] = self.num_loaded_tokens.get(tier, 0) + count
 
     def finish_of(self, sequence: Sequence, token: int, end_token_ids: frozenset[int]) -> str:
-        """Return what the sequence's last token means: "stop", "length", or "" (it continues)."""
+        """Return the finish reason after the sequence's last token: "stop", "length", or "" (it
+        continues)."""
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
         ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
-        # An end token that came too early was the only one that the grammar allowed.
+        # If an end token comes before `min_tokens`, the grammar allowed no other token.
         if ends and (num_output_tokens > sampling.min_tokens or self.submission.grammar is not None):
             return "stop"
         return "length" if num_output_tokens >= self.output_limit else ""
@@ -178,7 +182,7 @@ class Sequence:
         "finish",
         "forks",
         "hold_at",
-        "holds",
+        "holds_back",
         "index",
         "keys",
         "last_step",
@@ -210,12 +214,12 @@ class Sequence:
         self.index = sample.index
         self.seed = sample.seed
         self.mask_digest = sample.mask_digest
-        # Whether nothing may be sampled for it, because its grammar is not compiled yet.
+        # Whether plans must not sample for it yet: its grammar is being compiled.
         self.awaits_grammar = False
         self.tokens = bytearray(request.submission.prompt + sample.output)
         self.num_tokens = len(self.tokens) // TOKEN_BYTES
-        # The number of tokens with which it has its last one here; that of a request that is handed over is
-        # its first new one.
+        # The number of tokens, prompt included, after which it needs no more plans here. A request that is
+        # handed over samples one token.
         self.most_tokens = request.num_prompt_tokens + request.output_limit
         if request.decodes_remotely:
             self.most_tokens = self.num_tokens + 1
@@ -225,12 +229,12 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = StoreLoad.DONE
-        # Whom it keeps waiting while its load lacks free blocks.
-        self.holds = Hold.NOBODY
+        # Whom it holds back while its load waits for free blocks.
+        self.holds_back = HeldBack.NOBODY
         self.finish = ""
         self.slot = -1
-        # The state that the ranks know by slot: where it continues (-1: no plan has named it), and the first
-        # `num_sent_blocks` of its table, except the blocks at the indices that were `replaced` since.
+        # What the ranks know of the slot: the position at which the sequence continues (-1: no plan has named
+        # it), and the first `num_sent_blocks` blocks of its table, except those `replaced` since (indices).
         self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced: set[int] = set()
@@ -239,22 +243,23 @@ class Sequence:
         self.num_scheduled = 0
         self.num_settled = 0
         self.num_pending = 0
-        # The tokens up to which its blocks are its own, as far as it has them: nobody else uses or can find
-        # them.
+        # From `num_scheduled` up to this many tokens, plans may write into its blocks: no other sequence uses
+        # or can find them.
         self.num_writable = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
         # The number of its `block_ids` in the ranks' host memory.
         self.num_offloaded = 0
-        # The group to whose share of the device its blocks count.
+        # The sharing group to which its blocks count.
         self.sharing_group = request.submission.facts.sharing_group
-        # The most tokens of plans while it migrates to another replica; with these it is held.
+        # When plans have computed this many tokens, the sequence is held, since it moves to another replica;
+        # 0: it does not move.
         self.hold_at = 0
 
     @property
     def is_pausable(self) -> bool:
-        """Whether it is of the class `batch`, and nobody waits for it: neither a replica to which it moves,
-        nor one that keeps blocks for its hand-over."""
+        """Whether the pause of the class `batch` concerns the sequence: it is of that class, and no other
+        replica reserves blocks for its move or hand-over."""
         request = self.request
         if request.submission.facts.service_class != "batch" or self.hold_at:
             return False
@@ -262,12 +267,12 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """The order of service, smallest first; the victim of a preemption is the largest."""
+        """The order of service: the smallest is served first, the largest is preempted first."""
         return self.request.urgency, self.request.arrival, self.index
 
     @property
     def queue_rank(self) -> Rank:
-        """Order of waiting: those that were preempted come before the others of their class and priority."""
+        """The order in which waiting sequences are admitted: `rank`, with preempted ones moved forward."""
         urgency, arrival, index = self.rank
         return urgency - _PREEMPTED_S * self.preempted, arrival, index
 
@@ -277,7 +282,8 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """The number of tokens up to which plans may go now: a leader stops where its forks begin."""
+        """The number of tokens up to which plans may compute now. A leader with forks stops behind the
+        prompt."""
         return self.request.num_prompt_tokens if self.forks else self.num_tokens + self.num_pending
 
     @property
@@ -286,24 +292,26 @@ class Sequence:
 
     @property
     def num_plannable(self) -> int:
-        """The remaining tokens that a plan may compute: none that samples for lack of a grammar."""
+        """The remaining tokens that a plan may compute: without the last one, which would sample, while the
+        grammar is being compiled."""
         return self.num_remaining - self.awaits_grammar
 
     @property
     def is_plannable(self) -> bool:
-        """Whether another plan may name it: it runs, and a token is still to be sampled here."""
+        """Whether another plan may name the sequence: it runs, its last token here is not planned yet, and no
+        move holds it up."""
         is_held_up = 0 < self.hold_at <= self.num_scheduled
         return self.phase is Phase.RUNNING and not self.is_finishing and not is_held_up
 
     @property
     def is_finishing(self) -> bool:
-        """Whether its last token here is sampled by a plan that is not yet reported."""
+        """Whether plans have sampled its last token here, reported or not."""
         return self.num_tokens + self.num_pending >= self.most_tokens
 
     @property
     def samplers(self) -> tuple[Sequence, ...]:
-        """The sequences that sample when the target is reached: none where an adopted leader only repairs the
-        prompt, and where the prompt is embedded."""
+        """The sequences that sample when the target is reached. An adopted leader that only recomputes the
+        prompt has none, and neither has a prompt that is embedded."""
         if not self.forks:
             return () if self.request.pools else (self,)
         return () if self.num_output_tokens else (self, *self.forks)
@@ -313,7 +321,7 @@ class Sequence:
         return max(1, len(self.samplers))
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """Return tokens [start, end) as uint32; b"" for a token that is not known yet."""
+        """Return tokens [start, end) as uint32. Tokens that are not known yet are missing at the end."""
         return bytes(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def token_at(self, position: int) -> int:
@@ -325,13 +333,13 @@ class Sequence:
         return bytes(self.tokens[len(self.request.submission.prompt) :])
 
     def replace_block(self, index: int, block_id: int) -> None:
-        """Put another block into the table; the next plan that names the sequence says so."""
+        """Put another block into the table. The next plan that names the sequence tells the ranks."""
         self.block_ids[index] = block_id
         if index < self.num_sent_blocks:
             self.replaced.add(index)
 
     def forget_slot(self) -> None:
-        """Drop the freed slot, and with it the ranks' knowledge of the sequence."""
+        """Drop the freed slot, and with it what the ranks know of the sequence."""
         self.slot = self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced.clear()
@@ -342,8 +350,8 @@ class Sequence:
         self.num_tokens += 1
 
     def block_keys(self, num_blocks: int, block_tokens: int) -> list[bytes]:
-        """Return the keys of the first `num_blocks` blocks, generated tokens included; their tokens must be
-        known."""
+        """Return the keys of the first `num_blocks` blocks, including blocks of generated tokens. All their
+        tokens must be known."""
         num_keys = len(self.keys)
         if num_keys < num_blocks:
             parent = self.keys[-1] if self.keys else self.request.submission.root_key

@@ -1,4 +1,4 @@
-"""The parts and results of a step: the plan under construction, the plans that are out, and the outcome that
+"""The parts of a step: the plan under construction, the record of an unreported plan, and the outcome that
 the engine core turns into frames.
 """
 
@@ -41,8 +41,8 @@ LOGPROB_BYTES = MAX_FRAME_BYTES // 4
 
 @dataclass(frozen=True, slots=True)
 class LandingNeed:
-    """A prompt that is handed over will be scheduled soon: its decode replica is asked for a landing of
-    `num_tokens` that is given until `deadline` (None: without limit)."""
+    """A prompt to hand over that will be scheduled soon. Its decode replica is asked for a landing of
+    `num_tokens` tokens, to be granted before `deadline` (None: at any time)."""
 
     request_id: str
     attempt: int
@@ -53,8 +53,8 @@ class LandingNeed:
 
 @dataclass(frozen=True, slots=True)
 class LoadNeed:
-    """A waiting sequence lacks blocks on the device: the store may have them. `keys` are those of all its
-    full blocks (the last token's excluded), of which the device holds the first `num_held`."""
+    """A waiting sequence that lacks blocks which the store may have. `keys` are those of all its full blocks
+    (without that of the last token). The device has the first `num_held` of them."""
 
     request_id: str
     attempt: int
@@ -92,11 +92,11 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class PromptDone:
-    """A request's prompt is computed and its first tokens are in the same outcome; once per request.
+    """A request's prompt is computed, and its first tokens are in the same outcome. Once per request.
 
-    `samples` are the unfinished ones with their outputs so far (what a hand-over carries), `block_ids` hold
-    the KV of `num_computed_tokens` tokens. When `decodes_remotely` and not `all_finished`, the blocks stay
-    referenced until `finish_hand_over`; when `all_finished` the request is over and they are released.
+    `samples` are the unfinished ones with their output, as a hand-over carries them. `block_ids` have the KV
+    of `num_computed_tokens` tokens. If the request `decodes_remotely` and is not `all_finished`, the blocks
+    stay referenced until `finish_hand_over`. If it is `all_finished`, the request is over.
     """
 
     request_id: str
@@ -114,7 +114,7 @@ class PromptDone:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """All news of one step."""
+    """Everything that the report of one step changed."""
 
     tokens: list[TokenDelta] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -129,7 +129,7 @@ class StepOutcome:
 
 
 def end_of(sequence: Sequence) -> TokenDelta:
-    """Return the news of a sequence that has ended, without a token."""
+    """Return the message that a sequence has ended, without a token."""
     return TokenDelta(
         *sequence.request.key,
         sample=sequence.index,
@@ -172,8 +172,8 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """The scheduler's memory of one `BatchEntry`: the sequence that computes and up to where, the sequences
-    that sample, and the readings of the prompt."""
+    """The scheduler's record of one `BatchEntry`: the sequence with the tokens [start, end) that it computes,
+    the sequences that sample, and what is read of the prompt."""
 
     sequence: Sequence
     start: int
@@ -186,8 +186,8 @@ class PlannedEntry:
 
 @dataclass(frozen=True, slots=True)
 class IssuedPlan:
-    """The scheduler's memory of a plan that is out. Of `decodes`, each computes the token at its place in
-    `decode_starts`. An isolated one names a suspect and nobody else."""
+    """The scheduler's record of an unreported plan. Sequence i of `decodes` computes the token at the
+    position `decode_starts[i]`. An isolated plan names one suspect and nobody else."""
 
     step: int
     entries: list[PlannedEntry]
@@ -202,7 +202,7 @@ class IssuedPlan:
 
     @property
     def samples(self) -> bool:
-        """Whether anybody samples."""
+        """Whether any sequence samples."""
         return bool(self.decodes) or any(entry.samplers for entry in self.entries)
 
     @property
@@ -212,9 +212,9 @@ class IssuedPlan:
 
 
 class StepBatch:
-    """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be
-    added. Changes of block tables are collected when it is complete: until then blocks of any sequence may be
-    moved out of the device's memory."""
+    """A step under construction. `budget_tokens` and `budget_bytes` (of the message) may still be added.
+    Changes of block tables are collected at the end, because blocks of any sequence may move to host memory
+    until then."""
 
     def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
@@ -240,8 +240,8 @@ class StepBatch:
     def fits(
         self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
     ) -> bool:
-        """Whether the message takes the sequence's next `num_tokens`, the new part of its table of
-        `num_blocks`, and the starts of `starting`."""
+        """Whether the message has bytes left for the sequence's next `num_tokens`, the new part of its table
+        of `num_blocks`, and the starts of `starting`."""
         num_bytes = _entry_bytes(sequence, num_tokens) + _table_bytes(sequence, num_blocks)
         for number, sample in enumerate(starting):
             if number == 0 and sample.request not in self._request_to_samples:
@@ -250,8 +250,8 @@ class StepBatch:
         return num_bytes <= self.budget_bytes
 
     def most_tokens(self, sequence: Sequence) -> int:
-        """Return how many of the sequence's next tokens the step takes: fewer than its budget where the
-        report takes no more log-probabilities."""
+        """Return how many of the sequence's next tokens the step may compute: the budget, or fewer if the
+        report cannot take that many log-probabilities."""
         request = sequence.request
         first = max(sequence.num_scheduled, request.num_scored_tokens - 1)
         num_taken = self.budget_logprob_bytes // logprob_bytes(request.submission.sampling)
@@ -304,7 +304,7 @@ class StepBatch:
         sequence.num_scheduled = end
         for sampler in samplers:
             sampler.num_pending += 1
-        sequence.num_pending += pools  # it takes the place of a token
+        sequence.num_pending += pools  # the embedding counts as the token that ends the sequence
 
     def add_decode(self, sequence: Sequence) -> bool:
         """Compute and sample the sequence's next token, the only one that is left, if the ranks and its
@@ -377,7 +377,7 @@ class StepBatch:
         )
 
     def issued(self) -> IssuedPlan:
-        """Return the record of the plan that is kept until it is reported."""
+        """Return the record of the plan, which is kept until the plan is settled."""
         return IssuedPlan(self.step, self.entries, self.decodes, self.decode_starts, self.is_isolated)
 
 

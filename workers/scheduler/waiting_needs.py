@@ -9,9 +9,10 @@ from collections.abc import Sequence as Seq
 
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.micro_batches import BatchPause
-from workers.scheduler.sequence import Hold, LandingState, Sequence, StoreLoad
+from workers.scheduler.sequence import HeldBack, LandingState, Sequence, StoreLoad
 from workers.scheduler.step import LandingNeed, LoadNeed
 
+# The time for which a request that waits for its landing holds back others.
 _WAIT_S = 1.0
 
 
@@ -24,17 +25,18 @@ def landing_needs(
     is_isolating: bool = False,
     pause: BatchPause | None = None,
 ) -> list[LandingNeed]:
-    """Return outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them
-    asked.
+    """Return the requests to hand over that have at most `window_tokens` tokens to compute ahead of them, and
+    mark them ASKED.
 
-    A request that waits for its landing holds back only those behind it that go to the same replica, so that
-    one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
-    may need more blocks than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one
-    asks, when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
+    A request that waits for its landing holds back only the requests behind it that go to the same decode
+    replica, so that a full decode replica does not make the others idle. After `_WAIT_S` the first of them
+    holds back nobody: it may need more blocks than the others (`kvtransfer.protocol.receiver`). Only one
+    suspect at a time asks, and none while another is isolated (`is_isolating`): its landing would time out
+    before its turn.
 
-    What is paused is ahead of nobody. Requests that wait here for their sharing group's
-    share are ahead of their own group alone, and so are those of a group with a limit that have waited for
-    their landing for `_WAIT_S`: the share may be what they wait for.
+    Paused requests are ahead of nobody. Requests that wait for the share of their sharing group are ahead of
+    their own group alone. So are requests of a group with a limit that have waited for their landing for
+    `_WAIT_S`, since they may wait for the share.
     """
     needs: list[LandingNeed] = []
     if not waiting:
@@ -87,8 +89,8 @@ def landing_needs(
 
 
 class _WaitingShares:
-    """Finds out which waiting sequences of groups with a limit the rest of their share would admit, taken in
-    order: the first that would not fit holds back its group."""
+    """Finds out, in the order of the line, which waiting sequences fit into the rest of their group's share.
+    The first one that does not fit holds back its group."""
 
     def __init__(self, tables: BlockTables, running: Seq[Sequence]) -> None:
         self.group_to_held_tokens: Counter[str] = Counter()
@@ -97,8 +99,7 @@ class _WaitingShares:
         self._group_to_left: dict[str, int] = {}
 
     def claim(self, sequence: Sequence) -> bool:
-        """Take the blocks that a sequence needs of its group's share; return False where they are not
-        left."""
+        """Take the blocks that a sequence needs from its group's share. Return False if too few are left."""
         group, pool = sequence.sharing_group, self._tables.pool
         if group not in self._group_to_left:
             num_spare = sum(
@@ -112,16 +113,16 @@ class _WaitingShares:
 
 
 def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
-    """Return what the first waiting sequences lack, so that at most `most` of them are being loaded; marks
-    them asked, or done when the device holds all that can be had. A sequence that waits for its sharing
-    group's share holds back its group alone."""
+    """Return the loads to begin for the first waiting sequences, so that at most `most` are under way, and
+    mark the sequences ASKED, or DONE if the device has all reusable blocks. A sequence that waits for the
+    share of its sharing group holds back its group alone."""
     needs: list[LoadNeed] = []
     num_loading = 0
     held_groups: set[str] = set()
     for sequence in waiting:
         if num_loading >= most:
             break
-        if sequence.holds is Hold.GROUP:
+        if sequence.holds_back is HeldBack.GROUP:
             held_groups.add(sequence.sharing_group)
         if held_groups and sequence.sharing_group in held_groups:
             continue

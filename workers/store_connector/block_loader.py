@@ -4,7 +4,7 @@
         --StoreGetDone of each--> registered, released: found by the sequence like any cached block
 
 A load ends in every case, with what came good: the first `n` blocks of the need. Blocks that are bad, late,
-lost or not worth its way is computed. No request waits for an owner that does not answer.
+lost or not worth loading are computed. No request waits for an owner that does not answer.
 
 A load can begin before its request comes (`AnnouncedPrompts`). It is then *early*: it takes only blocks that
 nobody here waits for, holds up nobody, and becomes that of the request's sequence when the request comes.
@@ -27,7 +27,7 @@ from kvtransfer.store.messages.engine_session import (
 from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
 from kvtransfer.store.store_client import StoreClient
 from workers.scheduler.block_pool import ROOT
-from workers.scheduler.sequence import Hold
+from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.engine_parts import EngineParts
@@ -65,7 +65,7 @@ class _Load:
     tiers: tuple[str, ...] = ()
     # The time since which it waits for free blocks, if there are none.
     found_at: float = 0.0
-    hold: Hold = Hold.NOBODY
+    holds_back: HeldBack = HeldBack.NOBODY
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
@@ -141,7 +141,7 @@ class BlockLoader:
         it."""
         begun = next((it for it in self._loads.values() if _is_for(it, need)), None)
         if begun is not None:
-            begun.found_at, begun.hold = self._clock.now(), Hold.NOBODY
+            begun.found_at, begun.holds_back = self._clock.now(), HeldBack.NOBODY
         else:
             self._ask(need, is_early=False)
 
@@ -223,7 +223,7 @@ class BlockLoader:
             self._end(number)
             return
         if self._lacks_share(load, held_ids):
-            self._hold(load, Hold.GROUP)
+            self._hold_back(load, HeldBack.GROUP)
             return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
         num_free = self._pool.num_free - num_idle - self._scheduler.counts.num_running
@@ -231,13 +231,13 @@ class BlockLoader:
             num_free -= self._scheduler.counts.num_blocks_awaited(None)
         if len(load.tiers) > max(num_free, 0):
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
-            self._hold(load, Hold.NOBODY if is_patient else Hold.EVERYBODY)
+            self._hold_back(load, HeldBack.NOBODY if is_patient else HeldBack.EVERYBODY)
             return
         keys, chain = load.keys[: len(load.tiers)], load.need.keys[0]
         if not self._client.send(FetchRequest(number, group, chain, keys, to_device=True)):
             self._end(number)
             return
-        self._hold(load, Hold.NOBODY)
+        self._hold_back(load, HeldBack.NOBODY)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
         load.num_good = len(keys)
@@ -266,10 +266,10 @@ class BlockLoader:
             return num_left
         return min(num_left, self._pool.limit(group) // POOL_SHARE - self._announced.num_blocks(group))
 
-    def _hold(self, load: _Load, hold: Hold) -> None:
-        if load.hold is not hold and not load.is_early:
-            load.hold = hold
-            self._scheduler.hold_others(load.need, hold)
+    def _hold_back(self, load: _Load, whom: HeldBack) -> None:
+        if load.holds_back is not whom and not load.is_early:
+            load.holds_back = whom
+            self._scheduler.hold_back(load.need, whom)
 
     def fetched(self, fetched: FetchedBlocks) -> None:
         """Have the ranks copy the next blocks, which lie in the host tier."""

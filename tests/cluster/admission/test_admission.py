@@ -230,7 +230,7 @@ def test_nobody_waits_until_its_deadline_is_out_of_reach(world: AdmissionWorld) 
     world.arrive("first", num_tokens=3000)
     queued = world.arrive("queued", num_tokens=2000, deadline_s=8.0)
     assert queued is not None
-    assert queued.refused_at == pytest.approx(6.0)
+    assert queued.waits_until == pytest.approx(6.0)
     world.run()
     assert world.refused["queued"] == pytest.approx(6.0)
     assert "after which it would miss its deadline" in str(world.errors[0])

@@ -39,9 +39,9 @@ def test_a_placed_request_knows_its_cost_and_how_long_it_may_wait() -> None:
     assert queued.routed_at == arrived_at
     assert queued.due_at == arrived_at + settings.aging_s
     # Later than that, the prompt would be computed after the objective.
-    assert queued.refused_at == pytest.approx(arrived_at + settings.ttft_s - 2.0)
+    assert queued.waits_until == pytest.approx(arrived_at + settings.ttft_s - 2.0)
     assert "admission.interactive.ttft_s" in queued.bound
-    assert parts.waiting.first_bound() == (queued.refused_at, queued)
+    assert parts.waiting.first_bound() == (queued.waits_until, queued)
 
 
 def test_cached_tokens_are_no_work() -> None:
@@ -97,7 +97,7 @@ def test_a_request_moves_to_a_replica_where_it_waits_less_and_counts_there_alone
     parts.harness.load("b0", backlog=2 * SECOND)
     keys = keys_of("prompt", SECOND // 2 // BLOCK_TOKENS)
     queued = parts.place("q", num_tokens=SECOND, keys=keys)
-    refused_at = queued.refused_at
+    waits_until = queued.waits_until
     parts.harness.join("b1")
     parts.harness.store("b1", keys)
     assert parts.placement.move(queued, parts.now)
@@ -105,8 +105,8 @@ def test_a_request_moves_to_a_replica_where_it_waits_less_and_counts_there_alone
     assert parts.router.loads.state("b0").num_queued_tokens == 0
     assert parts.router.loads.state("b1").num_queued_tokens == SECOND - len(keys) * BLOCK_TOKENS
     # Half of the prompt is cached there, so the request may wait longer.
-    assert queued.refused_at == pytest.approx(refused_at + 0.5, abs=0.001)
-    assert parts.waiting.first_bound() == (queued.refused_at, queued)
+    assert queued.waits_until == pytest.approx(waits_until + 0.5, abs=0.001)
+    assert parts.waiting.first_bound() == (queued.waits_until, queued)
     parts.check()
 
 

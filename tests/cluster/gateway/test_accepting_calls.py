@@ -15,7 +15,7 @@ from gateway_harness import PROMPT, Pair, expected
 import cluster
 from cluster.api.generate_options import GenerateOptions
 from cluster.gateway import request_manager, request_task
-from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.request_manager import RequestHandle, RequestManager
 
 MOST_RETURNS = 6
 _PACKAGE = str(Path(cluster.__file__).parent)
@@ -73,7 +73,7 @@ async def test_an_accepted_request_seldom_returns_to_its_manager_and_its_task(
     """From the call of `RequestManager.accept` until the request is submitted to its replica."""
     trace, accept = CallTrace(), RequestManager.accept
 
-    async def traced(*args: Any, **kwargs: Any) -> Accepted:
+    async def traced(*args: Any, **kwargs: Any) -> RequestHandle:
         sys.setprofile(trace.note)
         try:
             accepted = await accept(*args, **kwargs)

@@ -16,7 +16,6 @@ import psutil
 import pytest
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
-from slow_cases import slow_but
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import Client
@@ -25,7 +24,8 @@ from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
-pytestmark = pytest.mark.cluster
+# `make test` serves the same pools in the test of the demo.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPT = "".join(
     f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
 )
@@ -285,8 +285,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", slow_but(["rank", "engine core"], "rank"))
+@pytest.mark.parametrize("victim", ["rank", "engine core"])
 def test_a_killed_replica_is_replaced_and_the_stream_completes(
     cluster: RunningCluster, client: BlockingClient, victim: str
 ) -> None:
@@ -312,7 +311,6 @@ def test_a_killed_replica_is_replaced_and_the_stream_completes(
     )
 
 
-@pytest.mark.slow
 async def test_a_killed_gateway_comes_back_and_the_stream_completes(cluster: RunningCluster) -> None:
     # It must still run when its gateway dies, however fast the engine is.
     options = GenerateOptions(max_tokens=1200, temperature=0.8, seed=12, ignore_eos=True)
@@ -332,7 +330,6 @@ async def test_a_killed_gateway_comes_back_and_the_stream_completes(cluster: Run
     assert gateway.process_id != process_id
 
 
-@pytest.mark.slow
 def test_the_operators_scale_api_scales_a_pool_up_and_down(
     cluster: RunningCluster, client: BlockingClient
 ) -> None:
