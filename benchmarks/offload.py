@@ -25,6 +25,7 @@ from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
+from workers.model.attention.interface import LayerRead
 from workers.model.host_kv import MODES, HostKv
 from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
@@ -80,7 +81,7 @@ class Bench:
         reader, num_layers = self._host.reader, self._host.kv.shape[1]
         in_host = sorted({block for table in tables for block in table if block >= self._host.first_id})
         started_at = self._clock.now()
-        reader.begin([in_host] * num_layers)
+        reader.begin([LayerRead(layer, in_host) for layer in range(num_layers)])
         for layer in range(num_layers):
             reader.layer(layer)
             reader.done(layer)

@@ -127,8 +127,7 @@ def _copy_tokenizer(source: Path, path: Path) -> dict[str, Any]:
 
 def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    num_q, num_kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    hidden = config.hidden_size
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))).to(dtype)
@@ -145,10 +144,18 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         tensors["model.norm.bias"] = vector(hidden, 0.0, 0.1)
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
+    shapes = config.layer_shapes
+    if size := shapes.input_size:
+        all_inputs = config.num_layers * size
+        tensors["model.embed_tokens_per_layer.weight"] = matrix(shapes.input_vocab_size, all_inputs, 2.0)
+        tensors["model.per_layer_model_projection.weight"] = matrix(all_inputs, hidden)
+        tensors["model.per_layer_projection_norm.weight"] = vector(size, norm_mean, 0.1)
     # Each layer adds to the residual stream twice; this keeps its variance near one.
     depth_gain = 1 / math.sqrt(2 * config.num_layers)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        (num_kv_heads, head_dim), ffn = config.heads_of(layer), config.intermediate_size_of(layer)
+        num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
         matrices = {
             "self_attn.q_proj": (num_q, hidden, 1.5, config.qkv_bias),
             "self_attn.k_proj": (num_kv, hidden, 1.0, config.qkv_bias),
@@ -161,6 +168,14 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
+        has_own_kv = config.kv_sources[layer] == layer
+        if not has_own_kv:
+            del matrices["self_attn.k_proj"]
+        if not has_own_kv or config.has_key_values(layer):
+            del matrices["self_attn.v_proj"]
+        if shapes.input_size:
+            matrices["per_layer_input_gate"] = (shapes.input_size, hidden, 1.0, False)
+            matrices["per_layer_projection"] = (hidden, shapes.input_size, depth_gain, False)
         for name, (rows, columns, gain, has_bias) in matrices.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
@@ -170,7 +185,12 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if config.traits.has_norm_bias:
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
         if config.qk_norm:
-            norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+            norms["self_attn.q_norm"] = head_dim
+            norms |= {"self_attn.k_norm": head_dim} if has_own_kv else {}
+        if shapes.input_size:
+            norms["post_per_layer_input_norm"] = hidden
+        if config.traits.has_layer_shapes:
+            tensors[f"{prefix}layer_scalar"] = vector(1, 1.0, 0.1)
         if config.qk_row_norm:
             norms |= {"self_attn.q_norm": num_q, "self_attn.k_norm": num_kv}
         if config.qk_own_norms:
@@ -178,7 +198,10 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             tensors |= _own_norms(q_name, vector(num_q, 1.0, 0.1), head_dim)
             tensors |= _own_norms(k_name, vector(num_kv, 1.0, 0.1), head_dim)
         for name, size in norms.items():
-            tensors[f"{prefix}{name}.weight"] = vector(size, norm_mean, 0.1)
+            # Scores have a standard deviation near one, whatever factor the family gives them.
+            is_of_scores = config.traits.score_scale and name.startswith("self_attn.")
+            mean = (config.traits.score_scale * head_dim) ** -0.25 if is_of_scores else norm_mean
+            tensors[f"{prefix}{name}.weight"] = vector(size, mean, 0.1)
         if config.traits.is_qkv_fused:
             _fuse(tensors, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         if config.traits.is_gate_up_fused:

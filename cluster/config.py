@@ -44,7 +44,9 @@ from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineSettings, PaceConfig
+from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
+from workers.model.sizes import refuse_stages
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -194,6 +196,10 @@ class PoolConfig(_Settings):
             raise ConfigError(
                 f"pool {self.name}: layers add up to {sum(self.layers)}, the model has {model.num_layers}"
             )
+        try:
+            refuse_stages(model, self.pp, self.layers)
+        except CheckpointError as error:
+            raise ConfigError(f"pool {self.name}: {error}") from error
 
 
 class GatewayConfig(_Settings):

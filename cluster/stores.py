@@ -29,7 +29,7 @@ from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.sizes import kv_heads
+from workers.model.sizes import equal_stages, kv_heads
 
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10
@@ -184,7 +184,9 @@ class NvmeFolder:
 
 
 def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:
-    num_layers = min(pool.layers) if pool.layers else max(model.num_layers // pool.pp, 1)
-    num_heads = min(len(kv_heads(model.num_kv_heads, rank, pool.tp)) for rank in range(pool.tp))
-    shard = Shard(0, num_layers, 0, num_heads)
-    return BlockLayout(shard, model.head_dim, pool.engine.block_tokens, item_bytes).block_bytes
+    cells, ends = model.kv_cells, list(itertools.accumulate(pool.layers or equal_stages(model, pool.pp)))
+    starts = [0, *ends[:-1]]
+    num_layers = min(min(end, cells.num_layers) - start for start, end in zip(starts, ends, strict=True))
+    num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
+    shard = Shard(0, max(num_layers, 1), 0, num_cells)
+    return BlockLayout(shard, cells.width, pool.engine.block_tokens, item_bytes).block_bytes

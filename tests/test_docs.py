@@ -35,6 +35,8 @@ FOREIGN |= {
     *ARCHITECTURE_TO_FAMILY,
     "Mistral3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
 }
 RETIRED = {"brain", "brains", "desk", "door", "doors", "hall", "house", "houses", "journey"}
 RETIRED |= {"keeper", "lever", "levers", "phantom", "rooms", "shelf", "sight", "tally", "visitor"}

@@ -27,7 +27,7 @@ from workers.model.model_config import (
     weight_files,
 )
 from workers.model.model_folder import default_cache
-from workers.model.sizes import refuse_empty_parts
+from workers.model.sizes import refuse_split
 
 GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
@@ -126,15 +126,15 @@ def split(context: CheckContext) -> Iterator[CheckResult]:
 def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]:
     try:
         pool.check_model(model)
-        refuse_empty_parts(model.num_heads, model.intermediate_size, model.vocab_size, pool.tp)
+        refuse_split(model, pool.tp)
     except (ConfigError, CheckpointError) as problem:
         yield error(
             str(problem), "`tandem serve` refuses it", f"correct tp, pp or layers of pool {pool.name}"
         )
         return
-    if pool.tp > model.num_kv_heads:
+    if pool.tp > model.kv_cells.num_cells:
         yield note(
-            f"pool {pool.name}: tp {pool.tp} is above the model's {model.num_kv_heads} KV heads",
+            f"pool {pool.name}: tp {pool.tp} is above the model's {model.kv_cells.num_cells} KV heads",
             "several ranks hold a copy of each, so kv_tokens takes more memory than with fewer ranks",
         )
     if pool.engine.kv_tokens != "auto" and pool.engine.kv_tokens < model.max_context_tokens:

@@ -22,7 +22,7 @@ from workers.model.rank_memory import (
     least_kv_tokens,
     whole_blocks,
 )
-from workers.model.sizes import part
+from workers.model.sizes import equal_stages
 
 # The memory of a replica's engine core, or of a gateway.
 ENGINE_CORE_BYTES = 150_000_000
@@ -143,12 +143,6 @@ def needs_of(config: ClusterConfig) -> ClusterNeed:
     )
 
 
-def stage_layers(pool: PoolConfig, num_layers: int) -> Sequence[int]:
-    """Return the layers of each stage; equal shares where none are configured (the real ones are
-    measured)."""
-    return pool.layers or [len(part(num_layers, stage, pool.pp)) for stage in range(pool.pp)]
-
-
 def gb(num_bytes: float) -> str:
     """Return `1.5 GB` (1e9 bytes); small amounts in MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
@@ -166,12 +160,11 @@ def _pool_need(
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
     ranks: list[RankNeed] = []
     first = 0
-    for stage, num_layers in enumerate(stage_layers(pool, model.num_layers)):
+    for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
         for tp_rank in range(pool.tp):
             shape = RankShape(model, first, first + num_layers, tp_rank, pool.tp)
-            layout = BlockLayout(
-                Shard(0, num_layers, 0, shape.num_kv_heads), model.head_dim, engine.block_tokens, item_bytes
-            )
+            shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
+            layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],

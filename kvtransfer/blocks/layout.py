@@ -1,8 +1,10 @@
 """The layout of a block's KV: byte runs of any (layer range, head range), and who sends what between two
 shapes.
 
-A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. KV is
-addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
+A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. If a
+model's layers have heads of several sizes, a head here is a cell with one or more of them, and `head_dim` is
+the cell's width. KV is addressed by layer, head and token, so any (TP, PP, head replication) can assemble
+what any other computed.
 """
 
 from __future__ import annotations

@@ -44,6 +44,19 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 20, "layer_types": KINDS},
+    "gemma4_text": {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 6,
+        "num_global_key_value_heads": 3,
+        "attention_k_eq_v": True,
+        "global_head_dim": 24,
+        "sliding_window": 20,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 300,
+    },
     "olmo3": {"sliding_window": 20, "layer_types": KINDS, "rope_theta": 500000.0},
     "glm4": {"attention_bias": True},
     "exaone4": {"sliding_window": 20, "layer_types": KINDS},
@@ -55,14 +68,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0] * 4},
     },
 }
-TWO_STAGES = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, 2))
 
 
 class Cluster:
     """A prefill replica of two ranks, a decode replica of two stages, one of one rank, and their store."""
 
-    def __init__(self, harness: E2eHarness, store: StoreHarness, expected: list[int]) -> None:
+    def __init__(
+        self, harness: E2eHarness, store: StoreHarness, num_layers: int, expected: list[int]
+    ) -> None:
         self._harness, self._store = harness, store
+        self._two_stages = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, num_layers - 1))
         self._expected = expected
         self.prefill: Replica
         self.decode: Replica
@@ -72,7 +87,7 @@ class Cluster:
         await self._store.start()
         add, how = self._harness, self._store
         self.prefill = await add_with_store(add, how, "p", "prefill", parallel=Parallel(tp=2))
-        self.decode = await add_with_store(add, how, "d", "decode", parallel=TWO_STAGES)
+        self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages)
         self.single = await add_with_store(add, how, "s")
 
     async def check_hand_over(self) -> None:
@@ -127,12 +142,13 @@ class Cluster:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    write_random_checkpoint(model_dir, family, seed=7, **(SHAPE | FAMILIES[family]))
+    keys = SHAPE | FAMILIES[family]
+    write_random_checkpoint(model_dir, family, seed=7, **keys)
     expected = continued(model_dir, PROMPT, NUM_TOKENS)
     assert len(set(expected)) >= 15, "a stream that repeats itself shows little"
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
-        cluster = Cluster(harness, store, expected)
+        cluster = Cluster(harness, store, keys["num_hidden_layers"], expected)
         await cluster.start()
         await cluster.check_hand_over()
         await cluster.check_store()

@@ -43,4 +43,5 @@ if __name__ == "__main__":
         compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False)
         compile_step(head_dim=128, group=2, block_tokens=64, window=0, has_host=False, softcap=50.0)
         compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
+        compile_step(head_dim=512, group=8, block_tokens=16, window=0, has_host=False)
     print_kernels(kernels)

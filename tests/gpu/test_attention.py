@@ -183,6 +183,14 @@ def test_a_drawn_step_equals_torch(device: torch.device, seed: int, kind: str) -
     torch.testing.assert_close(backend.kv[written], reference.kv[written], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_heads_above_256_have_tiles_of_their_own(device: torch.device, dtype: torch.dtype) -> None:
+    case = make_step(
+        device, [(40, 1), (9, 21)], dtype=dtype, head_dim=512, windows=(0, 19), has_norm=True, score_scale=0.1
+    )
+    assert_equal(case.run(case.triton()), case.expected())
+
+
 @pytest.mark.parametrize("max_pieces", [32, 2])
 def test_rows_are_computed_in_pieces(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, max_pieces: int

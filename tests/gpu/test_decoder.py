@@ -3,6 +3,7 @@ more in a step that decodes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
-from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
+from workers.model.attention.interface import SequenceSpan, StepInput
+from workers.model.attention.kinds_backend import MakeBackend, backend_of_kinds
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import parallelize
@@ -41,11 +43,22 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Keys of config.json of families that compute what the others do not: caps of scores and logits, a scale of
-# scores, norms of rows and of what a layer adds, a feed-forward without a gate, and kinds of layers that
-# rotate in their own ways or not.
+# scores, norms of rows and of what a layer adds, a feed-forward without a gate, kinds of layers that rotate
+# in their own ways or not; and, in one family, heads of two sizes, normed values, layers that attend to the
+# KV of others, and inputs of layers.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 48,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": VOCAB,
+    },
     "olmo2": {},
     "apertus": {"hidden_act": "xielu"},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -53,12 +66,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(path: Path, family: str) -> Path:
-    keys = OF_FAMILY.get(family, {})
+    keys: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "intermediate_size": 96}
     if family in OF_FAMILY:
-        keys = keys | {"sliding_window": 7}
-    write_random_checkpoint(
-        path, family, seed=2, vocab_size=VOCAB, num_hidden_layers=NUM_LAYERS, intermediate_size=96, **keys
-    )
+        keys |= {"sliding_window": 7, **OF_FAMILY[family]}
+    write_random_checkpoint(path, family, seed=2, **keys)
     return path
 
 
@@ -82,13 +93,14 @@ class Stage:
         )
         config = self.decoder.config
         shard = self.decoder.shard
-        num_heads = len(kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size))
-        kv = torch.zeros(8, config.num_layers, 2, num_heads, BLOCK, config.head_dim)
+        cells = config.kv_cells
+        num_cells = len(kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size))
+        kv = torch.zeros(8, cells.num_layers, 2, num_cells, BLOCK, cells.width)
         self.kv = kv.to(device, dtype)
-        shape = self.decoder.attention_shape
-        self.attention: AttentionBackend = TorchAttention(shape, self.kv)
+        make: MakeBackend = TorchAttention
         if cuda.serves(device):
-            self.attention = TritonAttention(shape, self.kv, is_deterministic=is_deterministic)
+            make = functools.partial(TritonAttention, is_deterministic=is_deterministic)
+        self.attention = backend_of_kinds(self.decoder.attention_shape, self.kv, make)
 
     def hidden(self, spans: Sequence[SequenceSpan], most_layers: int | None = None) -> Tensor:
         """Run the layers over the spans' tokens."""

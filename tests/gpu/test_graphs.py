@@ -121,10 +121,24 @@ def test_padding_writes_to_the_scratch_block_alone(make: Make, num_rows: int) ->
     assert not scratch[1].any()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
-def test_a_graph_caps_and_normalizes_as_steps_do(device: torch.device, tmp_path: Path, family: str) -> None:
-    """Families whose logits are capped in place, and whose queries and keys are normalized by rows."""
-    write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128)
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 128,
+}
+
+
+@pytest.mark.parametrize(("family", "keys"), [("gemma2", {}), ("olmo2", {}), ("gemma4_text", GEMMA_4)])
+def test_a_graph_caps_and_normalizes_as_steps_do(
+    device: torch.device, tmp_path: Path, family: str, keys: dict[str, Any]
+) -> None:
+    """Families whose logits are capped in place, whose queries and keys are normalized by rows, and whose
+    layers have heads of two sizes and inputs of their own."""
+    write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128, **keys)
     queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
     runners = [make_runner(tmp_path, device, queue) for _ in range(2)]
     runners[0].steps.record_graphs((2,))

@@ -20,7 +20,8 @@ def decoder_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
     """Return the logits in float32, `[num_tokens, vocab_size]`."""
     decoder = load_decoder(folder, torch.float32, torch.device("cpu"))
     config, num_blocks = decoder.config, -(-len(tokens) // _BLOCK_TOKENS)
-    kv = torch.zeros(num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK_TOKENS, config.head_dim)
+    cells = config.kv_cells
+    kv = torch.zeros(num_blocks, cells.num_layers, 2, cells.num_cells, _BLOCK_TOKENS, cells.width)
     step = StepInput.of([SequenceSpan(0, len(tokens), tuple(range(num_blocks)))], _BLOCK_TOKENS)
     attention = choose_attention(decoder.attention_shape, kv)
     return decoder.logits(decoder.forward(torch.tensor(list(tokens)), step, attention))

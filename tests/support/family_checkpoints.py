@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from workers.model.families.known_families import NAME_TO_FAMILY
+
 SHAPES: tuple[dict[str, Any], ...] = (
     {"hidden_size": 66, "intermediate_size": 130, "num_attention_heads": 6, "num_key_value_heads": 2},
     {"hidden_size": 48, "intermediate_size": 97, "num_attention_heads": 3, "num_key_value_heads": 1},
@@ -23,6 +25,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+_TWO_IN_THREE = ("sliding_attention", "sliding_attention", "full_attention")
 # Keys that each family's shapes have beside these; those that name no family's defaults cross its windows.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "llama": ({}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}),
@@ -43,6 +46,53 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
         {"sliding_window": 33, "final_logit_softcapping": 4.0, "attention_bias": True},
+    ),
+    "gemma4_text": (
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "global_head_dim": 48,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 230,
+            "final_logit_softcapping": 4.0,
+        },
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 9,
+            "layer_types": [*_TWO_IN_THREE, *_TWO_IN_THREE, "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 5,
+            "vocab_size_per_layer_input": 211,
+        },
+        {
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 40,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    "gemma4_unified_text": (
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 32,
+        },
+        {"sliding_window": 9, "global_head_dim": 64, "tie_word_embeddings": False},
+        {
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 24,
+            "num_kv_shared_layers": 2,
+        },
     ),
     "phi3": (
         {"sliding_window": 24},
@@ -133,6 +183,12 @@ def write_family_checkpoint(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         _draw(name, parameter)
+        # Scores that nothing scales would differ so much that rounding decides what is attended to.
+        if NAME_TO_FAMILY[family].score_scale and name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data.mul_(len(parameter) ** -0.25)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.3)
     model.to(getattr(torch, dtype)).save_pretrained(path)
 
 

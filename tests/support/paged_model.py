@@ -23,7 +23,8 @@ class PagedModel:
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         config = decoder.config
         self.decoder = decoder
-        shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
+        cells = config.kv_cells
+        shape = (NUM_BLOCKS, cells.num_layers, 2, cells.num_cells, BLOCK_TOKENS, cells.width)
         self.kv = torch.full(shape, float("nan"), dtype=dtype)
         self.attention = choose_attention(decoder.attention_shape, self.kv)
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()

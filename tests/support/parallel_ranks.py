@@ -68,9 +68,13 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
     decoder = load_decoder(model_dir, torch.float32, CPU, ShardSpec(first, end, groups.tp_rank, case.tp))
     parallelize(decoder, groups)
-    heads = len(kv_heads(config.num_kv_heads, groups.tp_rank, case.tp))
+    cells = config.kv_cells
+    num_cells, num_layers = (
+        len(kv_heads(cells.num_cells, groups.tp_rank, case.tp)),
+        min(end, cells.num_layers),
+    )
     num_blocks = sum(len(table) for table in case.tables)
-    kv = torch.zeros(num_blocks, end - first, 2, heads, BLOCK_TOKENS, config.head_dim)
+    kv = torch.zeros(num_blocks, num_layers - first, 2, num_cells, BLOCK_TOKENS, cells.width)
     attention = choose_attention(decoder.attention_shape, kv)
     positions = [0] * len(case.prompts)
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
@@ -85,7 +89,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
         if groups.is_first_stage:
             hidden = decoder.embed(_inputs(case, positions, counts, chosen))
         else:
-            hidden = torch.empty(sum(counts), config.hidden_size)
+            hidden = torch.empty(sum(counts), decoder.num_inputs)
             groups.receive_hidden(hidden)
         hidden = decoder.run_layers(hidden, plan)
         if not groups.is_last_stage:

@@ -28,6 +28,7 @@ from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
+from workers.model.attention.kinds_backend import KindsAttention
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.native.isa import available_isas
 from workers.rank.model_runner import ModelRunner
@@ -37,7 +38,18 @@ from workers.scheduler.step import StepOutcome
 BLOCK = 16
 NUM_TOKENS = 90
 BLOCKS = (31, 4, 12, 9, 2, 17)
-FAMILIES = ("qwen3", "mistral")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "mistral": {"sliding_window": 40},
+    "gemma4_text": {
+        "sliding_window": 40,
+        "global_head_dim": 48,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 256,
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +66,16 @@ class Model:
         self.decoder: Decoder = load_decoder(model_dir, dtype, torch.device("cpu"))
         config = self.decoder.config
         self.tokens = torch.from_numpy(np.random.default_rng(5).integers(0, config.vocab_size, NUM_TOKENS))
-        self._shape = (96, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
+        cells = config.kv_cells
+        self._shape = (96, cells.num_layers, 2, cells.num_cells, BLOCK, cells.width)
         self._dtype = dtype
 
     def attention(self) -> AttentionBackend:
         """Attention over stale memory."""
         kv = torch.full(self._shape, float("nan"), dtype=self._dtype)
         backend = choose_attention(self.decoder.attention_shape, kv, is_deterministic=True)
-        assert isinstance(backend, CpuAttention)
+        parts = backend.backends if isinstance(backend, KindsAttention) else [backend]
+        assert all(isinstance(part, CpuAttention) for part in parts)
         return backend
 
     def logits(self, chunks: Sequence[int], others: Sequence[int] = ()) -> Tensor:
@@ -89,8 +103,7 @@ def test_logits_are_the_same_bits(
 ) -> None:
     kernels = kernels_of(name)
     monkeypatch.setattr(native, "load", lambda: kernels)
-    options = {"sliding_window": 40} if family == "mistral" else {}
-    model = Model(make_checkpoint(family, seed=4, head_dim=32, **options), dtype)
+    model = Model(make_checkpoint(family, seed=4, head_dim=32, **FAMILIES[family]), dtype)
     torch.set_num_threads(1)
     whole = model.logits([NUM_TOKENS])
     assert not bool(whole.isnan().any())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_model import PagedModel, tokens_of
+from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from safetensors.torch import load_file, save_file
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
@@ -54,20 +54,49 @@ FIRST_ROPE_FIELDS = {
 
 MISTRAL = "Mistral3ForConditionalGeneration"
 GEMMA = "Gemma3ForConditionalGeneration"
+GEMMA_4 = "Gemma4ForConditionalGeneration"
+# Odd numbers: 3 cells, of which each has 2 heads of the smaller size.
+GEMMA_4_SHAPE: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 67,
+    "intermediate_size": 73,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "head_dim": 10,
+    "global_head_dim": 22,
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"),
+    ],
+    "sliding_window": 7,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 3,
+    "vocab_size_per_layer_input": 223,
+    "use_bidirectional_attention": "vision",
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(
     ("family", "architecture", "is_tied"),
-    [("mistral", MISTRAL, False), ("gemma3_text", GEMMA, True), ("gemma3_text", GEMMA, False)],
+    [
+        ("mistral", MISTRAL, False),
+        ("gemma3_text", GEMMA, True),
+        ("gemma3_text", GEMMA, False),
+        ("gemma4_text", GEMMA_4, True),
+    ],
 )
 def test_the_text_model_of_a_wrapped_checkpoint_is_served(
     tmp_path: Path, family: str, architecture: str, is_tied: bool, spelling: str
 ) -> None:
     """The tensors of images are passed over, whatever the names of the others begin with."""
     plain = tmp_path / "plain"
-    activation: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
-    write_random_checkpoint(plain, family, seed=3, tie_word_embeddings=is_tied, **activation)
+    keys: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
+    keys |= GEMMA_4_SHAPE if architecture == GEMMA_4 else {}
+    write_random_checkpoint(plain, family, seed=3, tie_word_embeddings=is_tied, **keys)
     wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, architecture, spelling)
     assert read_model_config(wrapped).is_wrapped
     tokens = tokens_of(1, 40)
@@ -76,6 +105,8 @@ def test_the_text_model_of_a_wrapped_checkpoint_is_served(
         for folder in (plain, wrapped)
     )
     assert torch.equal(whole, text)
+    if architecture == GEMMA_4:
+        assert error_of(text, reference_logits(reference_of(plain), tokens)) <= 1e-4
 
 
 def test_a_tensor_that_is_none_of_the_text_model_is_refused(tmp_path: Path) -> None:

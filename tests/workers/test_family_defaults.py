@@ -25,7 +25,13 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **SPARSE}), encoding="utf-8")
     config, family = read_model_config(tmp_path), NAME_TO_FAMILY[name]
     expected = transformers.AutoConfig.from_pretrained(tmp_path)
+    expected.allow_global_per_layer_attribute_access = True
     head_dim = getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads
+    if config.layer_shapes.full_heads is not None:
+        full_heads = expected.per_layer_config["full_attention"]
+        assert config.layer_shapes.full_heads == (full_heads.num_key_value_heads, full_heads.head_dim)
+        assert config.layer_shapes.input_size == getattr(expected, "hidden_size_per_layer_input", 0)
+        assert not config.layer_shapes.num_shared
     assert config.num_kv_heads == expected.num_key_value_heads
     assert config.head_dim == head_dim
     assert config.max_context_tokens == expected.max_position_embeddings
@@ -36,7 +42,8 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
     assert config.rope.rope_type == full["rope_type"]
     assert config.rope.theta == full["rope_theta"]
     part = full.get("partial_rotary_factor", 1.0)
-    assert (config.rope.num_rotated or head_dim) == int(part * head_dim)
+    rotated_dim = config.heads_of(config.num_layers - 1).head_dim
+    assert (config.rope.num_rotated or rotated_dim) == int(part * rotated_dim)
     thetas = {rope.theta for rope in config.ropes if rope is not None}
     assert thetas <= {full["rope_theta"], sliding["rope_theta"]}
     kinds = getattr(expected, "layer_types", None)

@@ -20,7 +20,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import Shard
 from workers.messages.rank_channel import BlockCopy
 from workers.model import native
-from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
+from workers.model.attention.interface import HostReader, LayerRead, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
 from workers.rank.model_runner import ModelRunner
@@ -94,8 +94,8 @@ def test_it_equals_attention_on_the_device(name: str, mode: OffloadMode, dtype: 
 
 def test_a_window_brings_only_what_it_sees(device_kv: Tensor) -> None:
     class Reader(HostReader):
-        def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
-            self.layer_to_ids = layer_to_ids
+        def begin(self, reads: Sequence[LayerRead]) -> None:
+            self.layer_to_ids = [read.ids for read in reads]
 
         def layer(self, layer: int) -> Tensor:
             raise NotImplementedError

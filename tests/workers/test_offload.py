@@ -22,7 +22,22 @@ MakeCheckpoint = Callable[..., Path]
 NUM_DEVICE_BLOCKS = 8
 NUM_HOST_BLOCKS = 60
 CONFIG = EngineConfig(block_tokens=16, max_batch_tokens=96, chunk_tokens=64, max_sequences=8)
+# Two layers attend to the KV of the two before them.
+GEMMA_4: dict[str, Any] = {
+    "family": "gemma4_text",
+    "num_hidden_layers": 4,
+    "sliding_window": 50,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 300,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4": GEMMA_4,
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3"},
     "windows": {

@@ -14,6 +14,7 @@ from parallel_ranks import BLOCK_TOKENS, ParallelCase, RankProcesses, form, run_
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
@@ -100,6 +101,31 @@ class _Recorded:
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return None
+
+
+def test_a_rank_that_fails_makes_up_for_the_sum_of_the_inputs_of_layers(tmp_path: Path) -> None:
+    """It follows that of the embedding."""
+    write_random_checkpoint(
+        tmp_path,
+        "gemma4_text",
+        seed=5,
+        hidden_size=96,
+        num_hidden_layers=NUM_LAYERS,
+        sliding_window=20,
+        global_head_dim=16,
+        hidden_size_per_layer_input=5,
+        vocab_size_per_layer_input=256,
+    )
+    decoder = load_decoder(tmp_path, torch.float32, CPU, ShardSpec(0, NUM_LAYERS, 0, 2))
+    collectives = _Recorded()
+    sums = Unfinished(collectives, decoder)
+    parallelize(decoder, sums)
+    sums.begin(5, 0)
+    embedded = decoder.embed(torch.arange(5))
+    assert embedded.shape == (5, 96 + NUM_LAYERS * 5)
+    assert collectives.shapes == [(5, 96), (5, NUM_LAYERS * 5)]
+    sums.finish(embedded)
+    assert collectives.shapes == [(5, 96), (5, NUM_LAYERS * 5), *[(5, 96)] * (2 * NUM_LAYERS)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -124,6 +124,52 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES |= {name: _UNEVEN | keys for name, keys in LAYERS.items()}
+# Heads of two sizes, of which 3 ranks hold whole cells; and as many of both, of which 4 ranks hold copies.
+SHAPES |= {
+    "two-head-sizes": _UNEVEN
+    | {
+        "family": "gemma4_text",
+        "num_key_value_heads": 6,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 3,
+        "global_head_dim": 48,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+    },
+    "layer-inputs": _UNEVEN
+    | {
+        "family": "gemma4_text",
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 301,
+        "tie_word_embeddings": True,
+    },
+}
+SHARED_KV: dict[str, Any] = _UNEVEN | {
+    "family": "gemma4_text",
+    "num_hidden_layers": 7,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": [
+        *["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "full_attention",
+    ],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 7,
+    "vocab_size_per_layer_input": 301,
+    "tie_word_embeddings": True,
+}
+# The layouts of these: not more ranks than cells, and layers that share KV on one stage.
+SPLITS_BY_SHAPE = {
+    "two-head-sizes": ("2x1", "3x1", "1x3", "2x2"),
+    "layer-inputs": ("3x1", "4x1", "1x3", "2x2"),
+}
 LAYOUTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "2x1": (2, [(0, 3)]),
     "3x1": (3, [(0, 3)]),
@@ -136,7 +182,7 @@ SPLITS = [
     (shape, layout)
     for shape in SHAPES
     for layout in LAYOUTS
-    if shape not in LAYERS or layout in ("1x2", "3x1", "4x1", "2x2")
+    if layout in SPLITS_BY_SHAPE.get(shape, ("1x2", "3x1", "4x1", "2x2") if shape in LAYERS else LAYOUTS)
 ]
 
 
@@ -188,7 +234,7 @@ def test_any_split_equals_one_rank(
     ranks = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(case.num_ranks)]
     for rank, found in enumerate(ranks):
         stage, tp_rank = divmod(rank, tp)
-        heads = kv_heads(config.num_kv_heads, tp_rank, tp)
+        heads = kv_heads(config.kv_cells.num_cells, tp_rank, tp)
         own = expected["kv"][:, slice(*stages[stage]), :, heads.start : heads.stop]
         torch.testing.assert_close(found["kv"], own, rtol=1e-5, atol=2e-5)
         if stage == 0:
@@ -200,7 +246,28 @@ def test_any_split_equals_one_rank(
     torch.testing.assert_close(sampler["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("shape", ["llama-uneven-biases", "qwen3-uneven-tied", *LAYERS])
+def test_stages_of_layers_that_share_kv_equal_one_rank(
+    processes: RankProcesses, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """The last stage has all such layers, and what they attend to."""
+    model_dir = make_checkpoint(**SHARED_KV)
+    whole = _case("shared 1x1", model_dir, tmp_path, 1, [(0, 7)])
+    expected = run_case(whole, form(whole, None, 0))
+    assert expected["kv"].shape[1:4] == (4, 2, 3)
+    for tp, stages in ((1, [(0, 2), (2, 7)]), (2, [(0, 1), (1, 7)]), (4, [(0, 7)])):
+        case = _case(f"shared {tp}x{len(stages)}", model_dir, tmp_path, tp, stages)
+        processes.run(case)
+        first, last = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, case.num_ranks - tp))
+        own = expected["kv"][:, : stages[0][1], :, : first["kv"].shape[3]]
+        torch.testing.assert_close(first["kv"], own, rtol=1e-5, atol=2e-5)
+        assert torch.equal(last["tokens"], expected["tokens"])
+        torch.testing.assert_close(last["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
+    prompt = whole.prompts[0]
+    logits = reference_logits(reference_of(model_dir), prompt)
+    assert error_of(expected["logits"][: len(prompt)], logits) <= 1e-4
+
+
+@pytest.mark.parametrize("shape", ["llama-uneven-biases", "qwen3-uneven-tied", *LAYERS, *SPLITS_BY_SHAPE])
 def test_one_rank_equals_transformers(
     shape: str, alone: Callable[[str], dict[str, Tensor]], make_checkpoint: MakeCheckpoint
 ) -> None:

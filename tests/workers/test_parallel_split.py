@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import CheckpointError
-from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
+from workers.model.layer_shapes import HeadShape, LayerShapes
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.sizes import (
+    equal_stages,
+    kv_heads,
+    layer_heads,
+    part,
+    query_heads,
+    refuse_split,
+    refuse_stages,
+)
+
+TINY = read_model_config(Path(__file__).resolve().parent.parent.parent / "models" / "tiny")
 
 
 @given(st.integers(1, 1000), st.integers(1, 40))
@@ -53,5 +67,66 @@ def test_every_query_head_is_once_beside_its_key_value_head(
     ],
 )
 def test_a_rank_without_a_part_is_refused(sizes: tuple[int, int, int], named: str) -> None:
+    num_heads, intermediate_size, vocab_size = sizes
+    config = dataclasses.replace(
+        TINY,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+    )
     with pytest.raises(CheckpointError, match=f"tp 5 is more than {named}"):
-        refuse_empty_parts(*sizes, 5)
+        refuse_split(config, 5)
+
+
+def _of_two_sizes(num_kv_heads: int, full: HeadShape, num_shared: int = 0) -> ModelConfig:
+    """Return a model of 16 query heads in 12 layers, every third without a window."""
+    windows = tuple(0 if layer % 3 == 2 else 20 for layer in range(12))
+    return dataclasses.replace(
+        TINY,
+        num_layers=12,
+        num_heads=16,
+        num_kv_heads=num_kv_heads,
+        head_dim=32,
+        intermediate_size=64,
+        sliding_windows=windows,
+        layer_shapes=LayerShapes(full, num_shared=num_shared),
+    )
+
+
+def test_cells_hold_the_heads_of_every_kind_at_equal_distances() -> None:
+    assert TINY.kv_cells == (TINY.num_layers, TINY.num_kv_heads, TINY.head_dim)
+    assert _of_two_sizes(16, HeadShape(4, 64)).kv_cells == (12, 4, 128)
+    assert _of_two_sizes(1, HeadShape(1, 64), 6).kv_cells == (6, 1, 64)
+    assert _of_two_sizes(4, HeadShape(2, 24)).kv_cells == (12, 2, 192)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_ranks_split_heads_of_two_sizes_by_cells(tp: int) -> None:
+    config = _of_two_sizes(16, HeadShape(4, 64))
+    refuse_split(config, tp)
+    for layer, group in ((0, 1), (2, 4)):
+        held = [layer_heads(config, layer, rank, tp) for rank in range(tp)]
+        assert [head for own in held for head in own.keys] == list(range(16 // group))
+        for own in held:
+            assert {head // group for head in own.queries} == set(own.keys)
+
+
+def test_more_ranks_than_cells_are_refused_where_a_cell_has_several_heads() -> None:
+    refuse_split(_of_two_sizes(2, HeadShape(2, 64)), 4)
+    with pytest.raises(CheckpointError, match=r"tp 8 is more than 4: .*take tp 4 and a pp above 1"):
+        refuse_split(_of_two_sizes(16, HeadShape(4, 64)), 8)
+
+
+def test_layers_that_share_keys_and_values_are_on_one_stage() -> None:
+    config = _of_two_sizes(2, HeadShape(2, 64), num_shared=6)
+    assert config.kv_sources == (0, 1, 2, 3, 4, 5, 4, 4, 5, 4, 4, 5)
+    refuse_stages(config, 5)
+    refuse_stages(config, 2, (4, 8))
+    assert equal_stages(config, 2) == [4, 8]
+    assert equal_stages(config, 5) == [1, 1, 1, 1, 8]
+    assert equal_stages(TINY, 2) == [part(TINY.num_layers, 0, 2).stop, len(part(TINY.num_layers, 1, 2))]
+    with pytest.raises(CheckpointError, match="pp 6 is more than 5: the layers from 4 on share"):
+        refuse_stages(config, 6)
+    with pytest.raises(CheckpointError, match=r"layers \[5, 7\]: the layers from 4 on share"):
+        refuse_stages(config, 2, (5, 7))

@@ -198,6 +198,22 @@ def test_gate_and_up_become_one(
         assert (actual == expected).float().mean() > least, "only ties of rounding may differ"
 
 
+@builds
+@dtypes
+@pytest.mark.parametrize("size", [32, 7, 33])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_the_gate_of_two_products_is_that_of_one(
+    build: Build, dtype: torch.dtype, size: int, gate: GatedActivation
+) -> None:
+    """Bit for bit, in whatever place of the tensor a row is."""
+    x, weight, bias, _, _ = problem(21, 2 * size, 64, dtype, has_bias=False)
+    expected = PackedLinear(build.kernels(), weight, bias, gate=gate).gated(x)
+    gates, ups = PackedLinear(build.kernels(), weight, bias)(x).chunk(2, dim=1)
+    actual = build.kernels().gate_mul(gates, ups, is_gelu=gate == "gelu_tanh")
+    assert actual is gates
+    assert torch.equal(actual, expected)
+
+
 def exact_activation(gates: torch.Tensor, gate: GatedActivation) -> torch.Tensor:
     """The activation in float64. Far below 0, the tanh of GeLU's approximation cancels even there, and the
     same value is that of a sigmoid."""

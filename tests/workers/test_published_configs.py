@@ -23,6 +23,61 @@ class Published(NamedTuple):
     num_context: int
     windows: dict[int, int] = {}
     num_unrotated: int = 0
+    # Layers, cells and width of the KV, where layers have heads of several sizes.
+    kv_cells: tuple[int, int, int] | None = None
+
+
+def _gemma4(layer_types: list[str], **keys: Any) -> dict[str, Any]:
+    """Return a configuration of Gemma 4 with images, of which its text model is read."""
+    text = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": False,
+        "bos_token_id": 2,
+        "dtype": "bfloat16",
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "layer_types": layer_types,
+        "max_position_embeddings": 131072,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": None,
+        "num_experts": None,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": len(layer_types),
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "top_k_experts": None,
+        "use_bidirectional_attention": None,
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "model_type": "gemma4",
+        "text_config": text | keys,
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision"},
+    }
 
 
 MODELS: dict[str, Published] = {
@@ -117,6 +172,52 @@ MODELS: dict[str, Published] = {
         },
         32768,
         {512: 22, 0: 4},
+    ),
+    "google/gemma-4-E2B-it": Published(
+        _gemma4(
+            [*["sliding_attention"] * 4, "full_attention"] * 7,
+            hidden_size=1536,
+            hidden_size_per_layer_input=256,
+            intermediate_size=6144,
+            num_attention_heads=8,
+            num_key_value_heads=1,
+            num_kv_shared_layers=20,
+            use_double_wide_mlp=True,
+        ),
+        131072,
+        {512: 28, 0: 7},
+        kv_cells=(15, 1, 512),
+    ),
+    "google/gemma-4-E4B-it": Published(
+        _gemma4(
+            [*["sliding_attention"] * 5, "full_attention"] * 7,
+            hidden_size=2560,
+            hidden_size_per_layer_input=256,
+            intermediate_size=10240,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            num_kv_shared_layers=18,
+        ),
+        131072,
+        {512: 35, 0: 7},
+        kv_cells=(24, 2, 512),
+    ),
+    "google/gemma-4-31B-it": Published(
+        _gemma4(
+            [*["sliding_attention"] * 5, "full_attention"] * 10,
+            attention_k_eq_v=True,
+            hidden_size=5376,
+            hidden_size_per_layer_input=0,
+            intermediate_size=21504,
+            max_position_embeddings=262144,
+            num_attention_heads=32,
+            num_global_key_value_heads=4,
+            num_key_value_heads=16,
+            sliding_window=1024,
+        ),
+        262144,
+        {1024: 50, 0: 10},
+        kv_cells=(60, 4, 1024),
     ),
     "HuggingFaceTB/SmolLM3-3B": Published(
         {
@@ -425,7 +526,8 @@ def test_no_published_key_is_ignored(name: str, tmp_path: Path) -> None:
     wanted = MODELS[name]
     config = read_model_config(_write(tmp_path, **wanted.config))
     assert ignored_keys(tmp_path) == {}
-    assert config.family == wanted.config["model_type"]
+    assert config.family == wanted.config.get("text_config", wanted.config)["model_type"]
+    assert wanted.kv_cells in (None, config.kv_cells)
     assert config.max_context_tokens == wanted.num_context
     windows = list(config.sliding_windows)
     assert {window: windows.count(window) for window in windows} == wanted.windows
@@ -446,12 +548,18 @@ def test_the_larger_length_is_served_where_a_family_names_two(
 # Keys that some families are computed by, and a value with which each changes the result.
 USED_BY: dict[str, tuple[Any, set[str]]] = {
     "attn_logit_softcapping": (50.0, {"gemma2", "gemma3_text"}),
-    "final_logit_softcapping": (30.0, {"gemma2", "gemma3_text"}),
+    "final_logit_softcapping": (30.0, {"gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text"}),
     "query_pre_attn_scalar": (168, {"gemma2", "gemma3_text"}),
     "rope_local_base_freq": (20000.0, {"gemma3_text"}),
     "no_rope_layers": ([1, 0], {"smollm3"}),
     "no_rope_layer_interval": (2, {"smollm3"}),
-    "use_qk_norm": (True, {"qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "apertus", "cohere"}),
+    "use_qk_norm": (
+        True,
+        {
+            *("qwen3", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3", "exaone4"),
+            *("apertus", "cohere"),
+        },
+    ),
     "embedding_multiplier": (12.0, {"granite"}),
     "residual_multiplier": (0.2, {"granite"}),
     "attention_multiplier": (0.1, {"granite"}),

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
+from safetensors.torch import load_file, save_file
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from workers.model.decoder import load_decoder
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
 from workers.model.rank_memory import (
@@ -21,7 +23,7 @@ from workers.model.rank_memory import (
     most_useful_kv_tokens,
     whole_blocks,
 )
-from workers.model.weights import LayerWeights, ShardSpec, WeightReader
+from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 
@@ -35,6 +37,8 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         if shape.is_first_stage or (shape.is_last_stage and config.tie_word_embeddings):
             table = reader.embedding()
             tensors.append(table)
+        if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
+            tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
         for layer in range(shape.first_layer, shape.end_layer):
             tensors += tensors_of(reader.layer(layer))
         if shape.is_last_stage:
@@ -46,9 +50,12 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 
 
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
-    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    products: tuple[LinearWeights, ...] = (layer.qkv, layer.output, layer.gate_up, layer.down)
     norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
     found = tensors_of_norms(*norms, layer.q_norm, layer.k_norm)
+    if (gated := layer.inputs) is not None:
+        products = (*products, gated.gate, gated.projection)
+        found += tensors_of_norms(gated.norm)
     parts = [part for product in products for part in (product.weight, product.bias)]
     return found + [tensor for tensor in parts if tensor is not None]
 
@@ -103,6 +110,22 @@ def test_the_weights_of_every_family_are_those_that_ranks_read(case: str, tmp_pa
     write_family_checkpoint(tmp_path, **CASES[case])
     for tp in (1, 2, 3, 4 if CASES[case]["num_attention_heads"] >= 4 else 3):
         check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)])
+
+
+def test_layers_that_share_keys_and_values_are_counted_without_them(tmp_path: Path) -> None:
+    """Also where a checkpoint carries weights of them, which are passed over."""
+    write_family_checkpoint(tmp_path, **CASES["gemma4_text-2"])
+    check_every_rank(tmp_path, 3, [(0, 7), (0, 1), (1, 7)])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.5.self_attn.{name}.weight"] = torch.zeros(3, 3)
+    save_file(tensors, file)
+    check_every_rank(tmp_path, 2, [(0, 7), (0, 1), (1, 7)])
+    model = load_decoder(tmp_path, torch.float32, torch.device("cpu"))
+    assert model.attention_shape.reads == (0, 1, 2, 3, 3, 2, 2)
+    shape = RankShape(model.config, 1, 7)
+    assert shape.kv_token_bytes(2) == 2 * 3 * 1 * 64 * 2
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -32,6 +32,13 @@ def _configured(**keys: Any) -> Callable[[Path], Path]:
     return change
 
 
+def _gemma4(**keys: Any) -> Callable[[Path], Path]:
+    """Call the checkpoint Gemma 4, with keys of its own."""
+    return _configured(
+        architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", sliding_window=20, **keys
+    )
+
+
 def _pickled(*names: str) -> Callable[[Path], Path]:
     def change(folder: Path) -> Path:
         (folder / "model.safetensors").unlink()
@@ -100,6 +107,42 @@ REFUSALS = {
     ),
     "neither": _Refusal(
         _configured(architectures=[], model_type=None), ("model_type is missing; docs/models.md lists",)
+    ),
+    "experts": _Refusal(
+        _gemma4(enable_moe_block=True),
+        ("config.json: enable_moe_block True", "experts do not load yet; take a dense model"),
+    ),
+    "attention to both sides": _Refusal(
+        _gemma4(use_bidirectional_attention="all"),
+        ("config.json: use_bidirectional_attention 'all'", "is not supported"),
+    ),
+    "all share keys": _Refusal(
+        _gemma4(num_kv_shared_layers=2),
+        ("config.json: num_kv_shared_layers 2", "leaves a kind of layers without keys and values"),
+    ),
+    "heads that differ in one kind": _Refusal(
+        _gemma4(per_layer_config={"0": {"head_dim": 32}}, layer_types=["full_attention"] * 2),
+        ("config.json: per_layer_config", "gives layers of one kind different heads"),
+    ),
+    "other keys of a layer": _Refusal(
+        _gemma4(per_layer_config={"0": {"sliding_window": 32}}),
+        ("config.json: per_layer_config", "supported for layers: head_dim, num_key_value_heads"),
+    ),
+    "uneven full heads": _Refusal(
+        _gemma4(attention_k_eq_v=True, num_global_key_value_heads=3),
+        ("config.json: num_global_key_value_heads 3", "does not divide the 4 attention heads"),
+    ),
+    "few inputs": _Refusal(
+        _gemma4(hidden_size_per_layer_input=4, vocab_size_per_layer_input=7),
+        ("config.json: vocab_size_per_layer_input 7", "is less than the vocab_size 256"),
+    ),
+    "sets of rotary parameters": _Refusal(
+        _gemma4(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6}),
+        ("config.json: rope_parameters", "has no set for sliding_attention"),
+    ),
+    "no pairs": _Refusal(
+        _gemma4(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 2}),
+        ("config.json: rope_parameters", "rotates 512 of 256 pairs"),
     ),
     "tensors of AWQ": _Refusal(_packed, ("q_proj.weight is missing", "16 or 32 bits")),
     "8 bits": _Refusal(_eight_bits, ("model.layers.0.self_attn.q_proj.weight", "16 or 32 bits")),

@@ -31,19 +31,23 @@ def stage_times(stages: tuple[tuple[int, int], ...], costs: list[StageCost]) -> 
 
 
 @settings(deadline=None)
-@given(st.integers(1, 12), st.lists(COSTS, min_size=1, max_size=5))
-def test_no_split_is_better(num_layers: int, costs: list[StageCost]) -> None:
-    """First the slowest stage counts, then all together, then more layers in the first stages."""
-    if len(costs) > num_layers or not any(cost.layer_s for cost in costs):
+@given(st.integers(1, 12), st.lists(COSTS, min_size=1, max_size=5), st.integers(0, 12))
+def test_no_split_is_better(num_layers: int, costs: list[StageCost], bound: int) -> None:
+    """First the slowest stage counts, then all together, then more layers in the first stages. The last
+    `bound` layers, and the one before them, are on one stage."""
+    limit = num_layers - 1 - bound
+    if len(costs) - 1 > limit or not any(cost.layer_s for cost in costs):
         return
 
     def rank(stages: tuple[tuple[int, int], ...]) -> tuple[float, float, tuple[int, ...]]:
         times = stage_times(stages, costs)
         return max(times), sum(times), tuple(start - end for start, end in stages)
 
-    cuts = combinations(range(1, num_layers), len(costs) - 1)
+    cuts = combinations(range(1, limit + 1), len(costs) - 1)
     every = [tuple(pairwise((0, *inner, num_layers))) for inner in cuts]
-    assert split_layers(num_layers, costs) == min(every, key=rank)
+    assert split_layers(num_layers, costs, limit) == min(every, key=rank)
+    if not bound:
+        assert split_layers(num_layers, costs) == min(every, key=rank)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,27 +62,20 @@ class LayerProducts:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_rows: int, clock: Clock) -> None:
         self._clock = clock
-        self._num_layers = config.num_layers
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        shapes = {
-            "qkv": (query + 2 * kv, hidden),
-            "output": (hidden, query),
-            "gate_up": (2 * intermediate, hidden),
-            "down": (hidden, intermediate),
-        }
-        self._rows = {size: torch.randn(num_rows, size).to(dtype) for _, size in shapes.values()}
-        self._size_to_candidates = [
-            (size, self._chosen(_candidates(num_outputs, size, dtype), size))
-            for num_outputs, size in shapes.values()
+        shapes = Counter(it for layer in range(config.num_layers) for it in _layer_shapes(config, layer))
+        self._rows = {size: torch.randn(num_rows, size).to(dtype) for _, size in shapes}
+        # For each shape its number in all layers, its inputs, and ways to compute it.
+        self._products = [
+            (count, size, self._chosen(_candidates(num_outputs, size, dtype), size))
+            for (num_outputs, size), count in shapes.items()
         ]
 
     @torch.inference_mode()
     def seconds(self) -> float:
         """Return the seconds of all layers' products of one chunk, each by the kind that is fastest now."""
-        return self._num_layers * sum(
-            min(self._best_s(each, self._rows[size], _NUM_RUNS) for each in candidates)
-            for size, candidates in self._size_to_candidates
+        return sum(
+            count * min(self._best_s(each, self._rows[size], _NUM_RUNS) for each in candidates)
+            for count, size, candidates in self._products
         )
 
     @torch.inference_mode()
@@ -96,6 +90,16 @@ class LayerProducts:
 
     def _best_s(self, candidate: _Candidate, rows: Tensor, num_runs: int) -> float:
         return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / candidate.num_copies
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
+    """Return the outputs and inputs of the four products of a layer."""
+    num_kv_heads, head_dim = config.heads_of(layer)
+    has_own_kv = config.kv_sources[layer] == layer
+    num_kv_parts = has_own_kv * (2 - config.has_key_values(layer))
+    query, kv = config.num_heads * head_dim, num_kv_parts * num_kv_heads * head_dim
+    hidden, intermediate = config.hidden_size, config.intermediate_size_of(layer)
+    return [(query + kv, hidden), (hidden, query), (2 * intermediate, hidden), (hidden, intermediate)]
 
 
 def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:

@@ -10,6 +10,7 @@ but for logits, which are float32. Products are those of `workers.model.products
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,20 +19,14 @@ import torch
 from torch import Tensor
 
 from workers.model.apply_norm import apply_norm
-from workers.model.attention.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    AttentionShape,
-    LayerAttention,
-    StepInput,
-)
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace, make_linear
-from workers.model.rope import rotation_of
-from workers.model.sizes import query_heads
+from workers.model.rank_attention import attention_shape, layer_attention, value_norm
 from workers.model.weights import ShardSpec, WeightReader
 
 
@@ -99,31 +94,45 @@ class Decoder:
         if is_first and table is not None and self.embedding is None:
             self.embedding = Embedding(table.clone())
         del table
+        self.inputs = self._input_embedding(reader, is_deterministic) if is_first else None
         held = range(shard.layer_start, shard.layer_end)
-        rotations = list(dict.fromkeys(config.ropes[layer] for layer in held))
+        self.attention_shape = attention_shape(config, shard, reader.device)
         self.layers: list[DecoderLayer] = []
         num_bytes_outside = reader.num_bytes
         for layer in held:
-            attention = LayerAttention(
-                layer - shard.layer_start,
-                config.sliding_windows[layer],
-                rotation=rotations.index(config.ropes[layer]),
-            )
             loaded = DecoderLayer(
-                reader.layer(layer), config, attention, self._workspace, is_deterministic=is_deterministic
+                reader.layer(layer),
+                config,
+                layer_attention(config, shard, layer),
+                self._workspace,
+                value_norm(config, shard, layer),
+                is_deterministic=is_deterministic,
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
             in_layers = (reader.num_bytes - num_bytes_outside) * num_layers // len(self.layers)
             of_all = f"{_gb(reader.num_bytes)} of {_gb(num_bytes_outside + in_layers)}"
             progress(f"loading weights, {len(self.layers)} of {num_layers} layers, {of_all}")
-        self.attention_shape = AttentionShape(
-            len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
-            config.sliding_windows[shard.layer_start : shard.layer_end],
-            tuple(rotation_of(rope, config.head_dim, reader.device) for rope in rotations),
-            config.attention_scale or None,
-            config.attention_softcap,
+
+    def _input_embedding(self, reader: WeightReader, is_deterministic: bool) -> InputEmbedding | None:
+        """Load what the layers' own inputs are computed from; None where they have none."""
+        weights, config = reader.input_embedding(), self.config
+        if weights is None:
+            return None
+        size = config.layer_shapes.input_size
+        return InputEmbedding(
+            Embedding(weights.table.clone()),
+            float(torch.tensor(math.sqrt(size), dtype=reader.dtype)),
+            make_linear(weights.projection.parts, is_deterministic=is_deterministic),
+            config.hidden_size**-0.5,
+            weights.norm,
         )
+
+    @property
+    def num_inputs(self) -> int:
+        """The columns of what this stage's layers take: hidden states, and the inputs of all later layers."""
+        num_left = self.config.num_layers - self.shard.layer_start
+        return self.config.hidden_size + num_left * self.config.layer_shapes.input_size
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, step: StepInput, attention: AttentionBackend) -> Tensor:
@@ -133,23 +142,41 @@ class Decoder:
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Map token ids [num_tokens] to [num_tokens, hidden_size], on the first stage."""
+        """Map token ids [num_tokens] to [num_tokens, num_inputs], on the first stage."""
         assert self.embedding is not None, "this stage has no embedding"
         hidden = self.embedding(tokens)
-        return hidden if self._multiplier == 1 else hidden.mul_(self._multiplier)
+        if self._multiplier != 1:
+            hidden.mul_(self._multiplier)
+        if self.inputs is None:
+            return hidden
+        return torch.cat((hidden, self.inputs(tokens, hidden)), 1)
 
     @torch.inference_mode()
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
-        """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, hidden_size], which
-        is overwritten and returned."""
+        """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, num_inputs], which
+        is overwritten. Returns what the next stage takes, or the hidden states after the last layer."""
+        hidden, inputs = self._parted(hidden)
         if (whole := self._native_layers) is not None and whole.serves(plan):
             whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
             return hidden
         residual: Tensor | None = None
-        for layer in self.layers[:most_layers]:
-            residual = layer.forward(hidden, plan, residual)
+        for number, layer in enumerate(self.layers[:most_layers]):
+            residual = layer.forward(hidden, plan, residual, None if inputs is None else inputs[:, number])
             plan.marks.mark_layer()
-        return hidden if residual is None else hidden.add_(residual)
+        if residual is not None:
+            hidden.add_(residual)
+        if inputs is None or inputs.shape[1] == len(self.layers):
+            return hidden
+        return torch.cat((hidden, inputs[:, len(self.layers) :].flatten(1)), 1)
+
+    def _parted(self, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states in `wide` [num_tokens, num_inputs], and the inputs of this and later
+        stages' layers, [num_tokens, num_layers, input_size], if they have any."""
+        hidden_size, size = self.config.hidden_size, self.config.layer_shapes.input_size
+        if not size:
+            return wide, None
+        inputs = wide[:, hidden_size:].view(len(wide), -1, size)
+        return wide[:, :hidden_size].contiguous(), inputs
 
     @functools.cached_property
     def _native_layers(self) -> NativeLayers | None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.head_norms import HeadNorms
+from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
 from workers.model.row_norms import RowNorms
+from workers.model.value_norm import ValueNorm
 from workers.model.weights import LayerWeights, LinearWeights
 
 
@@ -40,11 +42,12 @@ class DecoderLayer:
         config: ModelConfig,
         attention: LayerAttention,
         workspace: Workspace,
+        value_norm: ValueNorm | None = None,
         *,
         is_deterministic: bool = False,
     ) -> None:
         """Make a layer of a model of this `config`. `attention` lacks the norms of heads, which are of the
-        weights."""
+        weights; `value_norm` is that of its values, if they are normalized."""
         self._workspace = workspace
         self._norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
@@ -54,8 +57,11 @@ class DecoderLayer:
             kind = RowNorms if config.qk_row_norm else HeadNorms
             self.qk_norms = kind(weights.q_norm, weights.k_norm)
         else:
-            attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=weights.k_norm)
+            # A layer without keys of its own has no norm of keys, and uses none.
+            k_norm = weights.k_norm or weights.q_norm
+            attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=k_norm)
         self._attention = attention
+        self._value_norm = value_norm
 
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
@@ -70,6 +76,11 @@ class DecoderLayer:
         self.down: AddedProduct = linear(weights.down)
         # Adds both, in a layer of parallel attention and feed-forward.
         self.parallel_sum = ParallelSum(self.output, self.down) if config.is_parallel else None
+        self._inputs = None
+        if (gated := weights.inputs) is not None:
+            assert gate is not None
+            self._inputs = InputGate(linear(gated.gate), gate, linear(gated.projection), gated.norm)
+        self._scalar = weights.scalar
 
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
@@ -78,6 +89,8 @@ class DecoderLayer:
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
         if not (norms is None or type(norms) is RowNorms):
+            return None
+        if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None
         if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
             return None
@@ -88,15 +101,40 @@ class DecoderLayer:
         norms = (getattr(self._norms, field.name) for field in dataclasses.fields(self._norms))
         return any(norm is not None and norm.is_layer_norm for norm in norms)
 
-    def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
+    def _changes_result(self) -> bool:
+        """Whether more happens to the hidden states than that attention and feed-forward are added."""
+        return self._inputs is not None or self._scalar != 1
+
+    def forward(
+        self,
+        hidden: Tensor,
+        plan: AttentionPlan,
+        residual: Tensor | None = None,
+        layer_input: Tensor | None = None,
+    ) -> Tensor | None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.
 
-        `residual` is the product that the layer before left to be added by this layer's first norm. Returns
-        the one that this layer leaves, or None.
+        `residual` is the product that the layer before left to be added by this layer's first norm;
+        `layer_input` [num_tokens, input_size] the layer's own input, if it has one. Returns the product that
+        this layer leaves, or None.
         """
+        residual = self._run_products(hidden, plan, residual)
+        if not self._changes_result():
+            return residual
+        if residual is not None:
+            hidden.add_(residual)
+        if self._inputs is not None:
+            assert layer_input is not None
+            self._inputs.add_to(hidden, layer_input)
+        if self._scalar != 1:
+            hidden.mul_(self._scalar)
+        return None
+
+    def _run_products(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None) -> Tensor | None:
+        """Add attention and feed-forward as `forward` describes."""
         take, norms = self._workspace.take, self._norms
         normed = self._normed(hidden, norms.attention_input, residual)
-        qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
+        qkv = self._project(normed)
         if self.qk_norms is not None:
             self.qk_norms.normalize(qkv)
         plan.marks.mark()
@@ -116,6 +154,16 @@ class DecoderLayer:
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
         return residual
+
+    def _project(self, normed: Tensor) -> Tensor:
+        """Return queries, keys and values; queries alone where the layer has no others of its own."""
+        num_outputs, norm = self._qkv.num_outputs, self._value_norm
+        if norm is None:
+            return self._qkv(normed, self._workspace.take("qkv", normed, num_outputs))
+        qkv = self._workspace.take("qkv", normed, num_outputs + norm.num_added)
+        self._qkv(normed, qkv[:, :num_outputs])
+        norm.normalize(qkv)
+        return qkv
 
     def _normed(self, hidden: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         """Add `residual` to `hidden`, in place, and return its norm; without one, `hidden` itself."""

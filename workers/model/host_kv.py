@@ -22,7 +22,7 @@ from kvtransfer.blocks.layout import BlockLayout, Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.errors import CapacityError
 from workers.messages.rank_channel import BlockCopy
-from workers.model.attention.interface import HostReader
+from workers.model.attention.interface import HostReader, LayerRead
 
 OffloadMode = Literal["stream", "in_place"]
 MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
@@ -120,7 +120,7 @@ class _InPlace(HostReader):
         super().__init__(first_id)
         self._kv = _on_the_bus(kv) if device_kv.is_cuda else kv
 
-    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
+    def begin(self, reads: Sequence[LayerRead]) -> None:
         pass
 
     def layer(self, layer: int) -> Tensor:
@@ -142,24 +142,27 @@ class _Streamed(HostReader):
 
     def __init__(self, first_id: int) -> None:
         super().__init__(first_id)
-        self._work: list[tuple[int, Sequence[int]]] = []
-        self._layer_to_turn: dict[int, int] = {}
+        self._work: list[LayerRead] = []
+        # The turns of each layer, the next one last.
+        self._layer_to_turns: dict[int, list[int]] = {}
 
-    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
-        self._work = [(layer, ids) for layer, ids in enumerate(layer_to_ids) if ids]
-        self._layer_to_turn = {layer: turn for turn, (layer, _) in enumerate(self._work)}
+    def begin(self, reads: Sequence[LayerRead]) -> None:
+        self._work = [read for read in reads if read.ids]
+        self._layer_to_turns = {read.layer: [] for read in self._work}
+        for turn in reversed(range(len(self._work))):
+            self._layer_to_turns[self._work[turn].layer].append(turn)
         self._begin()
         for turn in range(min(2, len(self._work))):
             self._stage(turn, *self._work[turn])
 
     def layer(self, layer: int) -> Tensor:
-        return self._staged(self._layer_to_turn[layer])
+        return self._staged(self._layer_to_turns[layer][-1])
 
     def in_place(self) -> Tensor:
         raise NotImplementedError("staged blocks are read layer by layer")
 
     def done(self, layer: int) -> None:
-        turn = self._layer_to_turn[layer]
+        turn = self._layer_to_turns[layer].pop()
         self._release(turn)
         if turn + 2 < len(self._work):
             self._stage(turn + 2, *self._work[turn + 2])

@@ -23,7 +23,7 @@ _WHY = {
     "logit_scale": "logits are not scaled",
     "logits_scaling": "logits are not scaled",
     "attention_multiplier": "attention scores are scaled by the square root of head_dim",
-    "query_pre_attn_scalar": "attention scores are scaled by the square root of head_dim",
+    "query_pre_attn_scalar": "attention scores are not scaled by it",
     "embedding_multiplier": "embeddings are not scaled",
     "residual_multiplier": "residuals are not scaled",
     "scale_emb": "embeddings are not scaled",
@@ -61,7 +61,8 @@ _ROPE_KEYS = {
 _LONGROPE_TYPES = ("longrope", "su")
 _LONGROPE_KEYS = {"long_factor", "short_factor"}
 # Keys that families use by what is declared of them, beside those that their declarations name.
-_SOFTCAP_KEYS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_LOGITS_SOFTCAP_KEY = "final_logit_softcapping"
+_SOFTCAP_KEYS = {"attn_logit_softcapping", _LOGITS_SOFTCAP_KEY}
 _QK_NORM_KEYS = {"use_qk_norm", "qk_norm", "qk_layernorm"}
 _NO_ROPE_KEYS = {"no_rope_layers", "no_rope_layer_interval"}
 
@@ -87,6 +88,7 @@ def _used_keys(family: Family) -> set[str]:
     """Return the keys of `_WHY` that models of the family are computed by."""
     used = {*dataclasses.astuple(family.multipliers), family.query_scalar, family.rotary.sliding_theta}
     used |= _SOFTCAP_KEYS if family.has_softcaps else set()
+    used |= {_LOGITS_SOFTCAP_KEY} if family.has_logits_softcap else set()
     used |= {family.has_qk_norm} if isinstance(family.has_qk_norm, str) else set()
     used |= _QK_NORM_KEYS if family.qk_norm not in ("none", "own") else set()
     used |= _NO_ROPE_KEYS if family.rotary.without == "listed" else set()

@@ -18,6 +18,7 @@ from workers.errors import CheckpointError
 from workers.model.config_values import ConfigValues
 from workers.model.families.family import Family, NormNames
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
+from workers.model.layer_shapes import ALIKE, HeadShape, KvCells, LayerShapeReader, LayerShapes, kv_sources
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 
 Activation = Literal["silu", "gelu_tanh", "xielu"]
@@ -85,6 +86,7 @@ class ModelConfig:
     is_parallel: bool = False
     # Each head of queries, and of keys, has a LayerNorm with weights of its own.
     qk_own_norms: bool = False
+    layer_shapes: LayerShapes = ALIKE
 
     @property
     def traits(self) -> Family:
@@ -101,6 +103,33 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The rotary embedding of each layer, None where it has none."""
         return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def kv_cells(self) -> KvCells:
+        """How the KV is laid out."""
+        num_own = self.num_layers - self.layer_shapes.num_shared
+        return KvCells.of(num_own, dict.fromkeys(map(self.heads_of, range(num_own))))
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer attends to."""
+        return kv_sources(self.sliding_windows, self.layer_shapes.num_shared)
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Return the heads of a layer."""
+        full = self.layer_shapes.full_heads
+        if full is None or self.sliding_windows[layer]:
+            return HeadShape(self.num_kv_heads, self.head_dim)
+        return full
+
+    def has_key_values(self, layer: int) -> bool:
+        """Whether a layer takes its keys, before norm and rotation, for values."""
+        return self.layer_shapes.are_keys_values and not self.sliding_windows[layer]
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the size of a layer's feed-forward."""
+        is_shared = layer >= self.num_layers - self.layer_shapes.num_shared
+        return self.intermediate_size * (1 + (is_shared and self.layer_shapes.is_shared_double))
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -260,8 +289,13 @@ class _ConfigReader(ConfigValues):
             raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
         family, multipliers = self.family, self.family.multipliers
         windows = self._sliding_windows(num_layers)
+        shapes = ALIKE
+        if family.has_layer_shapes:
+            heads, vocab_size = HeadShape(num_kv_heads, head_dim), self.count("vocab_size")
+            reader = LayerShapeReader(self.file, self.raw)
+            shapes = reader.read(heads, num_heads, vocab_size, windows)
         ropes = RopeReader(self.file, self.raw, family.rotary)
-        rope = ropes.read(head_dim)
+        rope = ropes.read(head_dim if shapes.full_heads is None else shapes.full_heads.head_dim)
         qk_norm = family.qk_norm if self._is_set(family.has_qk_norm) else "none"
         return ModelConfig(
             family=family.name,
@@ -296,21 +330,25 @@ class _ConfigReader(ConfigValues):
             ),
             activation=self._activation(),
             qk_row_norm=qk_norm == "row",
-            attention_softcap=self._softcap("attn_logit_softcapping"),
-            logits_softcap=self._softcap("final_logit_softcapping"),
+            attention_softcap=self._softcap("attn_logit_softcapping") if family.has_softcaps else 0.0,
+            logits_softcap=(
+                self._softcap("final_logit_softcapping")
+                if family.has_softcaps or family.has_logits_softcap
+                else 0.0
+            ),
             layer_ropes=ropes.of_layers(rope, windows),
             is_parallel=self._is_set(family.is_parallel),
             qk_own_norms=qk_norm == "own",
+            layer_shapes=shapes,
         )
 
     def _attention_scale(self) -> float:
         if self.family.query_scalar:
             return float(self.number(self.family.query_scalar, self.raw) ** -0.5)
-        return self._multiplier(self.family.multipliers.attention_scores, 0.0)
+        return self._multiplier(self.family.multipliers.attention_scores, self.family.score_scale)
 
     def _softcap(self, key: str) -> float:
-        has_one = self.family.has_softcaps and self.raw.get(key) is not None
-        return self.number(key, self.raw) if has_one else 0.0
+        return self.number(key, self.raw) if self.raw.get(key) is not None else 0.0
 
     def _activation(self) -> Activation:
         key, aliases = self.family.activation, self.family.activation_aliases
@@ -386,7 +424,8 @@ class _ConfigReader(ConfigValues):
     def _refuse_unsupported(self) -> None:
         if self.raw.get("quantization_config"):
             self._refuse_quantized(self.raw["quantization_config"])
-        if self.raw.get("use_bidirectional_attention"):
+        # Of text and images, only images attend to what follows them.
+        if self.raw.get("use_bidirectional_attention") not in (None, False, "vision"):
             self.refuse("use_bidirectional_attention", "is not supported")
         if self.raw.get("dual_chunk_attention_config"):
             raise CheckpointError(
@@ -407,6 +446,8 @@ class _ConfigReader(ConfigValues):
         given = self.raw.get("layer_types")
         if given is not None and given != kinds:
             kinds = self._layer_types(given, num_layers)
+        if self.family.is_last_layer_full:
+            kinds[-1] = "full_attention"
         if "sliding_attention" not in kinds:
             return (0,) * num_layers
         window = self.count("sliding_window")

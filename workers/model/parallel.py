@@ -56,12 +56,14 @@ class Unfinished:
         out, the layers, and on the last stage the head for `num_sampled`, if any."""
         if self.tp == 1:
             return
-        decoder, products = self._decoder, _Sum(num_rows, self._decoder.config.hidden_size)
-        squares = [_Sum(num_rows, 2, torch.float32)] if decoder.config.qk_row_norm else []
-        added = [products] if decoder.config.is_parallel else [products, products]
+        decoder, config = self._decoder, self._decoder.config
+        products = _Sum(num_rows, config.hidden_size)
+        squares = [_Sum(num_rows, 2, torch.float32)] if config.qk_row_norm else []
+        added = [products] if config.is_parallel else [products, products]
         self._sums = [*squares, *added] * len(decoder.layers)
         if embeds and decoder.embedding is not None:
-            self._sums.insert(0, products)
+            inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)
+            self._sums = [products, *([] if decoder.inputs is None else [inputs]), *self._sums]
         self._sums.reverse()
         self._num_sampled = num_sampled if self._decoder.head is not None else 0
 
@@ -110,6 +112,9 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     vocab_size = decoder.config.vocab_size
     if decoder.embedding is not None:
         decoder.embedding = _SplitEmbedding(decoder.embedding, vocab_size, collectives)
+    if (inputs := decoder.inputs) is not None:
+        num_rows = decoder.config.layer_shapes.input_vocab_size
+        inputs.lookup = _SplitEmbedding(inputs.lookup, num_rows, collectives)
     if decoder.head is not None:
         decoder.head = _SplitHead(decoder.head, vocab_size, collectives)
 
@@ -176,12 +181,12 @@ class _JoinedRowNorms(RowNorms):
 
 
 class _SplitEmbedding:
-    """Maps token ids [num_tokens] to [num_tokens, hidden_size]: every rank looks up the ids that it holds,
-    the other rows are zero, and all are added up."""
+    """Maps token ids [num_tokens] to rows of a table of `num_rows`: every rank looks up the ids that it
+    holds, the other rows are zero, and all are added up."""
 
-    def __init__(self, lookup: Product, vocab_size: int, collectives: Collectives) -> None:
+    def __init__(self, lookup: Product, num_rows: int, collectives: Collectives) -> None:
         self._lookup = lookup
-        self._held = part(vocab_size, collectives.tp_rank, collectives.tp)
+        self._held = part(num_rows, collectives.tp_rank, collectives.tp)
         self._all_reduce = collectives.all_reduce
 
     def __call__(self, tokens: Tensor) -> Tensor:

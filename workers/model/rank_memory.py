@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workers.model.model_config import ModelConfig, read_header, weight_files
-from workers.model.sizes import kv_heads, part, query_heads
-from workers.model.tensor_names import TensorNames
+from workers.model.sizes import kv_heads, layer_heads, part
+from workers.model.tensor_names import OF_OWN_KV, TensorNames
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
 PROCESS_BYTES = 350_000_000
@@ -35,6 +35,8 @@ LOGITS_PIECE_BYTES = 16 << 20
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
 # The float32 copies of queries and keys that norms of heads with weights of their own hold at a time.
 _OWN_NORM_FLOATS = 3
+# The float32 copies of values that norms of them hold at a time.
+_VALUE_NORM_FLOATS = 2
 # The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
 _XIELU_FLOATS = 4
 _FLOAT_BYTES = 4
@@ -67,16 +69,21 @@ class RankShape:
         return self.end_layer == self.model.num_layers
 
     @property
-    def num_kv_heads(self) -> int:
-        return len(kv_heads(self.model.num_kv_heads, self.tp_rank, self.tp))
+    def num_kv_layers(self) -> int:
+        """How many of the layers have keys and values of their own."""
+        return min(self.end_layer, self.model.kv_cells.num_layers) - self.first_layer
+
+    @property
+    def num_kv_cells(self) -> int:
+        return len(kv_heads(self.model.kv_cells.num_cells, self.tp_rank, self.tp))
 
     @property
     def num_heads(self) -> int:
-        return len(query_heads(self.model.num_heads, self.model.num_kv_heads, self.tp_rank, self.tp))
+        return len(layer_heads(self.model, self.first_layer, self.tp_rank, self.tp).queries)
 
     def kv_token_bytes(self, item_bytes: int) -> int:
         """Return the size of one token's keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.model.head_dim * item_bytes
+        return 2 * self.num_kv_layers * self.num_kv_cells * self.model.kv_cells.width * item_bytes
 
 
 class Checkpoint(NamedTuple):
@@ -99,14 +106,23 @@ class Checkpoint(NamedTuple):
 
     def weight_bytes(self, rank: RankShape, item_bytes: int) -> int:
         """Return the size of the weights that the rank keeps, each once: a tied embedding is the head too."""
-        return round(item_bytes * sum(size * self._share(name, rank) for name, size in self._kept(rank)))
+        known, num_items = self._names(rank.model), 0.0
+        for name, size in self._kept(rank):
+            layer, _ = known.layer_of(name) or (0, name)
+            num_items += size * self._share(name, layer, rank)
+        return round(item_bytes * num_items)
+
+    def _is_kept(self, layer: int, name: str, rank: RankShape) -> bool:
+        """Whether the rank keeps the tensor of this name in the layer."""
+        is_passed_over = rank.model.kv_sources[layer] != layer and name.startswith(OF_OWN_KV)
+        return rank.first_layer <= layer < rank.end_layer and not is_passed_over
 
     def _kept(self, rank: RankShape) -> list[tuple[str, int]]:
         known = self._names(rank.model)
         kept = {
             name: size
             for name, size in self.name_to_size.items()
-            if (found := known.layer_of(name)) and rank.first_layer <= found[0] < rank.end_layer
+            if (found := known.layer_of(name)) and self._is_kept(*found, rank)
         }
         embedding, head, norm = known.embedding, known.head, known.norm
         if rank.model.tie_word_embeddings:
@@ -117,30 +133,37 @@ class Checkpoint(NamedTuple):
             names |= {head} if rank.is_last_stage else set()
         if rank.is_last_stage:
             names |= {norm, known.norm_bias}
+        if rank.is_first_stage and rank.model.layer_shapes.input_size:
+            names |= {known.input_embedding, known.input_projection, known.input_norm}
         return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
 
     @staticmethod
-    def _share(name: str, rank: RankShape) -> float:
+    def _share(name: str, layer: int, rank: RankShape) -> float:
+        """Return the part of a tensor, which may be in this layer, that the rank keeps."""
         model = rank.model
         if name.endswith((".o_proj.bias", ".down_proj.bias")):
             return float(rank.tp_rank == 0)
-        if ".act_fn." in name:  # becomes numbers
+        if ".act_fn." in name or name.endswith(".layer_scalar"):  # becomes numbers
             return 0.0
         if ".k_proj." in name or ".v_proj." in name:
-            return rank.num_kv_heads / model.num_kv_heads
+            return rank.num_kv_cells / model.kv_cells.num_cells
         if model.qk_row_norm or model.qk_own_norms:
             q_norm, k_norm = (f".self_attn.{it.partition('.')[0]}." for it in model.traits.qk_norm_names)
             if q_norm in name:
                 return rank.num_heads / model.num_heads
             if k_norm in name:
-                return rank.num_kv_heads / model.num_kv_heads
+                return rank.num_kv_cells / model.kv_cells.num_cells
         if ".q_proj." in name or ".o_proj." in name:
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
-            held = rank.num_heads + 2 * rank.num_kv_heads
+            held = rank.num_heads + 2 * rank.num_kv_cells
             return held / (model.num_heads + 2 * model.num_kv_heads)
         if ".mlp." in name:
-            return len(part(model.intermediate_size, rank.tp_rank, rank.tp)) / model.intermediate_size
+            num_columns = model.intermediate_size_of(layer)
+            return len(part(num_columns, rank.tp_rank, rank.tp)) / num_columns
+        if "embed_tokens_per_layer" in name:
+            num_rows = model.layer_shapes.input_vocab_size
+            return len(part(num_rows, rank.tp_rank, rank.tp)) / num_rows
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
         return 1.0
@@ -151,16 +174,24 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     `max_sequences` sampled rows, or a piece of a prompt whose log-probabilities are asked for, through the
     head."""
     model = rank.model
-    intermediate = len(part(model.intermediate_size, rank.tp_rank, rank.tp))
-    qkv = (rank.num_heads + 2 * rank.num_kv_heads) * model.head_dim
-    attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
+    held = range(rank.first_layer, rank.end_layer)
+    widest = max(map(model.intermediate_size_of, held))
+    intermediate = len(part(widest, rank.tp_rank, rank.tp))
+    head_dim = max(model.heads_of(layer).head_dim for layer in held)
+    qkv = max(_qkv_columns(rank, layer) for layer in held)
+    attention = 2 * rank.num_heads * head_dim  # queries with their rotation, and the result
     # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
     hidden_copies = _HIDDEN_COPIES + model.is_parallel
     hidden_floats = _HIDDEN_FLOATS + model.traits.is_layer_norm
     row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
     row += _FLOAT_BYTES * hidden_floats * model.hidden_size
     if model.qk_own_norms:
-        row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_heads) * model.head_dim
+        row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_cells) * model.head_dim
+    # Inputs of layers that follow the hidden states, in two copies; their parts at the first stage.
+    inputs = (model.num_layers - rank.first_layer) * model.layer_shapes.input_size
+    row += item_bytes * (2 + rank.is_first_stage) * inputs
+    if model.traits.has_value_norm:
+        row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in held)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if not rank.is_last_stage:
@@ -170,6 +201,18 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
     read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
     return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
+
+
+def _qkv_columns(rank: RankShape, layer: int) -> int:
+    """Return the columns of queries, keys and values of a layer."""
+    held = layer_heads(rank.model, layer, rank.tp_rank, rank.tp)
+    return len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
+
+
+def _key_columns(rank: RankShape, layer: int) -> int:
+    """Return the columns of the keys of a layer."""
+    keys = layer_heads(rank.model, layer, rank.tp_rank, rank.tp).keys
+    return len(keys) * rank.model.heads_of(layer).head_dim
 
 
 def most_useful_kv_tokens(model: ModelConfig, max_sequences: int) -> int:

@@ -18,13 +18,19 @@ def rotation_of(rope: RopeConfig | None, head_dim: int, device: torch.device) ->
     if rope is None:
         return Rotation(frequencies)
     num_rotated = rope.num_rotated or head_dim
-    frequencies[: num_rotated // 2] = rope_frequencies(rope, num_rotated, device)
+    if rope.rope_type == "proportional":
+        of_head = rope_frequencies(rope, head_dim, device)
+        frequencies[: num_rotated // 2] = of_head[: num_rotated // 2]
+    else:
+        frequencies[: num_rotated // 2] = rope_frequencies(rope, num_rotated, device)
     return Rotation(frequencies, rope.scale)
 
 
 def rotary_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
     """Return the order in which the dimensions of a checkpoint's queries and keys are computed: the pairs
     that are rotated together come to lie half a head apart. Scores do not depend on it. None: as they are."""
+    if rope.rope_type == "proportional":
+        return None
     num_pairs = (rope.num_rotated or head_dim) // 2
     if rope.is_interleaved:
         firsts, seconds = range(0, 2 * num_pairs, 2), range(1, 2 * num_pairs, 2)
@@ -46,7 +52,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     if rope.rope_type == "default":
         return frequencies
     slowed = frequencies / rope.factor
-    if rope.rope_type == "linear":
+    if rope.rope_type in ("linear", "proportional"):
         return slowed
     if rope.rope_type == "yarn":
         fast = _yarn_fast_parts(rope, head_dim, device)

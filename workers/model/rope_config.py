@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from workers.model.config_values import ConfigValues, is_positive
 from workers.model.families.family import Rotary
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 # Positions travel as 32-bit numbers.
 MAX_CONTEXT_TOKENS = (1 << 31) - 1
@@ -23,7 +23,8 @@ _ROPE_ALIASES = {"su": "longrope", "dynamic": "default"}
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding. `factor` and `original_max_positions` belong to all types but the default
-    one, the frequency factors to llama3, and the betas to yarn."""
+    one, the frequency factors to llama3, and the betas to yarn. The proportional type rotates the first pairs
+    of the whole head, at the frequencies that they have where all are rotated."""
 
     rope_type: RopeType
     theta: float
@@ -58,7 +59,8 @@ class RopeReader(ConfigValues):
         `rope_scaling`, or `rope_parameters` of transformers 5, which may have one set for each kind."""
         key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         scaling = self.raw.get(key) or {}
-        if isinstance(scaling, dict) and self._rotary.sliding_theta and kind in scaling:
+        has_sets = self._rotary.sliding_theta or self._rotary.is_by_kind
+        if isinstance(scaling, dict) and has_sets and kind in scaling:
             scaling = scaling[kind] or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
             self.refuse(key, "is not one flat set of rope parameters")
@@ -68,8 +70,9 @@ class RopeReader(ConfigValues):
         """Return the rotary embedding of each layer; () if it is `rope` for all."""
         family = self._rotary
         sliding: RopeConfig | None = rope
-        if family.sliding_theta:
-            sliding = RopeConfig("default", self._sliding_theta(), num_rotated=rope.num_rotated)
+        if family.sliding_theta or family.is_by_kind:
+            num_rotated = 0 if rope.rope_type == "proportional" else rope.num_rotated
+            sliding = RopeConfig("default", self._sliding_theta(), num_rotated=num_rotated)
         ropes: list[RopeConfig | None] = [sliding if window else rope for window in windows]
         if family.without == "listed":
             ropes = [
@@ -82,8 +85,11 @@ class RopeReader(ConfigValues):
 
     def _sliding_theta(self) -> float:
         key, scaling = self._rope_keys("sliding_attention")
-        theta = self.number(self._rotary.sliding_theta, self.raw)
-        if "sliding_attention" not in (self.raw.get(key) or {}):
+        has_set = "sliding_attention" in (self.raw.get(key) or {})
+        if self._rotary.is_by_kind and not has_set:
+            self.refuse(key, "has no set for sliding_attention")
+        theta = 10000.0 if self._rotary.is_by_kind else self.number(self._rotary.sliding_theta, self.raw)
+        if not has_set:
             return theta
         if str(scaling.get("rope_type", "default")) != "default":
             self.refuse(key, "scales the rotary embedding of layers with a window, which is not supported")
@@ -107,6 +113,8 @@ class RopeReader(ConfigValues):
         """Read the rotary embedding of layers that attend to all."""
         key, scaling = self._rope_keys("full_attention")
         family = self._rotary
+        if scaling.get("rope_type") == "proportional":
+            return self._proportional(key, scaling, head_dim)
         part = self.number(
             "partial_rotary_factor",
             scaling,
@@ -121,6 +129,16 @@ class RopeReader(ConfigValues):
             self._scaled_rope(key, scaling, num_rotated), is_interleaved=family.is_interleaved
         )
         return rope if num_rotated == head_dim else dataclasses.replace(rope, num_rotated=num_rotated)
+
+    def _proportional(self, key: str, scaling: dict[str, Any], head_dim: int) -> RopeConfig:
+        part = self.number("partial_rotary_factor", scaling, 1.0)
+        num_pairs = int(part * head_dim // 2)
+        if self._rotary.partial_factor is not None or self._rotary.is_interleaved:
+            self.refuse(key, "is proportional, which is not supported in this family")
+        if not 1 <= num_pairs <= head_dim // 2:
+            self.refuse(key, f"rotates {num_pairs} of {head_dim // 2} pairs")
+        theta, factor = self.number("rope_theta", scaling), self.number("factor", scaling, 1.0)
+        return RopeConfig("proportional", theta, factor, num_rotated=2 * num_pairs)
 
     def _scaled_rope(self, key: str, scaling: dict[str, Any], num_rotated: int) -> RopeConfig:
         theta = self.number("rope_theta", scaling, self.number("rope_theta", self.raw, 10000.0))

@@ -5,8 +5,9 @@ Plain arithmetic, without torch. Parts differ by one at most where a size cannot
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
@@ -44,16 +45,71 @@ def query_heads(num_heads: int, num_kv_heads: int, tp_rank: int, tp: int) -> ran
     return range(head * group + own.start, head * group + own.stop)
 
 
-def refuse_empty_parts(num_heads: int, intermediate_size: int, vocab_size: int, tp: int) -> None:
-    """Raise CheckpointError if some rank would hold nothing of a layer."""
+class LayerHeads(NamedTuple):
+    """The heads of a layer that a rank holds."""
+
+    queries: range
+    keys: range
+
+
+def layer_heads(config: ModelConfig, layer: int, tp_rank: int, tp: int) -> LayerHeads:
+    """Return the rank's heads of a layer. Key-value heads are split by cells, which hold several where
+    layers have heads of several sizes."""
+    num_cells = config.kv_cells.num_cells
+    cells = kv_heads(num_cells, tp_rank, tp)
+    of_cell = config.heads_of(layer).num_kv_heads // num_cells
+    keys = range(cells.start * of_cell, cells.stop * of_cell)
+    return LayerHeads(query_heads(config.num_heads, num_cells, tp_rank, tp), keys)
+
+
+def refuse_split(config: ModelConfig, tp: int) -> None:
+    """Raise CheckpointError if the layers cannot be split over so many ranks: some rank would hold nothing of
+    a layer, or a part of its key-value heads that is none of its cells."""
     sizes = {
-        "num_attention_heads": num_heads,
-        "intermediate_size": intermediate_size,
-        "vocab_size": vocab_size,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
     }
     for name, size in sizes.items():
         if tp > size:
             raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
+    num_cells = config.kv_cells.num_cells
+    most = max(config.heads_of(layer).num_kv_heads for layer in range(config.num_layers))
+    if tp > num_cells and most > num_cells:
+        raise CheckpointError(
+            f"tp {tp} is more than {num_cells}: layers have key-value heads of several sizes, which are "
+            f"split over at most {num_cells} ranks; take tp {num_cells} and a pp above 1"
+        )
+
+
+def last_stage_limit(config: ModelConfig) -> int:
+    """Return the greatest layer at which the last stage can begin: layers that attend to the keys and values
+    of an earlier one are on its stage."""
+    shared = config.kv_sources[config.num_layers - config.layer_shapes.num_shared :]
+    return min((*shared, config.num_layers - 1))
+
+
+def refuse_stages(config: ModelConfig, pp: int, layers: Sequence[int] = ()) -> None:
+    """Raise CheckpointError if there are not layers for so many stages, or some of those that are on the last
+    stage in any case would not be with these `layers` of each stage."""
+    if pp > config.num_layers:
+        raise CheckpointError(
+            f"pp {pp} is more than num_hidden_layers {config.num_layers}: a stage would be empty"
+        )
+    limit = last_stage_limit(config)
+    shared = f"the layers from {limit} on share keys and values, and so are all on the last stage"
+    if pp > limit + 1:
+        raise CheckpointError(f"pp {pp} is more than {limit + 1}: {shared}")
+    if layers and config.num_layers - layers[-1] > limit:
+        raise CheckpointError(f"layers {list(layers)}: {shared}")
+
+
+def equal_stages(config: ModelConfig, pp: int) -> list[int]:
+    """Return the number of layers of each of `pp` stages where nothing is known of their costs: nearly equal,
+    as far as layers share no keys and values."""
+    limit = last_stage_limit(config)
+    starts = [min(stage * config.num_layers // pp, limit - (pp - 1 - stage)) for stage in range(1, pp)]
+    return [end - start for start, end in itertools.pairwise([0, *starts, config.num_layers])]
 
 
 class StepWork(NamedTuple):
@@ -61,6 +117,41 @@ class StepWork(NamedTuple):
 
     flops: float
     read_bytes: float
+
+
+class _AttentionWork(NamedTuple):
+    """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
+    and the bytes of a token's keys and values."""
+
+    window: int
+    flops: int
+    kv_bytes: int
+
+
+class _LayerWork(NamedTuple):
+    """A layer: its weights, those of its widest product, and its attention."""
+
+    weights: int
+    widest_weights: int
+    attention: _AttentionWork
+
+    @staticmethod
+    def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
+        num_kv_heads, head_dim = config.heads_of(layer)
+        num_projected = 0 if config.kv_sources[layer] != layer else num_kv_heads
+        shapes, window = config.layer_shapes, config.sliding_windows[layer]
+        num_kv_parts = 1 if config.has_key_values(layer) else 2
+        queries = config.num_heads * head_dim
+        projections = 2 * queries + num_kv_parts * num_projected * head_dim
+        num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
+        inner = num_inner * config.intermediate_size_of(layer)
+        down = config.intermediate_size_of(layer)
+        hidden = config.hidden_size
+        return _LayerWork(
+            hidden * (projections + inner + down + 2 * shapes.input_size),
+            hidden * max(projections, inner),
+            _AttentionWork(window, 4 * queries, 2 * num_kv_heads * head_dim * item_bytes),
+        )
 
 
 class ModelWork:
@@ -72,15 +163,14 @@ class ModelWork:
 
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
-        projections = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-        num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
-        layer = config.hidden_size * (projections + (num_inner + 1) * config.intermediate_size)
-        self._layer_weights = config.num_layers * layer
+        layers = [_LayerWork.of(config, layer, item_bytes) for layer in range(config.num_layers)]
+        inputs = config.num_layers * config.layer_shapes.input_size
+        self._layer_weights = sum(layer.weights for layer in layers) + config.hidden_size * inputs
         self._head_weights = config.vocab_size * config.hidden_size
-        self._widest_weights = config.hidden_size * max(projections, num_inner * config.intermediate_size)
-        self._attention_flops = 4 * config.num_heads * config.head_dim
-        self._kv_bytes = 2 * config.num_kv_heads * config.head_dim * item_bytes
-        self._window_to_num_layers = Counter(config.sliding_windows)
+        self._widest_weights = max(layer.widest_weights for layer in layers)
+        self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
+        self._attention_flops = max(layer.attention.flops for layer in layers)
+        self._attention_to_num_layers = Counter(layer.attention for layer in layers)
         self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
@@ -100,17 +190,18 @@ class ModelWork:
         read_bytes = float(self.weight_bytes)
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
-            for window, num_layers in self._window_to_num_layers.items():
-                flops += self._attention_flops * num_layers * _num_attended(start, num_tokens, window)
+            for (window, pair_flops, kv_bytes), num_layers in self._attention_to_num_layers.items():
+                flops += pair_flops * num_layers * _num_attended(start, num_tokens, window)
                 num_read = start + num_tokens if window == 0 else min(start, window - 1) + num_tokens
-                read_bytes += self._kv_bytes * num_layers * num_read
+                read_bytes += kv_bytes * num_layers * num_read
         flops += 2.0 * self._layer_weights * len(decode_starts)
-        for window, num_layers in self._window_to_num_layers.items() if decode_starts else ():
+        kinds = self._attention_to_num_layers.items() if decode_starts else ()
+        for (window, pair_flops, kv_bytes), num_layers in kinds:
             num_read = len(decode_starts) + (
                 sum(decode_starts) if window == 0 else sum(min(start, window - 1) for start in decode_starts)
             )
-            flops += self._attention_flops * num_layers * num_read
-            read_bytes += self._kv_bytes * num_layers * num_read
+            flops += pair_flops * num_layers * num_read
+            read_bytes += kv_bytes * num_layers * num_read
         return StepWork(flops, read_bytes)
 
 

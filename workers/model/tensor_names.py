@@ -14,6 +14,9 @@ _WRAPPED = (
     ("model.language_model.", "lm_head.weight"),
 )
 _PLAIN = ("model.", "lm_head.weight")
+# How the names of tensors begin, in a layer, that checkpoints may carry where the layer attends to the keys
+# and values of another.
+OF_OWN_KV = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 
 class TensorNames(NamedTuple):
@@ -36,6 +39,21 @@ class TensorNames(NamedTuple):
     @property
     def embedding(self) -> str:
         return f"{self.model}embed_tokens.weight"
+
+    @property
+    def input_embedding(self) -> str:
+        """The table of the layers' inputs, in families whose layers have such."""
+        return f"{self.model}embed_tokens_per_layer.weight"
+
+    @property
+    def input_projection(self) -> str:
+        """The product of the embedding that is a part of these inputs."""
+        return f"{self.model}per_layer_model_projection.weight"
+
+    @property
+    def input_norm(self) -> str:
+        """The norm of this product."""
+        return f"{self.model}per_layer_projection_norm.weight"
 
     @property
     def norm(self) -> str:

@@ -17,8 +17,8 @@ from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig, weight_files
 from workers.model.norm import Norm
 from workers.model.rope import rotary_order
-from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
-from workers.model.tensor_names import TensorNames
+from workers.model.sizes import layer_heads, part, refuse_split
+from workers.model.tensor_names import OF_OWN_KV, TensorNames
 from workers.model.xielu import Xielu
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,9 +70,32 @@ class BlockNorms:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class InputGateWeights:
+    """The weights by which a layer adds its own input to the hidden states: the rows of the gate [input_size,
+    hidden_size] and of the projection [hidden_size, input_size], and the norm of the result."""
+
+    gate: LinearWeights
+    projection: LinearWeights
+    norm: Norm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputEmbeddingWeights:
+    """The weights of the inputs of all layers: the rank's rows of the table [input_vocab_size, num_layers *
+    input_size], the projection of the embedding [num_layers * input_size, hidden_size], and its norm, of
+    input_size."""
+
+    table: Tensor
+    projection: LinearWeights
+    norm: Norm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
-    key and value rows, `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows alone.
+    key and value rows, without values where these are the keys, and queries alone where the layer attends to
+    another's keys and values; `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows
+    alone.
     `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
     a row of weights for each head that it holds, [num_heads, head_dim]."""
 
@@ -84,6 +107,9 @@ class LayerWeights:
     gate_up: LinearWeights
     down: LinearWeights
     xielu: Xielu | None = None
+    inputs: InputGateWeights | None = None
+    # The hidden states are multiplied by this after the layer.
+    scalar: float = 1.0
 
 
 class _Rows(NamedTuple):
@@ -92,6 +118,37 @@ class _Rows(NamedTuple):
     name: str
     num_rows: int
     rows: slice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HeadRows:
+    """A rank's rows of a layer's products of queries, and of keys or values, and how many there are; and
+    whether the layer has keys and values of its own, and values that are not its keys."""
+
+    head_dim: int
+    queries: slice
+    num_queries: int
+    keys: slice
+    num_keys: int
+    has_own_kv: bool
+    has_own_values: bool
+
+    @staticmethod
+    def of(config: ModelConfig, shard: ShardSpec, layer: int) -> _HeadRows:
+        num_kv_heads, head_dim = config.heads_of(layer)
+        held = layer_heads(config, layer, shard.tp_rank, shard.tp_size)
+        queries, keys = (slice(part.start * head_dim, part.stop * head_dim) for part in held)
+        has_own_kv = config.kv_sources[layer] == layer
+        has_own_values = has_own_kv and not config.has_key_values(layer)
+        return _HeadRows(
+            head_dim,
+            queries,
+            config.num_heads * head_dim,
+            keys,
+            num_kv_heads * head_dim,
+            has_own_kv,
+            has_own_values,
+        )
 
 
 def _fused(name: str, parts: list[_Rows]) -> list[_Rows]:
@@ -178,33 +235,47 @@ class WeightReader:
     def layer(self, layer: int) -> LayerWeights:
         """Read the rank's part of layer `layer` of the whole model."""
         config, prefix = self._config, f"{self._names.model}layers.{layer}."
-        attention = f"{prefix}self_attn."
-        q_norm, k_norm = self._qk_norms(attention)
+        attention, heads = f"{prefix}self_attn.", _HeadRows.of(config, self._shard, layer)
+        q_norm, k_norm = self._qk_norms(attention, heads)
+        intermediate_size = config.intermediate_size_of(layer)
         return LayerWeights(
             norms=self._block_norms(prefix),
-            qkv=self._qkv(attention),
+            qkv=self._qkv(attention, heads),
             q_norm=q_norm,
             k_norm=k_norm,
             output=self._split_inputs(
-                f"{attention}o_proj",
-                config.num_heads * config.head_dim,
-                self._query_rows(),
-                config.output_bias,
+                f"{attention}o_proj", heads.num_queries, heads.queries, config.output_bias
             ),
-            gate_up=self._gate_up(f"{prefix}mlp."),
+            gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size),
             down=self._split_inputs(
                 f"{prefix}mlp.down_proj",
-                config.intermediate_size,
-                self._part(config.intermediate_size),
+                intermediate_size,
+                self._part(intermediate_size),
                 config.mlp_bias,
             ),
             xielu=self._xielu(f"{prefix}mlp.act_fn.") if config.activation == "xielu" else None,
+            inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
+            scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
         )
+
+    def input_embedding(self) -> InputEmbeddingWeights | None:
+        """Read the rank's part of what the inputs of layers are computed from; None where they have none."""
+        config, names, shapes = self._config, self._names, self._config.layer_shapes
+        if not shapes.input_size:
+            return None
+        size = config.num_layers * shapes.input_size
+        rows = self._part(shapes.input_vocab_size)
+        table = self._tensor(names.input_embedding, (shapes.input_vocab_size, size), rows)
+        projection = self._tensor(names.input_projection, (size, config.hidden_size))
+        norm = self._norm(names.input_norm, shapes.input_size)
+        return InputEmbeddingWeights(table, LinearWeights((projection,), None), norm)
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
         names, config = self._names, self._config
         known = set(self._read) | {names.embedding, names.norm, names.head}
+        if config.layer_shapes.input_size:
+            known |= {names.input_embedding, names.input_projection, names.input_norm}
         if config.traits.has_norm_bias:
             known.add(names.norm_bias)
         for name in self._name_to_file.keys() - known:
@@ -212,7 +283,9 @@ class WeightReader:
                 continue
             layer, rest = names.layer_of(name) or (config.num_layers, "")
             is_held = self._shard.layer_start <= layer < self._shard.layer_end
-            if layer >= config.num_layers or (is_held and rest != _NOT_NEEDED):
+            is_shared = layer >= config.num_layers - config.layer_shapes.num_shared
+            is_passed_over = rest == _NOT_NEEDED or (is_shared and rest.startswith(OF_OWN_KV))
+            if layer >= config.num_layers or (is_held and not is_passed_over):
                 raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
 
     def _vocabulary(self, name: str) -> Tensor:
@@ -221,28 +294,17 @@ class WeightReader:
             return self._tensor(name, shape)
         return self._tensor(name, shape, self._part(self._config.vocab_size))
 
-    def _query_rows(self) -> slice:
-        config, shard = self._config, self._shard
-        return self._rows(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size))
-
-    def _kv_rows(self) -> slice:
-        return self._rows(kv_heads(self._config.num_kv_heads, self._shard.tp_rank, self._shard.tp_size))
-
-    def _rows(self, heads: range) -> slice:
-        return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
-
     def _part(self, size: int) -> slice:
         held = part(size, self._shard.tp_rank, self._shard.tp_size)
         return slice(held.start, held.stop)
 
-    def _qkv(self, prefix: str) -> LinearWeights:
-        config, kv_rows = self._config, self._kv_rows()
-        num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = [
-            _Rows(f"{prefix}q_proj", num_q, self._query_rows()),
-            _Rows(f"{prefix}k_proj", num_kv, kv_rows),
-            _Rows(f"{prefix}v_proj", num_kv, kv_rows),
-        ]
+    def _qkv(self, prefix: str, heads: _HeadRows) -> LinearWeights:
+        config = self._config
+        parts = [_Rows(f"{prefix}q_proj", heads.num_queries, heads.queries)]
+        if heads.has_own_kv:
+            parts.append(_Rows(f"{prefix}k_proj", heads.num_keys, heads.keys))
+        if heads.has_own_values:
+            parts.append(_Rows(f"{prefix}v_proj", heads.num_keys, heads.keys))
         if config.traits.is_qkv_fused:
             parts = _fused(f"{prefix}qkv_proj", parts)
         weights = self._split_outputs(parts, config.qkv_bias)
@@ -262,15 +324,16 @@ class WeightReader:
         heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
         return heads.index_select(1, self._order.to(rows.device)).view(rows.shape)
 
-    def _qk_norms(self, prefix: str) -> tuple[Norm | None, Norm | None]:
+    def _qk_norms(self, prefix: str, heads: _HeadRows) -> tuple[Norm | None, Norm | None]:
         config = self._config
         if config.qk_own_norms:
             return self._own_norms(prefix)
         if config.qk_norm:
-            sizes, rows = (config.head_dim, config.head_dim), (slice(None), slice(None))
+            if not heads.has_own_kv:
+                return self._norm(f"{prefix}{config.traits.qk_norm_names[0]}.weight", heads.head_dim), None
+            sizes, rows = (heads.head_dim, heads.head_dim), (slice(None), slice(None))
         elif config.qk_row_norm:
-            sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-            rows = (self._query_rows(), self._kv_rows())
+            sizes, rows = (heads.num_queries, heads.num_keys), (heads.queries, heads.keys)
         else:
             return None, None
         norms = [
@@ -283,8 +346,7 @@ class WeightReader:
     def _own_norms(self, prefix: str) -> tuple[Norm, Norm]:
         """Read the weights of the rank's heads that have their own, [num_heads, head_dim]."""
         config, shard = self._config, self._shard
-        held = query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)
-        held_kv = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
+        held, held_kv = layer_heads(config, 0, shard.tp_rank, shard.tp_size)
         q_name, k_name = config.traits.qk_norm_names
         return (
             self._own_norm(f"{prefix}{q_name}", config.num_heads, held),
@@ -330,8 +392,18 @@ class WeightReader:
         ]
         return Xielu.of(*values)
 
-    def _gate_up(self, prefix: str) -> LinearWeights:
-        size, rows = self._config.intermediate_size, self._part(self._config.intermediate_size)
+    def _input_gate(self, prefix: str) -> InputGateWeights:
+        hidden, size = self._config.hidden_size, self._config.layer_shapes.input_size
+        gate = self._tensor(f"{prefix}per_layer_input_gate.weight", (size, hidden))
+        projection = self._tensor(f"{prefix}per_layer_projection.weight", (hidden, size))
+        norm = self._norm(f"{prefix}post_per_layer_input_norm.weight", hidden)
+        return InputGateWeights(LinearWeights((gate,), None), LinearWeights((projection,), None), norm)
+
+    def _scalar(self, name: str) -> float:
+        return float(self._tensor(name, (1,)))
+
+    def _gate_up(self, prefix: str, size: int) -> LinearWeights:
+        rows = self._part(size)
         traits = self._config.traits
         up = _Rows(f"{prefix}up_proj", size, rows)
         if not traits.is_gated:
@@ -397,4 +469,4 @@ class WeightReader:
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:
     assert 0 <= shard.tp_rank < shard.tp_size, shard
     assert 0 <= shard.layer_start < shard.layer_end <= config.num_layers, shard
-    refuse_empty_parts(config.num_heads, config.intermediate_size, config.vocab_size, shard.tp_size)
+    refuse_split(config, shard.tp_size)

@@ -25,6 +25,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
+from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
@@ -72,8 +73,8 @@ class ModelRunner:
 
     The ranks of a replica run the same plans in the same order and meet in the groups of their place: the
     first stage embeds, each stage passes its hidden states [num_tokens, hidden_size] to the next, and the
-    first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_kv_heads, block_tokens,
-    head_dim]` of this rank's layers and heads, and `pool` the same memory for the transports. Raises
+    first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens,
+    width]` of this rank's layers and cells, and `pool` the same memory for the transports. Raises
     `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of less than one
     block."""
 
@@ -190,7 +191,8 @@ class ModelRunner:
             )
 
             shape = self._model.decoder.attention_shape
-            return TritonAttention(shape, memory, is_deterministic=self._is_deterministic)
+            make = functools.partial(TritonAttention, is_deterministic=self._is_deterministic)
+            return backend_of_kinds(shape, memory, make)
         return choose_attention(
             self._model.decoder.attention_shape,
             memory,
@@ -235,7 +237,7 @@ class ModelRunner:
         groups = self._model.groups
         meter = MemoryMeter(
             CudaAccounts(self._device),
-            self.layout.shard.num_layers,
+            len(self._model.decoder.layers),
             is_in_group=groups.tp * groups.pp > 1,
         )
         try:
@@ -291,23 +293,24 @@ class ModelRunner:
 def _compatibility(
     config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
 ) -> CompatibilityRecord:
-    name = str(dtype).removeprefix("torch.")
+    name, cells = str(dtype).removeprefix("torch."), config.kv_cells
     return CompatibilityRecord(
         protocol=PROTOCOL_VERSION,
         model_fingerprint=fingerprint,
         dtype=name,
         weight_dtype=name,
         block_tokens=block_tokens,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_layers=cells.num_layers,
+        num_kv_heads=cells.num_cells,
+        head_dim=cells.width,
     )
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
-    heads = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-    held = Shard(shard.layer_start, shard.layer_end, heads.start, heads.stop)
-    return BlockLayout(held, config.head_dim, block_tokens, dtype.itemsize)
+    cells = config.kv_cells
+    part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
+    held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
+    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize)
 
 
 def _allocate(

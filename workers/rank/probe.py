@@ -28,7 +28,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
-from workers.model.sizes import kv_heads, part, query_heads
+from workers.model.sizes import layer_heads, part
 from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
@@ -89,8 +89,8 @@ class Probe:
         clock: Clock,
     ) -> None:
         self._config = config
-        self._num_heads = len(query_heads(config.num_heads, config.num_kv_heads, tp_rank, tp))
-        self._num_kv_heads = len(kv_heads(config.num_kv_heads, tp_rank, tp))
+        self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
+        self._head_dim = config.heads_of(0).head_dim
         self._intermediate_size = len(part(config.intermediate_size, tp_rank, tp))
         self._vocab_size = len(part(config.vocab_size, tp_rank, tp))
         self._dtype = dtype
@@ -115,9 +115,9 @@ class Probe:
         config = self._config
         layer = DecoderLayer(self._layer_weights(), config, LayerAttention(0, 0), Workspace())
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
-        kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
+        kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, self._head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
-        rotation = rotation_of(config.rope, config.head_dim, self._device)
+        rotation = rotation_of(config.ropes[0], self._head_dim, self._device)
         scale, softcap = config.attention_scale or None, config.attention_softcap
         shape = AttentionShape(self._num_heads, (0,), (rotation,), scale, softcap)
         attention = choose_attention(shape, kv)
@@ -144,7 +144,7 @@ class Probe:
 
     def _layer_weights(self) -> LayerWeights:
         config, random = self._config, self._random
-        hidden, head_dim = config.hidden_size, config.head_dim
+        hidden, head_dim = config.hidden_size, self._head_dim
         query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names)

@@ -61,7 +61,7 @@ from workers.messages.rank_channel import (
 from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_empty_parts
+from workers.model.sizes import refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -370,11 +370,8 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 
 
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
-    refuse_empty_parts(config.num_heads, config.intermediate_size, config.vocab_size, spec.tp)
-    if spec.pp > config.num_layers:
-        raise WorkerError(
-            f"pp {spec.pp} is more than num_hidden_layers {config.num_layers}: a stage would be empty"
-        )
+    refuse_split(config, spec.tp)
+    refuse_stages(config, spec.pp)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")

@@ -61,19 +61,20 @@ class TokenInput(StageInput):
 
 
 class HiddenInput(StageInput):
-    """The hidden states [num_tokens, hidden_size] that a later stage receives."""
+    """What a later stage receives, [num_tokens, num_columns]: hidden states, and what its layers take beside
+    them."""
 
     def __init__(
         self,
         groups: RankGroups,
-        hidden_size: int,
+        num_columns: int,
         dtype: torch.dtype,
         device: torch.device,
         containment: Containment,
         clock: Clock,
     ) -> None:
         self._groups = groups
-        self._hidden_size = hidden_size
+        self._num_columns = num_columns
         self._dtype = dtype
         self._device = device
         self._containment = containment
@@ -87,7 +88,7 @@ class HiddenInput(StageInput):
         is_present = self._groups.receive_marks(rows.num_sequences) > 0
         self._containment.miss(rows.only(~is_present))
         received = rows.only(is_present)
-        shape = (received.num_tokens, self._hidden_size)
+        shape = (received.num_tokens, self._num_columns)
         hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
         if received.num_sequences:
             self._groups.receive_hidden(hidden)

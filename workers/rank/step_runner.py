@@ -260,7 +260,7 @@ class StepRunner:
         zeros in place of the plan's tokens and, at the last stage, head and sampling. Waits for the
         device."""
         rows = self.batch.change(plan)
-        shape = (rows.num_tokens, self._decoder.config.hidden_size)
+        shape = (rows.num_tokens, self._decoder.num_inputs)
         self._unfinished.begin(rows.num_tokens, len(rows.sampling), embeds=False)
         staged = self.steps.stage(plan, rows)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
@@ -400,7 +400,7 @@ class StepRunner:
             return TokenInput(self._groups, max_slots, self._clock)
         return HiddenInput(
             self._groups,
-            self._decoder.config.hidden_size,
+            self._decoder.num_inputs,
             self._kv.dtype,
             self._device,
             self._containment,

@@ -15,9 +15,10 @@ from workers.messages.rank_channel import StageCost
 Stages = tuple[tuple[int, int], ...]
 
 
-def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
+def split_layers(num_layers: int, costs: Sequence[StageCost], last_stage_limit: int | None = None) -> Stages:
     """Return contiguous ranges, one for each of `costs`, none empty: those whose slowest stage is fastest; of
-    these, those that take the least time in all stages together; of these, more layers in earlier stages.
+    these, those that take the least time in all stages together; of these, more layers in earlier stages. The
+    last begins at most at `last_stage_limit`, if it is given, and there are no more stages than that allows.
 
     Stages of unknown cost (all 0) are equal. Raises `WorkerError` when there are more stages than layers.
     """
@@ -25,9 +26,15 @@ def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
         raise WorkerError(
             f"pp {len(costs)} is more than num_hidden_layers {num_layers}: a stage would be empty"
         )
+    limit = num_layers - 1 if last_stage_limit is None else last_stage_limit
+    # The layers that are on the last stage in any case are counted as one with its first.
+    num_bound = num_layers - 1 - limit
     times = _stage_times(num_layers, costs)
-    slowest_s = _fastest_slowest(num_layers, times)
-    return _ranges(_least_sum(num_layers, times, slowest_s))
+    times[-1] = times[-1][num_bound:]
+    num_free = num_layers - num_bound
+    slowest_s = _fastest_slowest(num_free, times)
+    *layers, last = _least_sum(num_free, times, slowest_s)
+    return _ranges((*layers, last + num_bound))
 
 
 def given_layers(num_layers: int, layers: Sequence[int]) -> Stages:

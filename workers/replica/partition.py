@@ -18,7 +18,7 @@ from workers.config import EngineConfig, Parallel
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import read_model_config
-from workers.model.sizes import ModelWork
+from workers.model.sizes import ModelWork, last_stage_limit, refuse_stages
 from workers.replica.layer_split import Stages, given_layers, split_layers
 
 _DECODE_PROBE_ROWS = 16
@@ -112,7 +112,9 @@ class Shape:
         """Return the layers of each stage: as configured, or so that the slowest stage is as fast as it can
         be."""
         self.attention_ratio = median(rank.attention_ratio for rank in joined)
-        num_layers = read_model_config(Path(self._model_dir)).num_layers
+        config = read_model_config(Path(self._model_dir))
+        num_layers = config.num_layers
+        refuse_stages(config, self.parallel.pp, self.parallel.layers)
         for key, why in ignored_keys(Path(self._model_dir)).items():
             _log.warning("%s: %s of config.json is ignored: %s", self._name, key, why)
         if self.parallel.layers:
@@ -120,7 +122,7 @@ class Shape:
         else:
             devices = [spec.device for spec in self.specs]
             costs = _steady_costs(devices, [rank.cost for rank in joined])
-            self.stages = split_layers(num_layers, costs[:: self.parallel.tp])
+            self.stages = split_layers(num_layers, costs[:: self.parallel.tp], last_stage_limit(config))
         if self.parallel.pp > 1:
             _log.info("%s: layers of the stages: %s", self._name, self.stages)
         return self.stages

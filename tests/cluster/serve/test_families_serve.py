@@ -53,7 +53,29 @@ def write_wrapped(folder: Path) -> tuple[Path, Path]:
     return plain, wrap_checkpoint(folder / "model", plain, "Gemma3ForConditionalGeneration")
 
 
-@pytest.mark.parametrize("write", [write_plain, write_wrapped], ids=["olmo3", "gemma3"])
+def write_gemma4(folder: Path) -> tuple[Path, Path]:
+    """With two cells of three heads each, of which two ranks hold one each, and two layers that share KV."""
+    plain = folder / "text"
+    keys = SHAPE | {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 6,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "global_head_dim": 24,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 4096,
+        "use_bidirectional_attention": "vision",
+    }
+    write_random_checkpoint(plain, "gemma4_text", seed=8, tokenizer_from=TINY, **keys)
+    return plain, wrap_checkpoint(folder / "model", plain, "Gemma4ForConditionalGeneration", "transformers 5")
+
+
+@pytest.mark.parametrize(
+    "write", [write_plain, write_wrapped, write_gemma4], ids=["olmo3", "gemma3", "gemma4"]
+)
 def test_a_served_family_gives_the_tokens_of_transformers(write: Any, tmp_path: Path) -> None:
     """The first time moved from the prefill replica, then with its prompt found."""
     reference, model = write(tmp_path / "written")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from workers.model.attention.interface import (
     StepInput,
     kv_shape,
 )
+from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.torch_backend import TorchAttention
 
 _log = logging.getLogger("tandem.rank")
@@ -55,6 +57,14 @@ def choose_attention(
     `is_deterministic`: only those whose results for a sequence do not depend on the others of a step.
 
     Raises WorkerError if there is none."""
+    choose = functools.partial(_choose, clock=clock, is_staged=is_staged, is_deterministic=is_deterministic)
+    return backend_of_kinds(shape, kv, choose)
+
+
+def _choose(
+    shape: AttentionShape, kv: Tensor, clock: Clock | None, *, is_staged: bool, is_deterministic: bool
+) -> AttentionBackend:
+    """Return the backend for layers with one kind of heads."""
     candidates = [
         backend
         for backend in candidate_backends(shape, kv, is_deterministic=is_deterministic)

@@ -45,8 +45,8 @@ class AttentionStep(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
-                "layer_stride", "first_host", "num_heads", "num_kv_heads", "head_dim", "block_tokens",
-                "is_invariant",
+                "layer_stride", "kind_stride", "head_stride", "first_host", "num_heads", "num_kv_heads",
+                "head_dim", "block_tokens", "is_invariant",
             )
         ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -75,7 +75,8 @@ class CpuAttention(AttentionBackend):
         self.name = f"cpu {kernels.isa.value}"
         self.kernels = kernels
         self.task_rows: int = kernels.library.attention_task_rows()
-        self._index_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
+        # By the identity of the layer, which is kept with it: several may attend to one layer of the KV.
+        self._id_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
         self.kv_shape = kv_shape(kv)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
         self.attend.argtypes = [
@@ -92,12 +93,13 @@ class CpuAttention(AttentionBackend):
 
     def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
         """Return the kernel's arguments of a layer."""
-        known, made = self._index_to_layer.get(layer.index, (None, None))
-        if made is None or known is not layer:
+        _, made = self._id_to_layer.get(id(layer), (None, None))
+        if made is None:
+            norms, is_written = (layer.q_norm, layer.k_norm), layer.has_own_kv
             made = native.RotatedLayer.of(
-                self.kv, layer.index, self.shape.num_heads, layer.q_norm, layer.k_norm
+                self.kv, layer.index, self.shape.num_heads, *norms, is_written=is_written
             )
-            self._index_to_layer[layer.index] = (layer, made)
+            self._id_to_layer[id(layer)] = (layer, made)
         return made
 
     def plan(self, step: StepInput) -> CpuPlan:
@@ -170,7 +172,8 @@ class CpuPlan(AttentionPlan):
             lengths=step.lengths.ctypes.data, tasks=tasks.ctypes.data, kv=kv.data_ptr(),
             host=None if host is None else host.data_ptr(), num_sequences=len(step.slots),
             table_stride=step.tables.shape[1], num_tasks=0, num_split=0, window=window,
-            block_stride=kv.stride(0), layer_stride=kv.stride(1),
+            block_stride=kv.stride(0), layer_stride=kv.stride(1), kind_stride=kv.stride(2),
+            head_stride=kv.stride(3),
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
             is_invariant=backend.is_deterministic, scale=backend.shape.scale(shape.head_dim),

@@ -46,6 +46,13 @@ class Marks:
 NO_MARKS = Marks()
 
 
+class LayerRead(NamedTuple):
+    """The blocks in host memory that attention sees of a layer of the KV, by their ids."""
+
+    layer: int
+    ids: Sequence[int]
+
+
 class HostReader(ABC):
     """Reads the blocks that lie in host memory, for the attention of one step after another.
 
@@ -59,14 +66,14 @@ class HostReader(ABC):
         self.first_id = first_id
 
     @abstractmethod
-    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
-        """Begin a step, before its first layer: each layer sees these blocks in host memory. The plan's
-        copies are done, or queued on the device's stream."""
+    def begin(self, reads: Sequence[LayerRead]) -> None:
+        """Begin a step, before its first layer, with what is read in it. The plan's copies are done, or
+        queued on the device's stream."""
 
     @abstractmethod
     def layer(self, layer: int) -> Tensor:
         """Return a layer of the step's staged blocks, in the order given to `begin`, or of all blocks in host
-        memory, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]."""
+        memory, [num_blocks, 2, num_kv_heads, block_tokens, head_dim], as in the device's KV."""
 
     @abstractmethod
     def in_place(self) -> Tensor:
@@ -74,8 +81,8 @@ class HostReader(ABC):
 
     @abstractmethod
     def done(self, layer: int) -> None:
-        """Release a layer's blocks: its attention has read them, or will have before later work of the
-        device."""
+        """Release a layer's blocks: the attention of one read has read them, or will have before later work
+        of the device."""
 
     @abstractmethod
     def close(self) -> None:
@@ -151,7 +158,7 @@ class StepInput:
 
 class KvShape(NamedTuple):
     """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
-    `num_blocks`."""
+    `num_blocks`. Where layers have heads of several sizes, it is that of a view with one of the sizes."""
 
     num_layers: int
     num_kv_heads: int
@@ -183,17 +190,34 @@ class Rotation(NamedTuple):
         return cos, sin
 
 
+class HeadKind(NamedTuple):
+    """Layers of the KV whose heads are alike, where a model has several kinds: their number of key-value
+    heads at a rank, the size of a head, which `layers` of the rank's KV they are, their windows, and the
+    rotations that they have."""
+
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[int, ...]
+    windows: tuple[int, ...]
+    rotations: tuple[Rotation, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The properties of a rank's part of the model that a backend needs: its query heads, the window of each
-    of its layers (0: none), the rotations that its layers have, and the factor of scores (None: the inverse
-    square root of head_dim). Scores s become softcap * tanh(s / softcap), if that is not 0."""
+    layer of its KV (0: none), the rotations that its layers have, and the factor of scores (None: the inverse
+    square root of head_dim). Scores s become softcap * tanh(s / softcap), if that is not 0.
+
+    With several `kinds` of heads, rotations are those of the kinds, and `reads` are the layers of the KV that
+    the decoder's layers attend to, one after another."""
 
     num_heads: int
     windows: tuple[int, ...]
     rotations: tuple[Rotation, ...]
     score_scale: float | None = None
     softcap: float = 0.0
+    kinds: tuple[HeadKind, ...] = ()
+    reads: tuple[int, ...] = ()
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""
@@ -203,13 +227,17 @@ class AttentionShape:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The attention of one layer: its `index` in the rank's KV, its window (0: none), the norms of each
-    head's queries and keys, if the family has them, and which `rotation` of the `AttentionShape` it has."""
+    head's queries and keys, if the family has them, and which `rotation` of the `AttentionShape`, or of its
+    `kind` of heads, it has. A layer that has no keys and values of its own attends to those of another, which
+    were written before."""
 
     index: int
     window: int
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     rotation: int = 0
+    kind: int = 0
+    has_own_kv: bool = True
 
 
 class AttentionPlan(ABC):
@@ -221,15 +249,16 @@ class AttentionPlan(ABC):
     @abstractmethod
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Normalize and rotate queries and keys of `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) *
-        head_dim], which may be overwritten; write keys and values to their blocks; and attend causally.
-        Returns [num_tokens, num_heads * head_dim].
+        head_dim], which may be overwritten; write keys and values to their blocks; and attend causally. Of a
+        layer without keys and values of its own, `qkv` has queries alone. Returns [num_tokens, num_heads *
+        head_dim].
 
         A token at position i sees the keys j with j <= i and, with a window, i - window < j."""
 
 
 class AttentionBackend(ABC):
-    """A way to compute attention over a rank's `kv`, contiguous [num_blocks, num_layers, 2, num_kv_heads,
-    block_tokens, head_dim] of the model's dtype. Made once for a rank."""
+    """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
+    head_dim] of the model's dtype, whose heads are contiguous. Made once for a rank."""
 
     name: str
     # Whether it can read blocks in host memory through staging buffers, and not only in place.

@@ -22,6 +22,7 @@ from workers.model.attention.interface import (
     HostReader,
     KvShape,
     LayerAttention,
+    LayerRead,
     Marks,
     Rotation,
     SequenceSpan,
@@ -50,16 +51,22 @@ class TorchAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         super().__init__(shape, kv)
         self._kv_shape = kv_shape(kv)
+        self.rows = KvRows.of(kv)
 
     def plan(self, step: StepInput) -> TorchPlan:
         spans = _spans(step)
         window_to_view = {
-            window: _plan_window(spans, step.host, window, self._kv_shape, self.kv)
+            window: _plan_window(spans, step.host, window, self.rows, self.kv)
             for window in dict.fromkeys(self.shape.windows)
         }
         plan = TorchPlan(self, step, window_to_view)
         if step.host is not None:
-            step.host.begin([window_to_view[window].host_ids for window in self.shape.windows])
+            step.host.begin(
+                [
+                    LayerRead(layer, window_to_view[window].host_ids)
+                    for layer, window in enumerate(self.shape.windows)
+                ]
+            )
         return plan
 
 
@@ -78,11 +85,11 @@ class TorchPlan(AttentionPlan):
         self.window_to_view = window_to_view
         positions = step.positions()
         blocks = to_device(step.token_blocks(positions), kv.device).long()
-        rows = torch.arange(2 * shape.num_kv_heads, device=kv.device)
-        rows = (blocks * (shape.num_layers * len(rows)))[:, None] + rows
         offsets = to_device(positions % step.block_tokens, kv.device)
-        # Rows of layer 0 of the KV seen as [.., head_dim], as [num_tokens, 2 * num_kv_heads].
+        # Of layer 0, in rows of head_dim, as [num_tokens, 2 * num_kv_heads].
+        rows = blocks[:, None] * backend.rows.of_block + backend.rows.heads.view(1, -1)
         self._rows = rows * shape.block_tokens + offsets[:, None]
+        self._kv_rows = backend.rows
         on_device = to_device(positions, kv.device)
         self._rotations = [rope_table(on_device, it, kv.dtype) for it in backend.shape.rotations]
         self._clear_partial_blocks(step)
@@ -90,10 +97,13 @@ class TorchPlan(AttentionPlan):
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         head_dim, num_kv = self._kv_shape.head_dim, self._kv_shape.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, head_dim)
+        table = self._rotations[layer.rotation]
+        if not layer.has_own_kv:
+            queries = heads if layer.q_norm is None else layer.q_norm.normed(heads)
+            return self._attend(rotate(queries, *table), layer)
         queries, keys, values = torch.split(heads, [self._num_heads, num_kv, num_kv], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = layer.q_norm.normed(queries), layer.k_norm.normed(keys)
-        table = self._rotations[layer.rotation]
         queries, keys = rotate(queries, *table), rotate(keys, *table)
         self._write(layer.index, keys, values)
         return self._attend(queries, layer)
@@ -111,19 +121,42 @@ class TorchPlan(AttentionPlan):
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [num_tokens, num_kv_heads, head_dim] to the tokens' blocks."""
         shape = self._kv_shape
-        rows = self._rows.view(-1) + layer * 2 * shape.num_kv_heads * shape.block_tokens
+        rows = self._rows.view(-1) + layer * self._kv_rows.of_layer * shape.block_tokens
         both = torch.cat((keys, values), 1).view(-1, shape.head_dim)
-        self._kv.view(-1, shape.head_dim).index_copy_(0, rows, both)
+        self._kv_rows.memory.view(-1, shape.head_dim).index_copy_(0, rows, both)
 
     def _attend(self, query: Tensor, layer: LayerAttention) -> Tensor:
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
-        seen = _LayerKv(self._kv, layer.index, self._kv_shape, self._scores)
+        seen = _LayerKv(self._kv_rows, layer.index, self._kv_shape, self._scores)
         if host is None or not view.host_ids:
             return _attend(query, seen, view, self.marks)
         mixed = _attend(query, seen._replace(in_host=host.layer(layer.index)), view, self.marks)
         host.done(layer.index)
         return mixed
+
+
+class KvRows(NamedTuple):
+    """The KV, or a view of it, as rows of a head of a block: the `memory` [num_rows, block_tokens * head_dim]
+    in which they lie, the number of rows from block to block and from layer to layer, and the rows of the
+    `heads` of a layer, [2, num_kv_heads]."""
+
+    memory: Tensor
+    of_block: int
+    of_layer: int
+    heads: Tensor
+
+    @staticmethod
+    def of(kv: Tensor) -> KvRows:
+        """Return the rows of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]."""
+        size = kv.shape[4] * kv.shape[5]
+        assert kv.stride()[4:] == (kv.shape[5], 1), "tokens of a head are contiguous"
+        assert not any(stride % size for stride in kv.stride()[:4]), "heads lie in places of their size"
+        of_block, of_layer, of_kind, of_head = (stride // size for stride in kv.stride()[:4])
+        num_rows = kv.shape[0] * of_block
+        kinds = torch.arange(2, device=kv.device)[:, None] * of_kind
+        heads = kinds + torch.arange(kv.shape[3], device=kv.device) * of_head
+        return KvRows(kv.as_strided((num_rows, size), (size, 1)), of_block, of_layer, heads)
 
 
 # --------------------------------------------------------------------------------- what a layer sees
@@ -199,8 +232,9 @@ def _spans(step: StepInput) -> list[SequenceSpan]:
 
 
 def _plan_window(
-    spans: list[SequenceSpan], host: HostReader | None, window: int, shape: KvShape, kv: Tensor
+    spans: list[SequenceSpan], host: HostReader | None, window: int, rows: KvRows, kv: Tensor
 ) -> WindowView:
+    shape = kv_shape(kv)
     seen: list[_Span] = []
     row = 0
     for span in spans:
@@ -217,8 +251,8 @@ def _plan_window(
     first_id = host.first_id if host is not None else None
     groups = _split_by_length([span for span in seen if span.num_tokens == 1], shape)
     return WindowView(
-        tuple(_make_group(group, first_id, shape, kv.device) for group in groups),
-        tuple(_make_chunk(span, first_id, window, shape, kv) for span in seen if span.num_tokens > 1),
+        tuple(_make_group(group, first_id, shape, rows) for group in groups),
+        tuple(_make_chunk(span, first_id, window, rows, kv) for span in seen if span.num_tokens > 1),
         host_ids,
     )
 
@@ -250,9 +284,8 @@ def _split_by_length(decodes: list[_Span], shape: KvShape) -> list[list[_Span]]:
     return [sorted(group) for group in groups]
 
 
-def _make_group(
-    group: list[_Span], first_id: int | None, shape: KvShape, device: torch.device
-) -> DecodeGroup:
+def _make_group(group: list[_Span], first_id: int | None, shape: KvShape, rows: KvRows) -> DecodeGroup:
+    device = rows.heads.device
     most = max(len(span.block_ids) for span in group)
     # Tables are padded with their last block.
     padded = [list(span.block_ids) + [span.block_ids[-1]] * (most - len(span.block_ids)) for span in group]
@@ -265,14 +298,14 @@ def _make_group(
     tables, spots = _host_spots(torch.tensor(padded, device=device), first_id)
     return DecodeGroup(
         rows=torch.tensor([span.row for span in group], device=device),
-        kv_rows=_kv_rows(tables, shape),
+        kv_rows=_kv_rows(tables, rows),
         bias=bias.to(device).repeat_interleave(shape.num_kv_heads, 0)[:, None],
         spots=spots,
     )
 
 
-def _make_chunk(span: _Span, first_id: int | None, window: int, shape: KvShape, kv: Tensor) -> Chunk:
-    begin = span.first_block * shape.block_tokens
+def _make_chunk(span: _Span, first_id: int | None, window: int, rows: KvRows, kv: Tensor) -> Chunk:
+    begin = span.first_block * kv_shape(kv).block_tokens
     bias = None
     if span.start > 0 or 0 < window < span.end:
         query = torch.arange(span.start, span.end, device=kv.device)[:, None]
@@ -285,7 +318,7 @@ def _make_chunk(span: _Span, first_id: int | None, window: int, shape: KvShape, 
     tables, spots = _host_spots(torch.tensor([list(span.block_ids)], device=kv.device), first_id)
     return Chunk(
         rows=slice(span.row, span.row + span.num_tokens),
-        kv_rows=_kv_rows(tables, shape),
+        kv_rows=_kv_rows(tables, rows),
         first=span.first - begin,
         end=span.end - begin,
         bias=bias,
@@ -293,12 +326,10 @@ def _make_chunk(span: _Span, first_id: int | None, window: int, shape: KvShape, 
     )
 
 
-def _kv_rows(table: Tensor, shape: KvShape) -> Tensor:
-    """Map block ids [num_sequences, num_blocks] to rows of layer 0 of the KV seen as [.., block_tokens *
-    head_dim], in the order [2, num_sequences, num_kv_heads, num_blocks]."""
-    num_rows = 2 * shape.num_kv_heads
-    heads = torch.arange(num_rows, device=table.device).view(2, 1, shape.num_kv_heads, 1)
-    return ((table * (shape.num_layers * num_rows))[None, :, None] + heads).reshape(-1)
+def _kv_rows(table: Tensor, rows: KvRows) -> Tensor:
+    """Map block ids [num_sequences, num_blocks] to rows of layer 0, in the order [2, num_sequences,
+    num_kv_heads, num_blocks]."""
+    return ((table * rows.of_block)[None, :, None] + rows.heads[:, None, :, None]).reshape(-1)
 
 
 # ------------------------------------------------------------------------------- rotary embedding
@@ -341,7 +372,7 @@ class _LayerKv(NamedTuple):
     """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); and its
     scores."""
 
-    kv: Tensor
+    kv: KvRows
     number: int
     shape: KvShape
     scores: _Scores
@@ -351,8 +382,7 @@ class _LayerKv(NamedTuple):
         """Gather the blocks of tables as [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
         head_dim]; `kv_rows` are of layer 0."""
         num_kv = self.shape.num_kv_heads
-        rows = self.kv.view(-1, self.shape.block_tokens * self.shape.head_dim)
-        gathered = rows.index_select(0, kv_rows + self.number * 2 * num_kv)
+        gathered = self.kv.memory.index_select(0, kv_rows + self.number * self.kv.of_layer)
         if spots is not None and self.in_host is not None:
             by_block = gathered.view(2, num_sequences, num_kv, -1, gathered.shape[1])
             from_host = self.in_host.index_select(0, spots.sources).flatten(3)

@@ -19,6 +19,7 @@ from workers.model.attention.interface import (
     AttentionShape,
     HostReader,
     LayerAttention,
+    LayerRead,
     StepInput,
     kv_shape,
     to_device,
@@ -51,7 +52,6 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False) -> None:
         super().__init__(shape, kv)
-        assert kv.is_contiguous()
         self.is_deterministic = is_deterministic
         self.kv_shape = kv_shape(kv)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
@@ -110,6 +110,7 @@ class TritonPlan(AttentionPlan):
             *self._rotations[layer.rotation],
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
+            is_written=layer.has_own_kv,
         )
         kv = LayerKv(blocks)
         if view.host is not None:
@@ -138,7 +139,7 @@ class TritonPlan(AttentionPlan):
             if len(ids):
                 staged = to_device(_staged_tables(step.tables, ids, host.first_id), tables.device)
                 views[window] = _WindowView(staged, host)
-        host.begin([window_to_ids[window].tolist() for window in windows])
+        host.begin([LayerRead(layer, window_to_ids[window].tolist()) for layer, window in enumerate(windows)])
         return views
 
 

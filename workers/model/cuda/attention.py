@@ -55,8 +55,8 @@ _LEAST = tl.constexpr(-1e30)
 
 class LayerKv(NamedTuple):
     """One layer's keys and values: `blocks` [num_blocks, 2, num_kv_heads, block_tokens, head_dim], a view of
-    the rank's KV whose blocks are contiguous, and `in_host`, of the same shape, with the blocks from the id
-    `first_host` on (None: no table of the step names one)."""
+    the rank's KV whose heads are contiguous, and `in_host`, of the same shape and the same distances within a
+    block, with the blocks from the id `first_host` on (None: no table of the step names one)."""
 
     blocks: Tensor
     in_host: Tensor | None = None
@@ -123,7 +123,10 @@ class Tile(NamedTuple):
 
 
 def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
-    """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one."""
+    """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one; of
+    heads above 256, which none of the usual tiles leaves shared memory for, the smallest."""
+    if head_dim > 256:
+        return Tile(16, 16, 4, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 2)
     return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
@@ -132,6 +135,8 @@ def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """Return the tile of `attend_decodes`."""
     rows = _padded(group)
+    if head_dim > 256:
+        return Tile(rows, 16 if dtype == torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
         return Tile(rows, 32, 4, 2)
     return Tile(rows, 64, 4, 3 if head_dim <= 128 else 2)
@@ -169,7 +174,8 @@ def attend_decodes(
         queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
         num_pieces, window, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens,
+        KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2), HEAD_DIM=head_dim,
+        PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens,
         ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
         CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -184,10 +190,10 @@ def attend_decodes(
 def _attend_pieces(
     queries, kv, host, tables, slots, starts, tasks, values, sums,
     query_stride, block_stride, host_stride, table_stride, first_host, num_pieces, window, scale,
-    HAS_TASKS: tl.constexpr, HAS_HOST: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    CAP_SCALE: tl.constexpr,
+    HAS_TASKS: tl.constexpr, HAS_HOST: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token to every num_programs(2)-th of its pieces. Grid: (decodes, KV heads, any)."""
     decode = tl.program_id(0)
@@ -208,9 +214,10 @@ def _attend_pieces(
         largest, total, mixed = _attend_range(
             q, positions, position, position, piece * piece_tokens, (piece + 1) * piece_tokens,
             kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW, CAP_SCALE,
+            HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
+            CAP_SCALE,
         )  # fmt: skip
-        heads = (decode.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + rows
+        heads = (decode.to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + rows
         at = heads * num_pieces + piece - first_piece
         is_head = rows < GROUP
         tl.store(sums + at * 2, largest, mask=is_head)
@@ -295,7 +302,8 @@ def attend_chunks(
         queries, kv.blocks, in_host, *sequences, tasks, out,
         queries.stride(0), out.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0),
         kv.first_host, window, scoring.exponent_scale,
-        HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+        HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
+        KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2),
         HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
         KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -306,9 +314,9 @@ def attend_chunks(
 def _attend_tiles(
     queries, kv, host, tables, slots, starts, lengths, tasks, out,
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, window, scale,
-    HAS_HOST: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    HAS_HOST: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles, KV heads)."""
     task = tl.program_id(0) * 3
@@ -333,7 +341,8 @@ def _attend_tiles(
     _, total, mixed = _attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
         kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW, CAP_SCALE,
+        HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
+        CAP_SCALE,
     )  # fmt: skip
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
     at = (first_row + token)[:, None] * out_stride + heads
@@ -347,9 +356,9 @@ def _attend_tiles(
 def _attend_range(
     q, positions, oldest, newest, begin, end,
     kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-    HAS_HOST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    CAP_SCALE: tl.constexpr,
+    HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from `q` [ROWS, PADDED_DIM] at `positions` [ROWS], from `oldest` to `newest`, to those of the
     keys [begin, end) that they see; `begin` is a multiple of KEYS. Returns of each row the largest exponent
@@ -358,8 +367,8 @@ def _attend_range(
     largest = tl.full([ROWS], _LEAST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    kv += kv_head * BLOCK_TOKENS * HEAD_DIM
-    host += kv_head * BLOCK_TOKENS * HEAD_DIM
+    kv += kv_head * HEAD_STRIDE
+    host += kv_head * HEAD_STRIDE
     # The keys [first, last) are seen by some row, whole tiles from whole_begin to whole_end by every row.
     first = begin
     whole_begin = begin
@@ -373,17 +382,18 @@ def _attend_range(
         largest, total, mixed = _attend_keys(
             q, positions, first // KEYS * KEYS, whole_begin, first, last, largest, total, mixed,
             kv, host, table, block_stride, host_stride, first_host, window, scale, True,
-            HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
+            HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW,
+            CAP_SCALE,
         )  # fmt: skip
     largest, total, mixed = _attend_keys(
         q, positions, whole_begin, whole_end, first, last, largest, total, mixed,
         kv, host, table, block_stride, host_stride, first_host, window, scale, False,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
+        HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
     )  # fmt: skip
     return _attend_keys(
         q, positions, whole_end, last, first, last, largest, total, mixed,
         kv, host, table, block_stride, host_stride, first_host, window, scale, True,
-        HAS_HOST, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
+        HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
     )  # fmt: skip
 
 
@@ -391,8 +401,9 @@ def _attend_range(
 def _attend_keys(
     q, positions, begin, end, first, last, largest, total, mixed,
     kv, host, table, block_stride, host_stride, first_host, window, scale, IS_BORDER: tl.constexpr,
-    HAS_HOST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `end`. At a border only the keys [first, last) are read,
     and each row sees its own part of them.
@@ -429,7 +440,7 @@ def _attend_keys(
         weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
         kept = tl.exp2(known - largest)
         total = tl.fma(total, kept, tl.sum(weights, 1))
-        v = _load(at + NUM_KV_HEADS * BLOCK_TOKENS * HEAD_DIM, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM)
+        v = _load(at + KIND_STRIDE, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee")
     return largest, total, mixed
 

@@ -68,9 +68,11 @@ def rotate_and_write(
     *,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
+    is_written: bool = True,
 ) -> Tensor:
     """Normalize, if there are norms of heads, and rotate queries and keys of `qkv` [num_tokens, (num_heads
-    + 2 * num_kv_heads) * head_dim], the queries in place, and write keys and values to their blocks.
+    + 2 * num_kv_heads) * head_dim], the queries in place, and write keys and values to their blocks. Unless
+    that is done, `qkv` has queries alone.
 
     `kv_layer` is `kv[:, layer]`, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Token i is at
     `positions[i]` of the sequence whose block table is row `slots[i]` of `tables` [num_slots, max_blocks].
@@ -78,6 +80,7 @@ def rotate_and_write(
     view of `qkv`, [num_tokens, num_heads, head_dim]."""
     num_tokens = qkv.shape[0]
     _, _, num_kv_heads, block_tokens, head_dim = kv_layer.shape
+    num_kv_heads = num_kv_heads if is_written else 0
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert (q_norm is None) == (k_norm is None)
     assert qkv.stride(1) == kv_layer.stride(4) == tables.stride(1) == 1

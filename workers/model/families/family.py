@@ -52,6 +52,8 @@ class Rotary:
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
+    # Or there is a set of `rope_parameters` for each kind of layers, and no key beside these.
+    is_by_kind: bool = False
     # With linear scaling, `max_position_embeddings` is the stretched context already.
     is_context_stretched: bool = False
     without: NoRope = "none"
@@ -80,7 +82,11 @@ class Family:
     # the weights of each head are a tensor.
     has_qk_norm: bool | str = True
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    # Each head of values has an RMS norm without weights.
+    has_value_norm: bool = False
     windows: Windows = "none"
+    # The last layer has no window, whatever config.json says.
+    is_last_layer_full: bool = False
     rotary: Rotary = Rotary()
     # The key of a context length that is served where it is larger than `max_position_embeddings`; "": none.
     context_key: str = ""
@@ -110,5 +116,13 @@ class Family:
     is_embedding_scaled: bool = False
     # The key whose inverse square root multiplies scores; "": that of `head_dim` does.
     query_scalar: str = ""
+    # The factor of scores where no key says it; 0: the inverse square root of `head_dim`.
+    score_scale: float = 0.0
     # Scores and logits are capped where `attn_logit_softcapping` and `final_logit_softcapping` say so.
     has_softcaps: bool = False
+    # Logits alone are capped.
+    has_logits_softcap: bool = False
+    # Layers differ as the keys of Gemma 4 say: `global_head_dim`, `num_global_key_value_heads` or
+    # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
+    # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
+    has_layer_shapes: bool = False

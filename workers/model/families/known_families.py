@@ -10,6 +10,8 @@ from workers.model.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
+    gemma4_unified,
     glm,
     glm4,
     granite,
@@ -34,6 +36,8 @@ FAMILIES: tuple[Family, ...] = (
     gemma.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    gemma4.FAMILY,
+    gemma4_unified.FAMILY,
     phi3.FAMILY,
     granite.FAMILY,
     smollm3.FAMILY,
@@ -51,4 +55,9 @@ FAMILIES: tuple[Family, ...] = (
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}
 # Models of text and images or sound: their text model is described by `text_config`, and has a prefix.
-WRAPPERS = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+WRAPPERS = (
+    "Mistral3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)

@@ -70,20 +70,38 @@ class RotatedLayer(ctypes.Structure):
         ("kv", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("block_stride", "block_tokens", "num_heads", "num_kv_heads", "head_dim", "is_bf16")
+            for name in (
+                "block_stride",
+                "kind_stride",
+                "head_stride",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "is_bf16",
+            )
         ),
     )
 
     @staticmethod
-    def of(kv: Tensor, layer: int, num_heads: int, q_norm: Norm | None, k_norm: Norm | None) -> RotatedLayer:
+    def of(
+        kv: Tensor,
+        layer: int,
+        num_heads: int,
+        q_norm: Norm | None,
+        k_norm: Norm | None,
+        *,
+        is_written: bool = True,
+    ) -> RotatedLayer:
         """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim],
-        with norms of heads if there are any. KV and norms must live until the result is used no more."""
-        _, _, _, num_kv_heads, block_tokens, head_dim = kv.shape
+        with norms of heads if there are any; unless it is written, there are queries alone. KV and norms must
+        live until the result is used no more."""
+        _, _, _, num_kv_heads, _, head_dim = kv.shape
         assert head_dim % 2 == 0
+        assert kv.stride()[4:] == (head_dim, 1)
         return RotatedLayer(
             NormArguments.of(q_norm, head_dim), NormArguments.of(k_norm, head_dim),
-            kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), block_tokens, num_heads,
-            num_kv_heads, head_dim, kv.dtype == torch.bfloat16,
+            kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), kv.stride(2), kv.stride(3),
+            num_heads, num_kv_heads if is_written else 0, head_dim, kv.dtype == torch.bfloat16,
         )  # fmt: skip
 
 
@@ -186,6 +204,16 @@ class Kernels:
             _size(result.stride(0)), _size(x.shape[0]), _size(x.shape[1]), _size(x.dtype == torch.bfloat16),
         )  # fmt: skip
         return result
+
+    def gate_mul(self, gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+        """Multiply the activation of `gate` [num_tokens, size], in place, by `up` [num_tokens, size]; the
+        activation is SiLU or the approximation of GeLU by tanh."""
+        assert gate.dtype == up.dtype
+        self.library.tandem_gate_mul(
+            _address(gate), _size(gate.stride(0)), _address(up), _size(up.stride(0)), _size(gate.shape[0]),
+            _size(gate.shape[1]), _size(is_gelu), _size(gate.dtype == torch.bfloat16),
+        )  # fmt: skip
+        return gate
 
     def rotate_and_write(self, layer: RotatedLayer, tokens: RotatedTokens, qkv: Tensor) -> None:
         """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *

@@ -51,8 +51,8 @@ struct AttentionStep {
   const int32_t *slots, *starts, *lengths;
   AttentionTask* tasks;  // sorted: the largest first
   void *kv, *host;       // blocks on the device, and those with ids from first_host on
-  int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, first_host,
-      num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
+  int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, kind_stride,
+      head_stride, first_host, num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
   float scale, softcap;  // softcap 0: scores are not capped
 };
 
@@ -216,9 +216,9 @@ class Attention {
     int64_t block = step.tables[step.slots[task.sequence] * step.table_stride + key / step.block_tokens];
     const T* layer = block < step.first_host ? kv + block * step.block_stride
                                              : host + (block - step.first_host) * step.block_stride;
-    return layer + (head * step.block_tokens + key % step.block_tokens) * dim;
+    return layer + head * step.head_stride + key % step.block_tokens * dim;
   }
-  int64_t to_values() const { return step.num_kv_heads * step.block_tokens * dim; }
+  int64_t to_values() const { return step.kind_stride; }
 
   // ----------------------------------------------------------------------------------------- packing
 

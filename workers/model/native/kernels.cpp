@@ -5,6 +5,7 @@
 // a bfloat16 intermediate is rounded wherever torch would store one.
 
 #include "decoder_layer.h"
+#include "gate.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

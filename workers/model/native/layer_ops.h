@@ -100,7 +100,7 @@ void add_normed(const T* x, const Norm& norm, T* to, int64_t stride, int64_t row
 struct RotatedLayer {
   Norm q_norm, k_norm;
   void* kv;  // the layer's part of the first block
-  int64_t block_stride, block_tokens, num_heads, num_kv_heads, head_dim, is_bf16;
+  int64_t block_stride, kind_stride, head_stride, num_heads, num_kv_heads, head_dim, is_bf16;
 };
 
 // The tokens of a step: cosines and sines [rows, head_dim / 2], their blocks and their offsets in these.
@@ -159,7 +159,7 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
 #pragma omp parallel for if (tokens.num_rows * (H + 2 * K) * D > SERIAL_ITEMS)
   for (int64_t row = 0; row < tokens.num_rows; row++) {
     T* keys = (T*)layer.kv + tokens.blocks[row] * layer.block_stride + tokens.offsets[row] * D;
-    T* values = keys + K * layer.block_tokens * D;
+    T* values = keys + layer.kind_stride;
     T* heads = qkv + row * stride;
     const float *cos = tokens.cos + row * half, *sin = tokens.sin + row * half;
     auto rotate = [&](const T* from, int64_t count, const Norm& norm, T* to, int64_t to_stride) {
@@ -169,9 +169,9 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
         rotate_head(from + head * D, norm, cos, sin, half, to + head * to_stride);
     };
     rotate(heads, H, layer.q_norm, heads, D);
-    rotate(heads + H * D, K, layer.k_norm, keys, layer.block_tokens * D);
+    rotate(heads + H * D, K, layer.k_norm, keys, layer.head_stride);
     for (int64_t head = 0; head < K; head++)
-      memcpy(values + head * layer.block_tokens * D, heads + (H + K + head) * D, D * sizeof(T));
+      memcpy(values + head * layer.head_stride, heads + (H + K + head) * D, D * sizeof(T));
   }
 }
 
