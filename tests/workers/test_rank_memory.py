@@ -128,6 +128,15 @@ def test_layers_that_share_keys_and_values_are_counted_without_them(tmp_path: Pa
     assert shape.kv_token_bytes(2) == 2 * 3 * 1 * 64 * 2
 
 
+def test_layers_that_config_json_does_not_have_are_not_counted(tmp_path: Path) -> None:
+    """Loading refuses them, by name; memory is counted before."""
+    write_random_checkpoint(tmp_path, "llama", seed=3)
+    shape = RankShape(read_model_config(tmp_path), 0, 2)
+    counted = Checkpoint.read(tmp_path)
+    more = {f"model.layers.{layer}.self_attn.k_proj.weight": 12 for layer in (2, 999_999_999)}
+    assert Checkpoint(counted.name_to_size | more).weight_bytes(shape, 2) == counted.weight_bytes(shape, 2)
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_of_a_wrapped_checkpoint_only_the_text_model_counts(

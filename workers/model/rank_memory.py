@@ -114,8 +114,9 @@ class Checkpoint(NamedTuple):
 
     def _is_kept(self, layer: int, name: str, rank: RankShape) -> bool:
         """Whether the rank keeps the tensor of this name in the layer."""
-        is_passed_over = rank.model.kv_sources[layer] != layer and name.startswith(OF_OWN_KV)
-        return rank.first_layer <= layer < rank.end_layer and not is_passed_over
+        if not rank.first_layer <= layer < rank.end_layer:
+            return False
+        return rank.model.kv_sources[layer] == layer or not name.startswith(OF_OWN_KV)
 
     def _kept(self, rank: RankShape) -> list[tuple[str, int]]:
         known = self._names(rank.model)
