@@ -113,13 +113,24 @@ class ModelConfig:
     @property
     def kv_cells(self) -> KvCells:
         """How the KV is laid out."""
-        num_own = self.num_layers - self.layer_shapes.num_shared
-        return KvCells.of(num_own, dict.fromkeys(map(self.heads_of, range(num_own))))
+        heads, full = HeadShape(self.num_kv_heads, self.head_dim), self.layer_shapes.full_heads
+        if full is None:
+            return KvCells.of(self._num_own_kv, (heads,))
+        windows = set(self.sliding_windows[: self._num_own_kv])
+        return KvCells.of(self._num_own_kv, {heads if window else full for window in windows})
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer attends to."""
         return kv_sources(self.sliding_windows, self.layer_shapes.num_shared)
+
+    @property
+    def _num_own_kv(self) -> int:
+        return self.num_layers - self.layer_shapes.num_shared
+
+    def has_own_kv(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own, and does not attend to those of another."""
+        return layer < self._num_own_kv
 
     def heads_of(self, layer: int) -> HeadShape:
         """Return the heads of a layer."""
@@ -134,8 +145,8 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the size of a layer's feed-forward."""
-        is_shared = layer >= self.num_layers - self.layer_shapes.num_shared
-        return self.intermediate_size * (1 + (is_shared and self.layer_shapes.is_shared_double))
+        is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
+        return self.intermediate_size * (1 + is_double)
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
