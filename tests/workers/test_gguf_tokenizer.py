@@ -267,6 +267,15 @@ def test_a_tokenizer_of_gemma4_without_merges_is_refused(gemma4_file: tuple[Any,
         tokenizer_of(file)
 
 
+@pytest.mark.parametrize("merge", ["a", "a ", "a \U0001f9d1", "a \n"])
+def test_a_merge_that_is_not_of_tokens_is_refused(gemma4_file: tuple[Any, Path], merge: str) -> None:
+    """Also one whose two tokens together are none."""
+    file = GgufFile.read(gemma4_file[1])
+    file.metadata["tokenizer.ggml.merges"].append(merge)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges is not a pair of tokens"):
+        tokenizer_of(file)
+
+
 def test_pieces_merge_by_the_score_of_what_they_become() -> None:
     """As SentencePiece does: of the pairs in a text, that with the highest score first."""
     tokens = ["a", "b", "c", "ab", "bc", "abc"]

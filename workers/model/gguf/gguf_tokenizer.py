@@ -171,7 +171,8 @@ def _byte_pairs(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer,
             "take the model in Hugging Face layout"
         )
     split = _SPLITS[kind]
-    tokenizer = Tokenizer(models.BPE(vocabulary.token_to_id, _merges(file), ignore_merges=split.keeps_whole))
+    merges = _merges(file, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary.token_to_id, merges, ignore_merges=split.keeps_whole))
     if split.composes:
         tokenizer.normalizer = normalizers.NFC()
     stages: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
@@ -194,7 +195,7 @@ def _merged_pieces(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokeniz
     """Build a tokenizer of pieces whose merges the metadata lists, as Gemma 4 has: of whole texts, with marks
     for spaces, and characters that are in no piece spelled in bytes."""
     rules = PieceRules(space_prefix="none")
-    merges = _merges(file)
+    merges = _merges(file, vocabulary)
     if not merges:
         raise CheckpointError(
             f"{file.path}: {_PREFIX}merges is missing; take another conversion of the model"
@@ -216,10 +217,16 @@ def _markers(vocabulary: PieceVocabulary) -> dict[int, AddedToken]:
     }
 
 
-def _merges(file: GgufFile) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that are merged, the first one first."""
-    pairs = (merge.partition(" ") for merge in file.metadata.get(f"{_PREFIX}merges", []))
-    return [(left, right) for left, _, right in pairs]
+def _merges(file: GgufFile, vocabulary: PieceVocabulary) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged, the first one first; `ValueError` where one of them, or
+    both together, are no token."""
+    known, found = set(vocabulary.tokens), []
+    for merge in file.metadata.get(f"{_PREFIX}merges", []):
+        left, _, right = str(merge).partition(" ")
+        if not {left, right, left + right} <= known:
+            raise ValueError(f"{merge!r} of {_PREFIX}merges is not a pair of tokens that are one together")
+        found.append((left, right))
+    return found
 
 
 _MODELS = {"gpt2": _byte_pairs, "llama": _scored_pieces, "gemma4": _merged_pieces}
