@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from child_processes import assert_ended, children
 from hypothesis import settings
 from optional_programs import MARK, check_marks, missing_programs
+
+# Threads that wait for each other leave the cores to the other processes of `pytest -n`, and do not spin: so
+# tests of kernels take a fifth of the time there. Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # An example may take long where other processes have the cores; the limit of the whole test holds.
 settings.register_profile("without a deadline", deadline=None)

@@ -112,7 +112,8 @@ def write_family(
     (number,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     name_map = get_tensor_name_map(number, int(metadata["block_count"]))
     for name, values in tensors.items():
-        found = name_map.get_name(name, (".weight", ".bias"))
+        suffix = ".weight" if name.endswith("layer_scalar") else ""
+        found = name_map.get_name(name + suffix, (".weight", ".bias"))
         assert found is not None, name
         heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2], 0)
         written = _rotary_order(values, heads) if heads else values
@@ -150,10 +151,11 @@ def write_tokenizer_gguf(
     kinds: dict[str, int] | None = None,
     flags: dict[str, bool] | None = None,
     ids: dict[str, int] | None = None,
+    architecture: str = "llama",
 ) -> Path:
     """Write a file with a tokenizer alone, and what the smallest llama needs. `kinds` are those of tokens
     that are not normal; merges are those of the tokenizer where its tokens have no `scores`."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     writer.add_tokenizer_model(model)

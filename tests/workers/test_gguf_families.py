@@ -65,6 +65,28 @@ def _window(window: int, **fields: Any) -> dict[str, Any]:
     return {"attention.key_length": 32, "attention.sliding_window": window, **fields}
 
 
+def _gemma4_ropes(part: float) -> dict[str, Any]:
+    full = _rope(2e6, rope_type="proportional", partial_rotary_factor=part)
+    return {"full_attention": full, "sliding_attention": _rope(5000.0)}
+
+
+def _factors(rotated: int, still: int) -> dict[str, Any]:
+    """Return by what the frequencies of layers without a window are divided."""
+    return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * still, np.float32)}
+
+
+_LAST_LAYERS = ["sliding_attention", "full_attention"]
+_GEMMA4 = {
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32,
+    "rope.dimension_count": 64,
+    "rope.dimension_count_swa": 32,
+    "rope.freq_base": 2e6,
+    "rope.freq_base_swa": 5000.0,
+    "attention.sliding_window": 16,
+}
 _LAYER_NORM = SHAPE | {"head_dim": 16, "layer_norm_eps": 1e-5}
 _EPSILON = {"attention.layer_norm_epsilon": 1e-5}
 CASES = {
@@ -112,6 +134,59 @@ CASES = {
             "final_logit_softcapping": 5.0,
         },
         norm_shift=1.0,
+    ),
+    "gemma4 with shared layers and inputs of layers": _Case(
+        transformers.Gemma4TextConfig(
+            **SHAPE,
+            global_head_dim=64,
+            sliding_window=16,
+            layer_types=[*["sliding_attention", "sliding_attention", "full_attention"] * 2, *_LAST_LAYERS],
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=128,
+            final_logit_softcapping=5.0,
+            rope_parameters=_gemma4_ropes(0.25),
+        ),
+        _GEMMA4
+        | {
+            "feed_forward_length": [96] * 5 + [192] * 3,
+            "attention.shared_kv_layers": 3,
+            "attention.sliding_window_pattern": [True, True, False, True, True, False, True, False],
+            "embedding_length_per_layer_input": 8,
+            "final_logit_softcapping": 5.0,
+        },
+        is_read_by_transformers=True,
+        # As the published files, which have what these layers do not use.
+        others={
+            **_factors(rotated=8, still=24),
+            "blk.6.attn_k.weight": np.ones((64, 64), np.float32),
+            "blk.6.attn_v.weight": np.ones((64, 64), np.float32),
+            "blk.6.attn_k_norm.weight": np.ones(32, np.float32),
+        },
+        name="gemma4",
+    ),
+    "gemma4 with keys for values": _Case(
+        transformers.Gemma4TextConfig(
+            **(SHAPE | {"num_key_value_heads": 4}),
+            global_head_dim=64,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+            sliding_window=16,
+            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=0,
+            rope_parameters=_gemma4_ropes(0.5),
+        ),
+        _GEMMA4
+        | {
+            "attention.head_count_kv": [4, 4, 4, 2] * 2,
+            "attention.shared_kv_layers": 0,
+            "attention.sliding_window_pattern": [True, True, True, False] * 2,
+            "embedding_length_per_layer_input": 0,
+        },
+        is_read_by_transformers=True,
+        others=_factors(rotated=16, still=16),
+        name="gemma4",
     ),
     "phi3": _Case(
         transformers.Phi3Config(
@@ -248,6 +323,9 @@ def _random_model(config: transformers.PreTrainedConfig) -> Any:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
             elif "embed" not in name:
                 parameter.mul_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
     return model
 
 
@@ -268,10 +346,10 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": SHAPE["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
     }
-    heads = (config.num_attention_heads, config.num_key_value_heads) if case.is_permuted else (0, 0)
+    heads = (config.num_attention_heads, SHAPE["num_key_value_heads"]) if case.is_permuted else (0, 0)
     file = gguf_files.write_family(
         folder / "model.gguf",
         case.architecture,
@@ -293,7 +371,9 @@ def test_tensors_are_those_of_the_model(written: _Written) -> None:
         assert torch.allclose(found[name], tensor, rtol=0, atol=tolerance), name
     if written.case.is_read_by_transformers:
         read = load_gguf_checkpoint(written.file, return_tensors=True, model_to_load=written.model)["tensors"]
-        assert found.keys() == read.keys()
+        # transformers looks for the factor of a layer under a name without `.weight`, and finds none.
+        assert found.keys() - read.keys() == {name for name in found if name.endswith("layer_scalar")}
+        assert read.keys() <= found.keys()
         assert all(torch.equal(found[name], tensor.float()) for name, tensor in read.items())
 
 
@@ -340,7 +420,7 @@ def _config_of(tmp_path: Path, case: _Case, **changes: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
     }
     merged = metadata | case.metadata | changes.pop("metadata", {})
-    tensors = {"model.embed_tokens.weight": np.zeros((128, 64), np.float32)}
+    tensors = {"model.embed_tokens.weight": np.zeros((128, 64), np.float32), **changes.pop("tensors", {})}
     file = gguf_files.write_family(
         tmp_path / "one.gguf",
         case.architecture,
@@ -372,6 +452,9 @@ def test_the_largest_gemma_scales_queries_by_another_size(
     assert config["layer_types"].count("full_attention") == num_layers // 6
 
 
+_SHARED = "gemma4 with shared layers and inputs of layers"
+
+
 @pytest.mark.parametrize(
     ("case", "metadata", "message"),
     [
@@ -395,3 +478,78 @@ def test_what_is_not_supported_is_refused_by_its_key(
         return
     with pytest.raises(CheckpointError, match=message):
         _config_of(tmp_path, CASES[case], metadata=metadata)
+
+
+def _gemma4_config(tmp_path: Path, without: tuple[int, ...] = (), **changes: Any) -> dict[str, Any]:
+    """Return the config.json of a file of Gemma 4 in which the layers `without` have no values."""
+    values = {
+        f"model.layers.{layer}.self_attn.v_proj.weight": np.zeros((64, 64), np.float32)
+        for layer in range(5)
+        if layer not in without
+    }
+    table = {"model.embed_tokens_per_layer.weight": np.zeros((140, 64), np.float32)}
+    options = {"others": CASES[_SHARED].others, **changes}
+    tmp_path.mkdir(exist_ok=True)
+    return _config_of(tmp_path, CASES[_SHARED], tensors=values | options.pop("tensors", table), **options)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_count": 128}, "gemma4.expert_count is 128, but experts are not supported"),
+        ({"attention.sliding_window_pattern": 6}, "is 6, not a boolean for each of the 8 layers"),
+        ({"attention.sliding_window_pattern": [True] * 8}, "the last of them false"),
+        ({"attention.key_length_swa": None}, "gemma4.attention.key_length_swa is missing"),
+        ({"attention.value_length": 32}, "value_length is 32, not the 64 of a whole head"),
+        ({"rope.dimension_count_swa": 8}, "dimension_count_swa is 8, not the 32 of a whole head"),
+        ({"rope.scaling.type": "yarn"}, "gemma4.rope.scaling.type is yarn, not none"),
+        ({"feed_forward_length": [96] * 7 + [192]}, "not one number, twice that in layers that share"),
+        ({"attention.shared_kv_layers": 8}, "shared_kv_layers is 8, not less than the 8 layers"),
+        ({"rope.freq_base_swa": None}, "gemma4.rope.freq_base_swa is missing"),
+        ({"feed_forward_length": [96] * 7}, "not a positive integer for each of the 8 layers"),
+        ({"attention.head_count_kv": [2, 2, 1] * 2 + [2, 1]}, "where these have no values"),
+        ({"attention.head_count_kv": [1, 2, 2] * 2 + [2, 2]}, "not one number for all layers, or two"),
+    ],
+)
+def test_layers_of_gemma4_that_its_configuration_cannot_describe_are_refused(
+    metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _gemma4_config(tmp_path, metadata={"block_count": 8, **metadata})
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_gemma4_say_what_its_metadata_leaves_out(tmp_path: Path) -> None:
+    config = _gemma4_config(tmp_path, metadata={"block_count": 8})
+    assert config["vocab_size_per_layer_input"] == 140
+    assert not config["attention_k_eq_v"]
+    assert "num_global_key_value_heads" not in config
+    assert config["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
+    assert _gemma4_config(tmp_path / "keys", (2,), metadata={"block_count": 8})["attention_k_eq_v"]
+
+
+def test_as_many_pairs_are_rotated_as_the_file_says(tmp_path: Path) -> None:
+    """In heads of any size: 15 / 22 of 44 dimensions would be 14 pairs."""
+    assert int(15 / 22 * 44 // 2) == 14
+    size = {"attention.key_length": 44, "attention.value_length": 44, "rope.dimension_count": 44}
+    config = _gemma4_config(
+        tmp_path, metadata={"block_count": 8, **size}, others=_factors(rotated=15, still=7)
+    )
+    assert int(config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * 44 // 2) == 15
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"without": (1,)}, "tensor blk.1.attn_v.weight is missing, but not those of all layers without"),
+        ({"tensors": {}}, "tensor per_layer_token_embd.weight is missing; download the file again"),
+        ({"others": {}}, "rope_freqs.weight is not that of Gemma 4"),
+        ({"others": _factors(rotated=16, still=32)}, "rotates the first of the 32 pairs of a head"),
+        ({"others": {"rope_freqs.weight": np.ones(32, np.float32) * 8}}, "is not that of Gemma 4"),
+    ],
+)
+def test_tensors_of_gemma4_that_are_missing_or_others_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        _gemma4_config(tmp_path, metadata={"block_count": 8}, **changes)

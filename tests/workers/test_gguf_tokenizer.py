@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import gguf_files
 import pytest
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -24,6 +25,8 @@ from tokenizers import (
 )
 from transformers.convert_slow_tokenizer import generate_merges
 
+from workers.errors import CheckpointError
+from workers.model.gguf.gguf_config import generation_config_of
 from workers.model.gguf.gguf_file import GgufFile
 from workers.model.gguf.gguf_tokenizer import TokenizerFiles, tokenizer_of
 from workers.model.piece_tokenizer import PieceVocabulary, scored_merges
@@ -191,6 +194,86 @@ def pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @example(text="</s> hello<s>world \U0001f9d1")
 def test_ids_of_scored_pieces_are_the_original_s(pieces: _Pair, text: str) -> None:
     _assert_same(pieces, text)
+
+
+# Special in the tokenizer of Gemma 4. The converter calls some of them the user's own.
+CONTROLS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]
+MARKERS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>']
+
+
+def _gemma4() -> Any:
+    """Return the tokenizer that transformers makes of learned pieces and merges of Gemma 4's kind."""
+    learning = Tokenizer(models.BPE(unk_token="<unk>"))
+    learning.normalizer = normalizers.Replace(" ", "\u2581")
+    learning.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    names = [*CONTROLS, *MARKERS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200, special_tokens=names, show_progress=False, limit_alphabet=150
+    )
+    learning.train_from_iterator([*CORPUS, "a\n\n\n\nb\n\n"] * 2, trainer)
+    learned = json.loads(learning.to_str())["model"]
+    merges = [tuple(pair) for pair in learned["merges"]]
+    assert ("\n", "\n") in merges
+    special = {f"marker{index}_token": marker for index, marker in enumerate([*CONTROLS[5:], *MARKERS])}
+    return transformers.GemmaTokenizer(vocab=learned["vocab"], merges=merges, extra_special_tokens=special)
+
+
+@pytest.fixture(scope="module")
+def gemma4_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    original = _gemma4()
+    tokenizer = original.backend_tokenizer
+    kinds = _piece_kinds(list(tokenizer.get_vocab()))
+    kinds |= dict.fromkeys(CONTROLS, gguf_files.CONTROL) | dict.fromkeys(MARKERS, gguf_files.USER_DEFINED)
+    path = gguf_files.write_tokenizer_gguf(
+        tmp_path_factory.mktemp("gemma4") / "t.gguf",
+        tokenizer,
+        "gemma4",
+        kinds=kinds,
+        flags={"add_space_prefix": False},
+        ids={"bos": 2, "eos": 6, "unknown": 3, "padding": 0},
+        architecture="gemma4",
+    )
+    return original, path
+
+
+@settings(max_examples=300)
+@given(text=st.lists(PIECES | st.sampled_from([*CONTROLS, *MARKERS, "\n\n\n"]), max_size=12).map("".join))
+@example(text="<|turn>user\n\n\n\n Héllo  \U0001f9d1<turn|>\n<|channel>x<channel|>")
+def test_ids_of_gemma4_are_the_original_s_after_its_first_token(
+    gemma4_file: tuple[Any, Path], text: str
+) -> None:
+    original, ours = gemma4_file[0], _read(gemma4_file[1])[0]
+    expected = original.backend_tokenizer.encode(text, add_special_tokens=False)
+    found = ours.encode(text)
+    assert (found.ids, found.tokens) == ([2, *expected.ids], ["<bos>", *expected.tokens])
+    for skips in (True, False):
+        decoded = ours.decode(expected.ids, skip_special_tokens=skips)
+        assert decoded == original.backend_tokenizer.decode(expected.ids, skip_special_tokens=skips)
+
+
+def test_all_ends_of_gemma4_are_found_and_no_normal_token(gemma4_file: tuple[Any, Path]) -> None:
+    file = GgufFile.read(gemma4_file[1])
+    texts = file.metadata["tokenizer.ggml.tokens"]
+    ends = generation_config_of(file)["eos_token_id"]
+    assert {texts[end] for end in ends} == {"<eos>", "<turn|>", "<|tool_response>"}
+    file.metadata["tokenizer.ggml.token_type"][texts.index("<|tool_response>")] = gguf_files.NORMAL
+    assert {texts[end] for end in generation_config_of(file)["eos_token_id"]} == {"<eos>", "<turn|>"}
+
+
+def test_a_tokenizer_of_gemma4_without_merges_is_refused(gemma4_file: tuple[Any, Path]) -> None:
+    file = GgufFile.read(gemma4_file[1])
+    del file.metadata["tokenizer.ggml.merges"]
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges is missing; take another conversion"):
+        tokenizer_of(file)
+
+
+@pytest.mark.parametrize("merge", ["a", "a ", "a \U0001f9d1", "a \n"])
+def test_a_merge_that_is_not_of_tokens_is_refused(gemma4_file: tuple[Any, Path], merge: str) -> None:
+    """Also one whose two tokens together are none."""
+    file = GgufFile.read(gemma4_file[1])
+    file.metadata["tokenizer.ggml.merges"].append(merge)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges is not a pair of tokens"):
+        tokenizer_of(file)
 
 
 def test_pieces_merge_by_the_score_of_what_they_become() -> None:

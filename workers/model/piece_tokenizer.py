@@ -43,10 +43,16 @@ class PieceRules(NamedTuple):
     charsmap: bytes = b""
 
 
-def piece_tokenizer(vocabulary: PieceVocabulary, unknown: int, rules: PieceRules) -> Tokenizer:
-    """Return the tokenizer without its added tokens; `unknown` is the id of what is in no piece. Raises
+def piece_tokenizer(
+    vocabulary: PieceVocabulary,
+    unknown: int,
+    rules: PieceRules,
+    merges: list[tuple[str, str]] | None = None,
+) -> Tokenizer:
+    """Return the tokenizer without its added tokens; `unknown` is the id of what is in no piece, and `merges`
+    are the pairs of pieces that are merged, the first one first (None: those of `scored_merges`). Raises
     `ValueError` or `TypeError` where the library refuses the pieces."""
-    tokenizer = Tokenizer(_model(vocabulary, unknown, rules))
+    tokenizer = Tokenizer(_model(vocabulary, unknown, rules, merges))
     steps = _normalizers(rules)
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps) if len(steps) > 1 else steps[0]
@@ -102,15 +108,17 @@ def surround(tokenizer: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, 
         )
 
 
-def _model(vocabulary: PieceVocabulary, unknown: int, rules: PieceRules) -> models.Model:
-    """Return what cuts a text: the most probable pieces, or pairs merged in the order of the scores of what
-    they become. Characters that are in no piece are spelled in bytes where there are such pieces."""
+def _model(
+    vocabulary: PieceVocabulary, unknown: int, rules: PieceRules, merges: list[tuple[str, str]] | None
+) -> models.Model:
+    """Return what cuts a text: the most probable pieces, or merged pairs. Characters that are in no piece are
+    spelled in bytes where there are such pieces."""
     if rules.is_unigram:
         pieces = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
         return models.Unigram(pieces, unknown, rules.byte_fallback)
     return models.BPE(
         vocabulary.token_to_id,
-        scored_merges(vocabulary),
+        scored_merges(vocabulary) if merges is None else merges,
         unk_token=vocabulary.token(unknown),
         fuse_unk=True,
         byte_fallback=rules.byte_fallback,

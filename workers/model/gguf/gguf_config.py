@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_file import F32_TYPE, GgufFile
+from workers.model.gguf.gguf_gemma4 import END_TEXTS, gemma4_config
+from workers.model.gguf.gguf_keys import GgufKeys
 
 _F16_TYPE = 1
 # Texts of tokens that end an answer, whether the metadata says so or not.
 _END_TEXTS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
 )
-_CONTROL = 3
+_CONTROL, _USER_DEFINED = 3, 4
 # Checkpoints of the Llama 3 family and what they were stretched from.
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -27,6 +29,8 @@ _SMOLLM3_PERIOD = 4
 _COHERE2_PERIOD = 4
 # Heads are rotated in part, or may be.
 _PARTIAL = ("phi3", "glm4", "cohere2", "stablelm")
+# Layers differ in their heads and in the size of their feed-forward.
+_UNLIKE_LAYERS = ("gemma4",)
 
 
 class Architecture(NamedTuple):
@@ -47,6 +51,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norm_shift=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_shift=1.0),
+    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text"),
     "phi3": Architecture("Phi3ForCausalLM", "phi3"),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2"),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
@@ -83,10 +88,12 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
     types = metadata.get("tokenizer.ggml.token_type", [])
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = {token for token in named if isinstance(token, int)}
+    is_gemma4 = metadata.get("general.architecture") == "gemma4"
+    texts, kinds = (END_TEXTS, (_CONTROL, _USER_DEFINED)) if is_gemma4 else (_END_TEXTS, (_CONTROL,))
     ends |= {
         token
         for token, (text, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and text in _END_TEXTS
+        if kind in kinds and text in texts
     }
     found: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
     if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
@@ -96,83 +103,55 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 
 def head_counts(file: GgufFile) -> tuple[int, int]:
     """Return the number of heads of queries, and of keys and values."""
-    maker = _ConfigMaker(file)
-    num_heads = maker.count("attention.head_count")
-    return num_heads, maker.count("attention.head_count_kv", num_heads)
+    keys = GgufKeys(file)
+    num_heads = keys.count("attention.head_count")
+    return num_heads, keys.count("attention.head_count_kv", num_heads)
 
 
-class _ConfigMaker:
+class _ConfigMaker(GgufKeys):
     """Makes one config.json."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._file = file
+        super().__init__(file)
         self._architecture = architecture_of(file)
-        self._name = str(file.metadata["general.architecture"])
 
     def make(self) -> dict[str, Any]:
         num_heads, num_layers = self.count("attention.head_count"), self.count("block_count")
         hidden_size = self.count("embedding_length")
         rotated = self.count("rope.dimension_count", hidden_size // num_heads)
-        whole = hidden_size // num_heads if self._name in _PARTIAL else rotated
+        whole = hidden_size // num_heads if self.name in _PARTIAL else rotated
         head_dim = self.count("attention.key_length", whole)
         config: dict[str, Any] = {
             "architectures": [self._architecture.class_name],
             "model_type": self._architecture.model_type,
             "vocab_size": self._vocab_size(),
             "hidden_size": hidden_size,
-            "intermediate_size": self.count("feed_forward_length"),
+            "intermediate_size": self._count_of_first("feed_forward_length"),
             "num_hidden_layers": num_layers,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.count("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._count_of_first("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
             **self._norm_eps(),
             "max_position_embeddings": self.count("context_length"),
             "rope_theta": self.number("rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in self._file.name_to_tensor,
+            "tie_word_embeddings": "output.weight" not in self.file.name_to_tensor,
             "torch_dtype": self._dtype(),
             # Without these, some families have default ones, of another vocabulary.
             "bos_token_id": None,
-            "pad_token_id": self._file.metadata.get("tokenizer.ggml.padding_token_id"),
+            "pad_token_id": self.file.metadata.get("tokenizer.ggml.padding_token_id"),
         }
         if (scaling := self._rope_scaling(config)) is not None:
             config["rope_scaling"] = scaling
-        family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._name.replace('-', '_')}")
+        family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self.name.replace('-', '_')}")
         config |= family(config)
-        return config | generation_config_of(self._file)
+        return config | generation_config_of(self.file)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer of this architecture, or one that is equal in all layers."""
-        value = self._get(key)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self._refuse(key, value, "a positive integer that is equal in all layers")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number of this architecture, as 32-bit floats are written."""
-        value = self._get(key)
-        if value is None:
-            value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            self._refuse(key, value, "a positive number")
-        return float(f"{value:.7g}")  # 9.999999747378752e-06 was 1e-05 before it became a 32-bit float
-
-    def _get(self, key: str) -> Any:
-        return self._file.metadata.get(f"{self._name}.{key}")
-
-    def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
-        found = "is missing" if value is None else f"is {str(value)[:100]}"
-        raise CheckpointError(
-            f"{self._file.path}: {self._name}.{key} {found}, not {wanted}; take another "
-            "conversion of the model"
-        )
-
-    def _has(self, name: str) -> bool:
-        return f"blk.0.{name}" in self._file.name_to_tensor
+    def _count_of_first(self, key: str, default: int | None = None) -> int:
+        """Return the count of the first layer where that of others may differ, or else that of all."""
+        if self.name in _UNLIKE_LAYERS:
+            return self.counts(key, default)[0]
+        return self.count(key, default)
 
     def _norm_eps(self) -> dict[str, float]:
         if self._architecture.is_layer_norm:
@@ -180,16 +159,16 @@ class _ConfigMaker:
         return {"rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
 
     def _vocab_size(self) -> int:
-        embedding = self._file.name_to_tensor.get("token_embd.weight")
+        embedding = self.file.name_to_tensor.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(
-                f"{self._file.path}: tensor token_embd.weight is missing; download the file again"
+                f"{self.file.path}: tensor token_embd.weight is missing; download the file again"
             )
         return embedding.shape[0]
 
     def _dtype(self) -> str:
         """Return what dequantized weights are worth: 16 bits, but for a file of 32-bit floats alone."""
-        found = {tensor.type_number for tensor in self._file.name_to_tensor.values() if len(tensor.shape) > 1}
+        found = {tensor.type_number for tensor in self.file.name_to_tensor.values() if len(tensor.shape) > 1}
         if found <= {F32_TYPE}:
             return "float32"
         return "float16" if found <= {F32_TYPE, _F16_TYPE} else "bfloat16"
@@ -197,8 +176,10 @@ class _ConfigMaker:
     # ------------------------------------------------------------------------------------------ rope
 
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
-        kind = self._get("rope.scaling.type")
-        if "rope_freqs.weight" in self._file.name_to_tensor:
+        kind = self.get("rope.scaling.type")
+        if self.name in _UNLIKE_LAYERS:  # those with a window have another rotary embedding
+            return None
+        if "rope_freqs.weight" in self.file.name_to_tensor:
             return self._llama3_scaling(config)
         if kind in (None, "none", "longrope"):
             return None
@@ -208,16 +189,16 @@ class _ConfigMaker:
             positions = self.count("rope.scaling.original_context_length")
             factor = self.number("rope.scaling.factor")
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": positions}
-        self._refuse("rope.scaling.type", kind, "none, linear, yarn or longrope")
+        self.refuse("rope.scaling.type", kind, "none, linear, yarn or longrope")
 
     def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
         """Find the scaling of which the file has the factor of each frequency alone."""
-        factors = self._file.floats("rope_freqs.weight")
+        factors = self.file.floats("rope_freqs.weight")
         factor = round(max(factors), 4)
         expected = llama3_factors(config["rope_theta"], 2 * len(factors), factor)
         if any(abs(found - wanted) > 1e-3 * wanted for found, wanted in zip(factors, expected, strict=True)):
             raise CheckpointError(
-                f"{self._file.path}: rope_freqs.weight is not the scaling of Llama 3; take the model in "
+                f"{self.file.path}: rope_freqs.weight is not the scaling of Llama 3; take the model in "
                 "Hugging Face layout"
             )
         return {
@@ -229,9 +210,9 @@ class _ConfigMaker:
         }
 
     def _longrope(self) -> dict[str, Any]:
-        if "rope_factors_long.weight" not in self._file.name_to_tensor:
+        if "rope_factors_long.weight" not in self.file.name_to_tensor:
             return {}
-        longs, shorts = (self._file.floats(f"rope_factors_{which}.weight") for which in ("long", "short"))
+        longs, shorts = (self.file.floats(f"rope_factors_{which}.weight") for which in ("long", "short"))
         return {
             "rope_scaling": {"type": "longrope", "long_factor": longs, "short_factor": shorts},
             "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
@@ -240,22 +221,22 @@ class _ConfigMaker:
     # -------------------------------------------------------------------------------------- families
 
     def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
-        if (window := self._get("attention.sliding_window")) is not None:
+        if (window := self.get("attention.sliding_window")) is not None:
             names = {"architectures": [_MISTRAL.class_name], "model_type": _MISTRAL.model_type}
             return names | {"sliding_window": window}
         return self._biases()
 
     def _biases(self) -> dict[str, Any]:
-        return {"attention_bias": self._has("attn_q.bias"), "mlp_bias": self._has("ffn_down.bias")}
+        return {"attention_bias": self.has("attn_q.bias"), "mlp_bias": self.has("ffn_down.bias")}
 
     def _qwen2(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"use_sliding_window": False}
 
     def _qwen3(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"use_sliding_window": False, "attention_bias": self._has("attn_q.bias")}
+        return {"use_sliding_window": False, "attention_bias": self.has("attn_q.bias")}
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
-        is_27b = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[self._name]
+        is_27b = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[self.name]
         per_head = config["hidden_size"] // config["num_attention_heads"]
         del config["hidden_act"]
         return {
@@ -267,7 +248,7 @@ class _ConfigMaker:
     def _layer_kinds(self, config: dict[str, Any], period: int) -> list[str]:
         """Return which layers have a window: all but each last one of a period, if the file has no list."""
         num_layers, key = config["num_hidden_layers"], "attention.sliding_window_pattern"
-        found = self._get(key)
+        found = self.get(key)
         if isinstance(found, list) and len(found) == num_layers and all(isinstance(it, bool) for it in found):
             return ["sliding_attention" if it else "full_attention" for it in found]
         period = self.count(key, period)
@@ -293,16 +274,21 @@ class _ConfigMaker:
             "final_logit_softcapping": self._softcap(),
         }
 
+    def _gemma4(self, config: dict[str, Any]) -> dict[str, Any]:
+        del config["hidden_act"], config["rope_theta"]
+        return gemma4_config(self) | {
+            "attention_bias": self.has("attn_q.bias"),
+            "final_logit_softcapping": self._softcap(),
+        }
+
     def _softcap(self) -> float | None:
-        return (
-            None if self._get("final_logit_softcapping") is None else self.number("final_logit_softcapping")
-        )
+        return None if self.get("final_logit_softcapping") is None else self.number("final_logit_softcapping")
 
     def _phi3(self, config: dict[str, Any]) -> dict[str, Any]:
         return (
             self._partial_rope(config)
             | self._longrope()
-            | {"sliding_window": self._get("attention.sliding_window") or None}
+            | {"sliding_window": self.get("attention.sliding_window") or None}
         )
 
     def _partial_rope(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -312,11 +298,11 @@ class _ConfigMaker:
         )
 
     def _olmo2(self, config: dict[str, Any]) -> dict[str, Any]:
-        if self._get("attention.sliding_window") is not None:
-            self._refuse(
-                "attention.sliding_window", self._get("attention.sliding_window"), "absent, as in OLMo 2"
+        if self.get("attention.sliding_window") is not None:
+            self.refuse(
+                "attention.sliding_window", self.get("attention.sliding_window"), "absent, as in OLMo 2"
             )
-        return {"attention_bias": self._has("attn_q.bias")}
+        return {"attention_bias": self.has("attn_q.bias")}
 
     def _smollm3(self, config: dict[str, Any]) -> dict[str, Any]:
         layers = range(1, config["num_hidden_layers"] + 1)
@@ -335,25 +321,25 @@ class _ConfigMaker:
         }
 
     def _glm4(self, config: dict[str, Any]) -> dict[str, Any]:
-        if self._get("rope.dimension_sections") is not None:
-            sections = self._get("rope.dimension_sections")
-            self._refuse("rope.dimension_sections", sections, "absent, as in GLM-4 without images")
+        if self.get("rope.dimension_sections") is not None:
+            sections = self.get("rope.dimension_sections")
+            self.refuse("rope.dimension_sections", sections, "absent, as in GLM-4 without images")
         rotated = self.count("rope.dimension_count", config["head_dim"])
         return {
             "partial_rotary_factor": rotated / config["head_dim"],  # without it, that of the family is half
-            "attention_bias": self._has("attn_q.bias"),
+            "attention_bias": self.has("attn_q.bias"),
         }
 
     def _command_r(self, config: dict[str, Any]) -> dict[str, Any]:
-        return self._cohere() | {"use_qk_norm": self._has("attn_q_norm.weight")}
+        return self._cohere() | {"use_qk_norm": self.has("attn_q_norm.weight")}
 
     def _cohere(self) -> dict[str, Any]:
-        return {"logit_scale": self.number("logit_scale"), "attention_bias": self._has("attn_q.bias")}
+        return {"logit_scale": self.number("logit_scale"), "attention_bias": self.has("attn_q.bias")}
 
     def _cohere2(self, config: dict[str, Any]) -> dict[str, Any]:
         rotated = self.count("rope.dimension_count", config["head_dim"])
         if rotated != config["head_dim"]:
-            self._refuse("rope.dimension_count", rotated, f"the {config['head_dim']} of a whole head")
+            self.refuse("rope.dimension_count", rotated, f"the {config['head_dim']} of a whole head")
         return self._cohere() | {
             "sliding_window": self.count("attention.sliding_window"),
             "layer_types": self._layer_kinds(config, _COHERE2_PERIOD),
@@ -363,10 +349,10 @@ class _ConfigMaker:
         rotated = self.count("rope.dimension_count")
         return {
             "partial_rotary_factor": rotated / config["head_dim"],
-            "use_qkv_bias": self._has("attn_q.bias"),
-            "qk_layernorm": self._has("attn_q_norm.weight"),
+            "use_qkv_bias": self.has("attn_q.bias"),
+            "qk_layernorm": self.has("attn_q_norm.weight"),
             # As llama.cpp does, whatever `use_parallel_residual` of the metadata says.
-            "use_parallel_residual": not self._has("ffn_norm.weight"),
+            "use_parallel_residual": not self.has("ffn_norm.weight"),
         }
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_config import architecture_of, head_counts
 from workers.model.gguf.gguf_file import GgufFile, GgufTensor
+from workers.model.gguf.gguf_gemma4 import shared_layers
+from workers.model.gguf.gguf_keys import GgufKeys
 
 Rows = npt.NDArray[np.intp]
 
@@ -21,6 +23,9 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 # What config.json says already.
 _NOT_NEEDED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -38,6 +43,10 @@ _OF_A_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# A number, not the weight of a module.
+_SCALAR = "layer_scalar"
+# What layers that share the keys and values of an earlier one have, and do not use, in some files.
+_OWN_KV = frozenset({"attn_k", "attn_v", "attn_k_norm"})
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -47,6 +56,13 @@ _GEMMA_NORMS = {
 _OF_ARCHITECTURE = {
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
+    "gemma4": {
+        **_GEMMA_NORMS,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": _SCALAR,
+    },
     "olmo2": {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -95,19 +111,21 @@ def written_tensors(file: GgufFile) -> list[WrittenTensor]:
     architecture_name = str(file.metadata["general.architecture"])
     names = _OF_A_LAYER | _OF_ARCHITECTURE.get(architecture_name, {})
     of_heads = _OF_HEADS.get(architecture_name, {})
-    num_heads, num_kv_heads = head_counts(file)
-    part_to_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture.is_permuted else {}
+    part_to_heads = _permuted_parts(file) if architecture.is_permuted else {}
+    shared = shared_layers(GgufKeys(file))
     found = []
     for tensor in file.name_to_tensor.values():
-        if tensor.name in _NOT_NEEDED:
-            continue
         name, layer = _TOP.get(tensor.name), _LAYER.fullmatch(tensor.name)
+        is_unused = layer and layer[2] in _OWN_KV and int(layer[1]) in shared
+        if tensor.name in _NOT_NEEDED or is_unused:
+            continue
         if layer and layer[2] in of_heads and len(tensor.shape) == 2:
             stem = f"model.layers.{layer[1]}.{of_heads[layer[2]]}.{layer[3]}"
             found += [WrittenTensor(stem.format(head=row), tensor, row=row) for row in range(tensor.shape[0])]
             continue
         if layer and layer[2] in names:
-            name = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
+            part = names[layer[2]]
+            name = f"model.layers.{layer[1]}.{part}" + (f".{layer[3]}" if part != _SCALAR else "")
         if name is None:
             raise CheckpointError(
                 f"{file.path}: tensor {tensor.name[:100]} is not known in this architecture; take the model "
@@ -118,6 +136,12 @@ def written_tensors(file: GgufFile) -> list[WrittenTensor]:
         shift = architecture.norm_shift if tensor.name.endswith("norm.weight") else 0.0
         found.append(WrittenTensor(name, tensor, rows, shift))
     return found
+
+
+def _permuted_parts(file: GgufFile) -> dict[str, int]:
+    """Return the tensors of a layer whose rows are in another order, and their numbers of heads."""
+    num_heads, num_kv_heads = head_counts(file)
+    return {"attn_q": num_heads, "attn_k": num_kv_heads}
 
 
 def _rotary_rows(tensor: GgufTensor, num_heads: int) -> Rows:

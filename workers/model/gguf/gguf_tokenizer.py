@@ -6,14 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_file import GgufFile
+from workers.model.gguf.gguf_gemma4 import MARKERS
 from workers.model.piece_tokenizer import (
     MAX_TOKENS,
     NORMAL,
+    USER_DEFINED,
     PieceRules,
     PieceVocabulary,
     add_tokens,
@@ -100,7 +102,7 @@ def tokenizer_of(file: GgufFile) -> TokenizerFiles:
     try:
         with panics_as_errors:
             tokenizer, adds_bos = _MODELS[model](file, vocabulary)
-            add_tokens(tokenizer, vocabulary)
+            add_tokens(tokenizer, vocabulary, _markers(vocabulary) if model == "gemma4" else {})
             added = _surround(tokenizer, file, vocabulary, adds_bos)
             text = tokenizer.to_str()
     except (PanicError, ValueError, TypeError) as error:
@@ -169,7 +171,7 @@ def _byte_pairs(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer,
             "take the model in Hugging Face layout"
         )
     split = _SPLITS[kind]
-    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get(f"{_PREFIX}merges", [])]
+    merges = _merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary.token_to_id, merges, ignore_merges=split.keeps_whole))
     if split.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -186,10 +188,48 @@ def _scored_pieces(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokeniz
     """Build a tokenizer of SentencePiece of the kind BPE."""
     has_prefix = bool(file.metadata.get(f"{_PREFIX}add_space_prefix", True))
     rules = PieceRules(space_prefix="every" if has_prefix else "none")
-    return piece_tokenizer(vocabulary, file.metadata.get(f"{_PREFIX}unknown_token_id", 0), rules), True
+    return piece_tokenizer(vocabulary, _unknown(file), rules), True
 
 
-_MODELS = {"gpt2": _byte_pairs, "llama": _scored_pieces}
+def _merged_pieces(file: GgufFile, vocabulary: PieceVocabulary) -> tuple[Tokenizer, bool]:
+    """Build a tokenizer of pieces whose merges the metadata lists, as Gemma 4 has: of whole texts, with marks
+    for spaces, and characters that are in no piece spelled in bytes."""
+    rules = PieceRules(space_prefix="none")
+    merges = _merges(file, vocabulary)
+    if not merges:
+        raise CheckpointError(
+            f"{file.path}: {_PREFIX}merges is missing; take another conversion of the model"
+        )
+    return piece_tokenizer(vocabulary, _unknown(file), rules, merges), True
+
+
+def _unknown(file: GgufFile) -> int:
+    """Return the id of what is in no piece."""
+    return int(file.metadata.get(f"{_PREFIX}unknown_token_id", 0))
+
+
+def _markers(vocabulary: PieceVocabulary) -> dict[int, AddedToken]:
+    """Return by id the tokens of Gemma 4 that are special there, but a user's own in its GGUF files."""
+    return {
+        index: AddedToken(token, normalized=False, special=True)
+        for index, token in enumerate(vocabulary.tokens)
+        if token in MARKERS and vocabulary.kinds[index] == USER_DEFINED
+    }
+
+
+def _merges(file: GgufFile, vocabulary: PieceVocabulary) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged, the first one first; `ValueError` where one of them, or
+    both together, are no token."""
+    known, found = set(vocabulary.tokens), []
+    for merge in file.metadata.get(f"{_PREFIX}merges", []):
+        left, _, right = str(merge).partition(" ")
+        if not {left, right, left + right} <= known:
+            raise ValueError(f"{merge!r} of {_PREFIX}merges is not a pair of tokens that are one together")
+        found.append((left, right))
+    return found
+
+
+_MODELS = {"gpt2": _byte_pairs, "llama": _scored_pieces, "gemma4": _merged_pieces}
 
 
 def _surround(
