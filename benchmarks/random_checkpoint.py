@@ -168,7 +168,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
-        has_own_kv = config.kv_sources[layer] == layer
+        has_own_kv = config.has_own_kv(layer)
         if not has_own_kv:
             del matrices["self_attn.k_proj"]
         if not has_own_kv or config.has_key_values(layer):

@@ -46,7 +46,7 @@ from router.config import RouterConfig
 from workers.config import EngineSettings, PaceConfig
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
-from workers.model.sizes import refuse_stages
+from workers.model.sizes import refuse_split, refuse_stages
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -197,6 +197,7 @@ class PoolConfig(_Settings):
                 f"pool {self.name}: layers add up to {sum(self.layers)}, the model has {model.num_layers}"
             )
         try:
+            refuse_split(model, self.tp)
             refuse_stages(model, self.pp, self.layers)
         except CheckpointError as error:
             raise ConfigError(f"pool {self.name}: {error}") from error

@@ -27,7 +27,6 @@ from workers.model.model_config import (
     weight_files,
 )
 from workers.model.model_folder import default_cache
-from workers.model.sizes import refuse_split
 
 GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
@@ -126,8 +125,7 @@ def split(context: CheckContext) -> Iterator[CheckResult]:
 def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]:
     try:
         pool.check_model(model)
-        refuse_split(model, pool.tp)
-    except (ConfigError, CheckpointError) as problem:
+    except ConfigError as problem:
         yield error(
             str(problem), "`tandem serve` refuses it", f"correct tp, pp or layers of pool {pool.name}"
         )

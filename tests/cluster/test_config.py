@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.random_checkpoint import write_config
 from cluster.config import (
     ClusterConfig,
     PoolConfig,
@@ -270,6 +271,17 @@ def test_a_split_that_the_model_does_not_allow_is_named(change: dict[str, Any], 
     pool = PoolConfig.model_validate({**POOLS[0], **change})
     with pytest.raises(ConfigError, match=re.escape(message)):
         pool.check_model(read_model_config(TINY))
+
+
+def test_a_tp_above_the_cells_of_kv_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """Layers with four heads and with two are split over two ranks at most, whatever their query heads."""
+    heads = {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    write_config(tmp_path, "gemma4_text", "float32", num_attention_heads=8, sliding_window=9, **heads)
+    model = read_model_config(tmp_path)
+    PoolConfig.model_validate({**POOLS[0], "tp": 2}).check_model(model)
+    pool = PoolConfig.model_validate({**POOLS[0], "tp": 4})
+    with pytest.raises(ConfigError, match=r"pool p: tp 4 is more than 2: .*; take tp 2 and a pp above 1"):
+        pool.check_model(model)
 
 
 def test_files_of_certificates_and_of_the_index_are_relative_to_the_file(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_old_and_new_names_of_rope_are_the_same(tmp_path: Path) -> None:
     assert first.rope.original_max_positions == 2048
 
 
+def test_the_old_name_of_a_rope_type_is_read_for_every_type(tmp_path: Path) -> None:
+    """The proportional type has keys of its own, and is not taken for llama3 with keys of that."""
+    proportional = {**LLAMA3, "rope_type": "proportional", "partial_rotary_factor": 0.25}
+    _write(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=proportional, **SPARSE)
+    new = read_model_config(tmp_path)
+    proportional["type"] = proportional.pop("rope_type")
+    _write(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=proportional, **SPARSE)
+    assert read_model_config(tmp_path) == new
+    assert (new.rope.rope_type, new.rope.theta, new.rope.num_rotated) == ("proportional", 5e5, 32)
+
+
 @pytest.mark.parametrize(
     ("rope", "num_tokens"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -11,17 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.errors import CheckpointError
+from workers.messages.rank_channel import StageCost
 from workers.model.layer_shapes import HeadShape, LayerShapes
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import (
     equal_stages,
     kv_heads,
+    last_stage_limit,
     layer_heads,
     part,
     query_heads,
     refuse_split,
     refuse_stages,
 )
+from workers.replica.layer_split import Stages, given_layers, split_layers
 
 TINY = read_model_config(Path(__file__).resolve().parent.parent.parent / "models" / "tiny")
 
@@ -130,3 +134,49 @@ def test_layers_that_share_keys_and_values_are_on_one_stage() -> None:
         refuse_stages(config, 6)
     with pytest.raises(CheckpointError, match=r"layers \[5, 7\]: the layers from 4 on share"):
         refuse_stages(config, 2, (5, 7))
+
+
+@st.composite
+def _with_shared_kv(draw: st.DrawFn) -> ModelConfig:
+    """Draw a model of up to six layers, the last of which may attend to the KV of earlier ones."""
+    num_own = draw(st.integers(1, 6))
+    own = draw(st.lists(st.sampled_from((0, 20)), min_size=num_own, max_size=num_own))
+    shared = draw(st.lists(st.sampled_from(own), max_size=6 - num_own))
+    return dataclasses.replace(
+        TINY,
+        num_layers=num_own + len(shared),
+        sliding_windows=(*own, *shared),
+        layer_shapes=LayerShapes(num_shared=len(shared)),
+    )
+
+
+def _has_all_sources(config: ModelConfig, stages: Stages) -> bool:
+    """Whether each layer is on the stage of the layer whose keys and values it attends to."""
+    return all(start <= config.kv_sources[layer] for start, end in stages for layer in range(start, end))
+
+
+def _is_refused(config: ModelConfig, pp: int, layers: tuple[int, ...] = ()) -> bool:
+    try:
+        refuse_stages(config, pp, layers)
+    except CheckpointError:
+        return True
+    return False
+
+
+@given(_with_shared_kv(), st.integers(1, 7), st.data())
+def test_stages_are_refused_where_layers_would_be_apart_from_their_kv(
+    config: ModelConfig, pp: int, data: st.DataObject
+) -> None:
+    """Every other split is accepted, and those that are chosen, by measured costs or none, are such."""
+    num_layers = config.num_layers
+    cuts = itertools.combinations(range(1, num_layers), pp - 1)
+    splits = [tuple(b - a for a, b in itertools.pairwise((0, *cut, num_layers))) for cut in cuts]
+    possible = [split for split in splits if _has_all_sources(config, given_layers(num_layers, split))]
+    assert [split for split in splits if not _is_refused(config, pp, split)] == possible
+    assert _is_refused(config, pp) == (not possible)
+    if possible:
+        assert tuple(equal_stages(config, pp)) in possible
+        seconds = st.sampled_from((0.0, 0.1, 1.0, 7.0))
+        costs = [data.draw(st.builds(StageCost, seconds, seconds, seconds)) for _ in range(pp)]
+        stages = split_layers(num_layers, costs, last_stage_limit(config))
+        assert tuple(end - start for start, end in stages) in possible

@@ -11,7 +11,7 @@ from family_checkpoints import CASES, write_family_checkpoint
 from safetensors.torch import load_file, save_file
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import write_config, write_random_checkpoint
 from workers.model.decoder import load_decoder
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
@@ -23,6 +23,7 @@ from workers.model.rank_memory import (
     most_useful_kv_tokens,
     whole_blocks,
 )
+from workers.model.sizes import ModelWork
 from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -126,6 +127,31 @@ def test_layers_that_share_keys_and_values_are_counted_without_them(tmp_path: Pa
     assert model.attention_shape.reads == (0, 1, 2, 3, 3, 2, 2)
     shape = RankShape(model.config, 1, 7)
     assert shape.kv_token_bytes(2) == 2 * 3 * 1 * 64 * 2
+
+
+def test_layers_that_config_json_does_not_have_are_not_counted(tmp_path: Path) -> None:
+    """Loading refuses them, by name; memory is counted before."""
+    write_random_checkpoint(tmp_path, "llama", seed=3)
+    shape = RankShape(read_model_config(tmp_path), 0, 2)
+    counted = Checkpoint.read(tmp_path)
+    more = {f"model.layers.{layer}.self_attn.k_proj.weight": 12 for layer in (2, 999_999_999)}
+    assert Checkpoint(counted.name_to_size | more).weight_bytes(shape, 2) == counted.weight_bytes(shape, 2)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+def test_many_layers_are_counted_in_linear_time(family: str, tmp_path: Path) -> None:
+    """It happens at the start of a cluster, for whatever config.json says."""
+    needs = []
+    for num_layers in (2, 1 << 16):
+        kinds = {"sliding_window": 9, "sliding_window_pattern": 2, "hidden_size_per_layer_input": 0}
+        keys = kinds if family == "gemma4_text" else {}
+        write_config(tmp_path, family, "float32", num_hidden_layers=num_layers, **keys)
+        model = read_model_config(tmp_path)
+        whole = RankShape(model, 0, num_layers)
+        ModelWork(model, 2)
+        needs.append((activation_bytes(whole, 2, 64, 4), whole.kv_token_bytes(2) // num_layers))
+    assert needs[0] == needs[1]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -39,6 +39,18 @@ def _gemma4(**keys: Any) -> Callable[[Path], Path]:
     )
 
 
+_FULL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+_SLIDING = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def _rope_sets(full: dict[str, Any] | None = None, sliding: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return Gemma 4's sets of rotary parameters with these keys added. An added `type` is the only one."""
+    sliding = _SLIDING | (sliding or {})
+    if "type" in sliding:
+        del sliding["rope_type"]
+    return {"full_attention": _FULL | (full or {}), "sliding_attention": sliding}
+
+
 def _pickled(*names: str) -> Callable[[Path], Path]:
     def change(folder: Path) -> Path:
         (folder / "model.safetensors").unlink()
@@ -140,6 +152,58 @@ REFUSALS = {
         _gemma4(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6}),
         ("config.json: rope_parameters", "has no set for sliding_attention"),
     ),
+    "rotary parameters of one kind": _Refusal(
+        _gemma4(rope_parameters={"sliding_attention": _SLIDING}),
+        ("config.json: rope_parameters", "has no set for full_attention"),
+    ),
+    "a set that is null": _Refusal(
+        _gemma4(rope_parameters={"sliding_attention": None, "full_attention": _FULL}),
+        ("config.json: rope_parameters", "has no set for sliding_attention"),
+    ),
+    "scaled windows": _Refusal(
+        _gemma4(rope_parameters=_rope_sets(sliding={"type": "linear", "factor": 8.0})),
+        ("config.json: rope_parameters", "changes the rotary embedding of layers with a window"),
+    ),
+    "half-rotated windows": _Refusal(
+        _gemma4(rope_parameters=_rope_sets(sliding={"partial_rotary_factor": 0.5})),
+        ("config.json: rope_parameters", "changes the rotary embedding of layers with a window"),
+    ),
+    "an unknown rope type": _Refusal(
+        _gemma4(rope_parameters=_rope_sets(full={"rope_type": "folded"})),
+        ("config.json: rope_parameters", "has an unsupported rope type 'folded' (supported: "),
+    ),
+    "a part of default rope": _Refusal(
+        _gemma4(rope_parameters=_rope_sets(full={"rope_type": "default"})),
+        ("config.json: partial_rotary_factor 0.25, but heads of this family are rotated whole",),
+    ),
+    "huge heads": _Refusal(_configured(head_dim=1 << 39), ("config.json: head_dim 549755813888 is more",)),
+    "huge heads without a key": _Refusal(
+        _configured(head_dim=None, hidden_size=1 << 39),
+        ("config.json: head_dim 137438953472 (hidden_size 549755813888 // 4 heads) is more than 65536",),
+    ),
+    "huge heads of some layers": _Refusal(
+        _gemma4(global_head_dim=1 << 39), ("config.json: global_head_dim 549755813888 is more than 65536",)
+    ),
+    "odd heads of a layer": _Refusal(
+        _gemma4(per_layer_config={"1": {"head_dim": 7}}),
+        ("config.json: per_layer_config", "has head_dim 7, which is odd"),
+    ),
+    "uneven heads of a layer": _Refusal(
+        _gemma4(per_layer_config={"1": {"num_key_value_heads": 3}}),
+        ("config.json: per_layer_config", "has num_key_value_heads 3, which does not divide the 4"),
+    ),
+    "no heads in a layer": _Refusal(
+        _gemma4(per_layer_config={"1": {"num_key_value_heads": 0}}),
+        ("config.json: per_layer_config.1.num_key_value_heads 0 is not a positive integer",),
+    ),
+    "a layer that is not there": _Refusal(
+        _gemma4(per_layer_config={"01": {"head_dim": 32}}),
+        ("config.json: per_layer_config", "names '01', which is none of 2 layers"),
+    ),
+    "a list of layers": _Refusal(
+        _gemma4(per_layer_config=[{}, {"head_dim": 32}]),
+        ("config.json: per_layer_config", "is not an object with an entry for each layer"),
+    ),
     "no pairs": _Refusal(
         _gemma4(rope_parameters={"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 2}),
         ("config.json: rope_parameters", "rotates 512 of 256 pairs"),
@@ -183,3 +247,15 @@ def test_weights_are_whole_before_one_is_refused(make_checkpoint: Callable[..., 
     folder = make_checkpoint("llama")
     assert len(weight_files(folder)) == 1
     load_decoder(folder, torch.float32, torch.device("cpu"))
+
+
+def test_a_refusal_is_short_where_the_value_is_long(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("llama"), tmp_path / "model"))
+    layers = {str(layer): {"experts": "many"} for layer in range(10_000)}
+    _gemma4(per_layer_config=layers)(folder)
+    expected = r"config\.json: per_layer_config \{'0': .*\.\.\. names '2'"
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        load_decoder(folder, torch.float32, torch.device("cpu"))
+    assert len(str(caught.value)) < len(str(folder)) + 400

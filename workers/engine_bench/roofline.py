@@ -95,7 +95,7 @@ class LayerProducts:
 def _layer_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
     """Return the outputs and inputs of the four products of a layer."""
     num_kv_heads, head_dim = config.heads_of(layer)
-    has_own_kv = config.kv_sources[layer] == layer
+    has_own_kv = config.has_own_kv(layer)
     num_kv_parts = has_own_kv * (2 - config.has_key_values(layer))
     query, kv = config.num_heads * head_dim, num_kv_parts * num_kv_heads * head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size_of(layer)

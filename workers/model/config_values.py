@@ -9,6 +9,14 @@ from workers.errors import CheckpointError
 
 _MAX_COUNT = 1 << 40
 _MAX_NUMBER = 1e30
+# What an error shows of a value.
+MAX_SHOWN_CHARS = 200
+
+
+def shown(value: object) -> str:
+    """Return the value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def is_positive(value: Any) -> bool:
@@ -24,7 +32,7 @@ class ConfigValues:
 
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise `CheckpointError` for the value of the key."""
-        raise CheckpointError(f"{self.file}: {key} {self.raw.get(key)!r} {why}")
+        raise CheckpointError(f"{self.file}: {key} {shown(self.raw.get(key))} {why}")
 
     def count(self, key: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
         """Return the whole number of the key, from 1 to `most`; the default where it is missing or null."""
@@ -41,5 +49,5 @@ class ConfigValues:
         if value is None:
             value = default
         if value is None or not is_positive(value):
-            raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
+            raise CheckpointError(f"{self.file}: {key} {shown(value)} is not a positive number")
         return float(value)

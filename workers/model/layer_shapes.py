@@ -11,9 +11,18 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from workers.model.config_values import ConfigValues
+from workers.model.config_values import ConfigValues, shown
 
 _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
+# Beyond what any model has; lists of as many frequencies are made.
+_MAX_HEAD_DIM = 1 << 16
+
+
+def head_dim_problem(head_dim: int) -> str:
+    """Say why heads of this size are not supported; "" if they are."""
+    if head_dim % 2:
+        return "is odd: rotary embedding needs pairs"
+    return f"is more than {_MAX_HEAD_DIM}" if head_dim > _MAX_HEAD_DIM else ""
 
 
 class HeadShape(NamedTuple):
@@ -78,10 +87,7 @@ class LayerShapeReader(ConfigValues):
             self.refuse("enable_moe_block", "is not supported: experts do not load yet; take a dense model")
         are_keys_values = bool(self.raw.get("attention_k_eq_v"))
         full_heads = self._full_heads(heads, windows, are_keys_values)
-        if num_heads % full_heads.num_kv_heads:
-            self.refuse("num_global_key_value_heads", f"does not divide the {num_heads} attention heads")
-        if full_heads.head_dim % 2:
-            self.refuse("global_head_dim", "is odd: rotary embedding needs pairs")
+        self._refuse_heads(full_heads, num_heads)
         num_shared = self._num_shared(windows)
         input_size = self._none_or("hidden_size_per_layer_input")
         input_vocab_size = self.count("vocab_size_per_layer_input") if input_size else 0
@@ -96,13 +102,41 @@ class LayerShapeReader(ConfigValues):
             input_vocab_size,
         )
 
+    @property
+    def _is_by_layer(self) -> bool:
+        """Whether `per_layer_config` says which heads layers have, and no other key."""
+        return self.raw.get("per_layer_config") is not None
+
+    def _refuse_heads(self, full_heads: HeadShape, num_heads: int) -> None:
+        """Refuse heads of layers without a window that cannot be, by the key that gives them."""
+        num_kv_heads, head_dim = full_heads
+        if num_heads % num_kv_heads:
+            problem = f"does not divide the {num_heads} attention heads"
+            if self._is_by_layer:
+                self.refuse("per_layer_config", f"has num_key_value_heads {num_kv_heads}, which {problem}")
+            self.refuse("num_global_key_value_heads", problem)
+        if problem := head_dim_problem(head_dim):
+            if self._is_by_layer:
+                self.refuse("per_layer_config", f"has head_dim {head_dim}, which {problem}")
+            self.refuse("global_head_dim", problem)
+
+    def _refuse_other_layers(self, by_layer: dict[str, object], num_layers: int) -> None:
+        """Refuse entries of `per_layer_config` that would be passed over, as they are of no layer."""
+        known = set(map(str, range(num_layers)))
+        other = next((layer for layer in by_layer if layer not in known), None)
+        if other is not None:
+            self.refuse("per_layer_config", f"names {shown(other)}, which is none of {num_layers} layers")
+
     def _full_heads(self, heads: HeadShape, windows: Sequence[int], are_keys_values: bool) -> HeadShape:
         """Return the heads of layers without a window."""
         by_layer = self.raw.get("per_layer_config")
-        if by_layer is None:
+        if not self._is_by_layer:
             of_keys = "num_global_key_value_heads" if are_keys_values else ""
             num_kv_heads = self.count(of_keys, heads.num_kv_heads) if of_keys else heads.num_kv_heads
             return HeadShape(num_kv_heads, self.count("global_head_dim"))
+        if not isinstance(by_layer, dict):
+            self.refuse("per_layer_config", "is not an object with an entry for each layer that differs")
+        self._refuse_other_layers(by_layer, len(windows))
         kinds: tuple[set[HeadShape], set[HeadShape]] = (set(), set())
         for layer, window in enumerate(windows):
             kinds[window > 0].add(self._heads_of(by_layer, layer, heads))
@@ -111,17 +145,19 @@ class LayerShapeReader(ConfigValues):
             self.refuse("per_layer_config", "gives layers of one kind different heads")
         return full.pop() if full else heads
 
-    def _heads_of(self, by_layer: object, layer: int, heads: HeadShape) -> HeadShape:
+    def _heads_of(self, by_layer: dict[str, object], layer: int, heads: HeadShape) -> HeadShape:
         """Return the heads of a layer by `per_layer_config`, as transformers 5 writes it."""
-        own = by_layer.get(str(layer), {}) if isinstance(by_layer, dict) else None
+        own = by_layer.get(str(layer), {})
         if not isinstance(own, dict) or own.keys() - _HEAD_KEYS:
             self.refuse(
                 "per_layer_config",
                 f"is not supported (supported for layers: {', '.join(sorted(_HEAD_KEYS))})",
             )
-        values = ConfigValues(self.file, own)
+        key = f"per_layer_config.{layer}"
+        values = ConfigValues(self.file, {f"{key}.{name}": value for name, value in own.items()})
         return HeadShape(
-            values.count("num_key_value_heads", heads.num_kv_heads), values.count("head_dim", heads.head_dim)
+            values.count(f"{key}.num_key_value_heads", heads.num_kv_heads),
+            values.count(f"{key}.head_dim", heads.head_dim),
         )
 
     def _num_shared(self, windows: Sequence[int]) -> int:

@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
-from workers.model.config_values import ConfigValues
+from workers.model.config_values import MAX_SHOWN_CHARS, ConfigValues, shown
 from workers.model.families.family import Family, NormNames
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
-from workers.model.layer_shapes import ALIKE, HeadShape, KvCells, LayerShapeReader, LayerShapes, kv_sources
+from workers.model.layer_shapes import (
+    ALIKE,
+    HeadShape,
+    KvCells,
+    LayerShapeReader,
+    LayerShapes,
+    head_dim_problem,
+    kv_sources,
+)
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 
 Activation = Literal["silu", "gelu_tanh", "xielu"]
@@ -29,8 +37,6 @@ _MAX_LAYERS = 1 << 16
 # Positions and token ids travel as 32-bit numbers.
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_END_TOKENS = 1024
-# What an error shows of a value.
-_MAX_SHOWN_CHARS = 200
 # Activations by their names in config.json; in a gated feed-forward, and in one without a gate.
 _GATED_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -107,13 +113,24 @@ class ModelConfig:
     @property
     def kv_cells(self) -> KvCells:
         """How the KV is laid out."""
-        num_own = self.num_layers - self.layer_shapes.num_shared
-        return KvCells.of(num_own, dict.fromkeys(map(self.heads_of, range(num_own))))
+        heads, full = HeadShape(self.num_kv_heads, self.head_dim), self.layer_shapes.full_heads
+        if full is None:
+            return KvCells.of(self._num_own_kv, (heads,))
+        windows = set(self.sliding_windows[: self._num_own_kv])
+        return KvCells.of(self._num_own_kv, {heads if window else full for window in windows})
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer attends to."""
         return kv_sources(self.sliding_windows, self.layer_shapes.num_shared)
+
+    @property
+    def _num_own_kv(self) -> int:
+        return self.num_layers - self.layer_shapes.num_shared
+
+    def has_own_kv(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own, and does not attend to those of another."""
+        return layer < self._num_own_kv
 
     def heads_of(self, layer: int) -> HeadShape:
         """Return the heads of a layer."""
@@ -128,8 +145,8 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the size of a layer's feed-forward."""
-        is_shared = layer >= self.num_layers - self.layer_shapes.num_shared
-        return self.intermediate_size * (1 + (is_shared and self.layer_shapes.is_shared_double))
+        is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
+        return self.intermediate_size * (1 + is_double)
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -283,10 +300,9 @@ class _ConfigReader(ConfigValues):
         if num_heads % num_kv_heads:
             self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
         head_dim = self.count("head_dim", hidden_size // num_heads)
-        if head_dim % 2:
+        if problem := head_dim_problem(head_dim):
             given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
-            reason = "is odd: rotary embedding needs pairs"
-            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {reason}")
+            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {problem}")
         family, multipliers = self.family, self.family.multipliers
         windows = self._sliding_windows(num_layers)
         shapes = ALIKE
@@ -414,7 +430,7 @@ class _ConfigReader(ConfigValues):
         """Refuse the name of a family, and give the nearest one that is known."""
         if found is None:
             raise CheckpointError(f"{self.file}: {key} is missing; docs/models.md lists the supported models")
-        name = str(found)[:_MAX_SHOWN_CHARS]
+        name = str(found)[:MAX_SHOWN_CHARS]
         # Most of these names end alike.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         nearest = f", and the nearest supported name is {close[0]}" if close else ""
@@ -509,9 +525,8 @@ class _ConfigReader(ConfigValues):
             for token in ids
         )
         if not is_right:
-            shown = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, list) else value)[:_MAX_SHOWN_CHARS]
             raise CheckpointError(
-                f"{self.file}: eos_token_id {shown} is not a token id or a list of at most "
+                f"{self.file}: eos_token_id {shown(value)} is not a token id or a list of at most "
                 f"{_MAX_END_TOKENS}, each up to {_MAX_TOKEN_ID}"
             )
         return tuple(ids)

@@ -63,7 +63,7 @@ def layer_attention(config: ModelConfig, shard: ShardSpec, layer: int) -> LayerA
 
 def value_norm(config: ModelConfig, shard: ShardSpec, layer: int) -> ValueNorm | None:
     """Return the norm of a layer's values; None where they have none, or are those of another layer."""
-    if not config.traits.has_value_norm or config.kv_sources[layer] != layer:
+    if not config.traits.has_value_norm or not config.has_own_kv(layer):
         return None
     keys = layer_heads(config, layer, shard.tp_rank, shard.tp_size).keys
     head_dim, are_keys = config.heads_of(layer).head_dim, config.has_key_values(layer)

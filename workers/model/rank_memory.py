@@ -114,8 +114,9 @@ class Checkpoint(NamedTuple):
 
     def _is_kept(self, layer: int, name: str, rank: RankShape) -> bool:
         """Whether the rank keeps the tensor of this name in the layer."""
-        is_passed_over = rank.model.kv_sources[layer] != layer and name.startswith(OF_OWN_KV)
-        return rank.first_layer <= layer < rank.end_layer and not is_passed_over
+        if not rank.first_layer <= layer < rank.end_layer:
+            return False
+        return rank.model.has_own_kv(layer) or not name.startswith(OF_OWN_KV)
 
     def _kept(self, rank: RankShape) -> list[tuple[str, int]]:
         known = self._names(rank.model)
@@ -177,8 +178,9 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     held = range(rank.first_layer, rank.end_layer)
     widest = max(map(model.intermediate_size_of, held))
     intermediate = len(part(widest, rank.tp_rank, rank.tp))
-    head_dim = max(model.heads_of(layer).head_dim for layer in held)
-    qkv = max(_qkv_columns(rank, layer) for layer in held)
+    of_kinds = {model.heads_of(layer): layer for layer in held}.values()
+    head_dim = max(model.heads_of(layer).head_dim for layer in of_kinds)
+    qkv = max(_qkv_columns(rank, layer) for layer in of_kinds)
     attention = 2 * rank.num_heads * head_dim  # queries with their rotation, and the result
     # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
     hidden_copies = _HIDDEN_COPIES + model.is_parallel
@@ -191,7 +193,7 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     inputs = (model.num_layers - rank.first_layer) * model.layer_shapes.input_size
     row += item_bytes * (2 + rank.is_first_stage) * inputs
     if model.traits.has_value_norm:
-        row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in held)
+        row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in of_kinds)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
     if not rank.is_last_stage:

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from workers.model.config_values import ConfigValues, is_positive
+from workers.errors import CheckpointError
+from workers.model.config_values import ConfigValues, is_positive, shown
 from workers.model.families.family import Rotary
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -60,9 +61,11 @@ class RopeReader(ConfigValues):
         key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         scaling = self.raw.get(key) or {}
         has_sets = self._rotary.sliding_theta or self._rotary.is_by_kind
-        if isinstance(scaling, dict) and has_sets and kind in scaling:
-            scaling = scaling[kind] or {}
-        if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        if isinstance(scaling, dict) and has_sets:
+            if self._rotary.is_by_kind and _has_sets(scaling) and not scaling.get(kind):
+                self.refuse(key, f"has no set for {kind}")
+            scaling = (scaling[kind] or {}) if kind in scaling else scaling
+        if not isinstance(scaling, dict) or _has_sets(scaling):
             self.refuse(key, "is not one flat set of rope parameters")
         return key, scaling
 
@@ -91,8 +94,9 @@ class RopeReader(ConfigValues):
         theta = 10000.0 if self._rotary.is_by_kind else self.number(self._rotary.sliding_theta, self.raw)
         if not has_set:
             return theta
-        if str(scaling.get("rope_type", "default")) != "default":
-            self.refuse(key, "scales the rotary embedding of layers with a window, which is not supported")
+        is_whole = self.number("partial_rotary_factor", scaling, 1.0) == 1
+        if self._rope_type(key, scaling) != "default" or not is_whole:
+            self.refuse(key, "changes the rotary embedding of layers with a window, which is not supported")
         return self.number("rope_theta", scaling, theta)
 
     def _rotated_layers(self, num_layers: int) -> list[bool]:
@@ -112,8 +116,8 @@ class RopeReader(ConfigValues):
     def read(self, head_dim: int) -> RopeConfig:
         """Read the rotary embedding of layers that attend to all."""
         key, scaling = self._rope_keys("full_attention")
-        family = self._rotary
-        if scaling.get("rope_type") == "proportional":
+        family, rope_type = self._rotary, self._rope_type(key, scaling)
+        if rope_type == "proportional":
             return self._proportional(key, scaling, head_dim)
         part = self.number(
             "partial_rotary_factor",
@@ -121,12 +125,14 @@ class RopeReader(ConfigValues):
             self.number("partial_rotary_factor", self.raw, family.partial_factor or 1.0),
         )
         if family.partial_factor is None and part != 1:
-            self.refuse("partial_rotary_factor", f"is {part:g}, but heads of this family are rotated whole")
+            raise CheckpointError(
+                f"{self.file}: partial_rotary_factor {part:g}, but heads of this family are rotated whole"
+            )
         num_rotated = int(head_dim * part)
         if part > 1 or num_rotated < 2 or num_rotated % 2:
             self.refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
         rope = dataclasses.replace(
-            self._scaled_rope(key, scaling, num_rotated), is_interleaved=family.is_interleaved
+            self._scaled_rope(key, scaling, rope_type, num_rotated), is_interleaved=family.is_interleaved
         )
         return rope if num_rotated == head_dim else dataclasses.replace(rope, num_rotated=num_rotated)
 
@@ -137,15 +143,22 @@ class RopeReader(ConfigValues):
             self.refuse(key, "is proportional, which is not supported in this family")
         if not 1 <= num_pairs <= head_dim // 2:
             self.refuse(key, f"rotates {num_pairs} of {head_dim // 2} pairs")
-        theta, factor = self.number("rope_theta", scaling), self.number("factor", scaling, 1.0)
+        theta_of_all = None if self._rotary.is_by_kind else self.number("rope_theta", self.raw, 10000.0)
+        theta, factor = self.number("rope_theta", scaling, theta_of_all), self.number("factor", scaling, 1.0)
         return RopeConfig("proportional", theta, factor, num_rotated=2 * num_pairs)
 
-    def _scaled_rope(self, key: str, scaling: dict[str, Any], num_rotated: int) -> RopeConfig:
-        theta = self.number("rope_theta", scaling, self.number("rope_theta", self.raw, 10000.0))
+    def _rope_type(self, key: str, scaling: dict[str, Any]) -> RopeType:
         named = str(scaling.get("rope_type") or scaling.get("type") or "default")
         rope_type = _ROPE_TYPES.get(_ROPE_ALIASES.get(named, named))
         if rope_type is None:
-            self.refuse(key, f"has an unsupported rope type (supported: {', '.join(_ROPE_TYPES)})")
+            supported = ", ".join(_ROPE_TYPES)
+            self.refuse(key, f"has an unsupported rope type {shown(named)} (supported: {supported})")
+        return rope_type
+
+    def _scaled_rope(
+        self, key: str, scaling: dict[str, Any], rope_type: RopeType, num_rotated: int
+    ) -> RopeConfig:
+        theta = self.number("rope_theta", scaling, self.number("rope_theta", self.raw, 10000.0))
         if rope_type == "default":
             return RopeConfig("default", theta)
         if rope_type == "longrope":
@@ -216,6 +229,11 @@ class RopeReader(ConfigValues):
         return dataclasses.replace(
             rope, beta_fast=fast, beta_slow=slow, is_truncated=is_truncated, scale=scale
         )
+
+
+def _has_sets(scaling: dict[str, Any]) -> bool:
+    """Whether these rope parameters are several sets."""
+    return any(isinstance(value, dict) for value in scaling.values())
 
 
 def _mscale(factor: float, mscale: float) -> float:

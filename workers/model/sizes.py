@@ -138,7 +138,7 @@ class _LayerWork(NamedTuple):
     @staticmethod
     def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
         num_kv_heads, head_dim = config.heads_of(layer)
-        num_projected = 0 if config.kv_sources[layer] != layer else num_kv_heads
+        num_projected = num_kv_heads if config.has_own_kv(layer) else 0
         shapes, window = config.layer_shapes, config.sliding_windows[layer]
         num_kv_parts = 1 if config.has_key_values(layer) else 2
         queries = config.num_heads * head_dim

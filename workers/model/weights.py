@@ -138,7 +138,7 @@ class _HeadRows:
         num_kv_heads, head_dim = config.heads_of(layer)
         held = layer_heads(config, layer, shard.tp_rank, shard.tp_size)
         queries, keys = (slice(part.start * head_dim, part.stop * head_dim) for part in held)
-        has_own_kv = config.kv_sources[layer] == layer
+        has_own_kv = config.has_own_kv(layer)
         has_own_values = has_own_kv and not config.has_key_values(layer)
         return _HeadRows(
             head_dim,
@@ -283,8 +283,8 @@ class WeightReader:
                 continue
             layer, rest = names.layer_of(name) or (config.num_layers, "")
             is_held = self._shard.layer_start <= layer < self._shard.layer_end
-            is_shared = layer >= config.num_layers - config.layer_shapes.num_shared
-            is_passed_over = rest == _NOT_NEEDED or (is_shared and rest.startswith(OF_OWN_KV))
+            is_other_kv = rest.startswith(OF_OWN_KV) and not config.has_own_kv(layer)
+            is_passed_over = rest == _NOT_NEEDED or is_other_kv
             if layer >= config.num_layers or (is_held and not is_passed_over):
                 raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
 
