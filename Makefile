@@ -64,6 +64,8 @@ serve: $(VENV)/.runtime
 
 # The fast tests run in three processes, more than the smallest machine has cores because many tests wait; each
 # takes file by file (tests/support/parallel_files.py).
+# Their many processes read what the first of them compiled, also where the environment forbids to keep that.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --durations=10 $(PYTEST_ARGS)
 
