@@ -22,6 +22,7 @@ def script(name: str, *arguments: str, path: str | None = None) -> subprocess.Co
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_what_they_should_and_the_readme_renders(tmp_path: Path) -> None:
     done = script("dist", "--no-install", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -227,6 +227,7 @@ async def test_another_tenant_is_served_with_fewer_tokens_and_told_so(harness: E
 # ------------------------------------------------------------------- what was taken is not judged again
 
 
+@pytest.mark.slow
 async def test_a_stream_that_is_resumed_here_passes_those_that_wait(harness: E2eHarness) -> None:
     async with opened(harness, CALM, "b1") as first, opened(harness, CALM) as second:
         client = first.connect(first.address, second.address)

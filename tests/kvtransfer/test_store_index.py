@@ -265,6 +265,7 @@ async def announce_all(index: Index, numbers: range, tier: Tier | None) -> None:
     await until(lambda: index.stat().num_announced == wanted)
 
 
+@pytest.mark.slow
 async def test_a_slow_refresh_keeps_no_other_records(url: str) -> None:
     """What is held takes minutes to announce again, and a busy node announces any number of others then."""
     num_records = 300

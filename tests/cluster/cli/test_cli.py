@@ -199,6 +199,7 @@ def test_values_that_no_gateway_accepts_are_refused_before_a_connection() -> Non
     assert reported == "tandem: temperature: is -1; must be 0 (greedy) or more; n: is 0; must be 1 or more"
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_their_options() -> None:
     def completed(words: str) -> list[str]:
         number = str(len(words.split(" ")) - 1)
@@ -219,6 +220,7 @@ def test_a_shell_completes_commands_and_their_options() -> None:
     assert "--kv-tokens" in completed("tandem serve --kv")
 
 
+@pytest.mark.slow
 def test_what_goes_through_a_pipe_has_no_colors() -> None:
     for arguments in (
         ("--help",),

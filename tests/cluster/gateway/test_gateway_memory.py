@@ -14,6 +14,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, until
 from http_harness import HttpFrontHarness
 from kept_objects import KeptObjects, without_collector
+from slow_cases import slow_but
 
 from cluster.api.client import Client
 from cluster.api.generate_options import GenerateOptions
@@ -141,7 +142,7 @@ async def test_requests_that_are_over_are_in_no_cycle(
     assert await kept_by_cycles(gateway, lambda number: call(client, number)) == {}
 
 
-@pytest.mark.parametrize("kind", HTTP_CALLS)
+@pytest.mark.parametrize("kind", slow_but(HTTP_CALLS, "stream", "chat", "refused"))
 async def test_requests_over_http_are_in_no_cycle_either(harness: GatewayHarness, kind: str) -> None:
     path, body = HTTP_CALLS[kind]
     async with HttpFrontHarness(harness) as front:

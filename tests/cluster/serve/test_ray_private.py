@@ -135,6 +135,7 @@ def test_a_port_is_written_where_a_raylet_looks_for_it(tmp_path: Path) -> None:
     assert (tmp_path / f"dashboard_agent_listen_port_{node_id}").read_text() == "20001"
 
 
+@pytest.mark.slow
 def test_the_token_is_read_again_from_another_file(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"token-{name}-0123456789")

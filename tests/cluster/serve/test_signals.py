@@ -45,7 +45,7 @@ sys.meta_path.insert(0, Finder())
         (signal.SIGTERM, "typer", ""),
         (signal.SIGINT, "grpc", ""),
         (signal.SIGTERM, "cluster.serve.launcher", "interrupted while starting"),
-        (signal.SIGINT, "ray", "interrupted while starting"),
+        pytest.param(signal.SIGINT, "ray", "interrupted while starting", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_during_the_imports_ends_it_quietly(
