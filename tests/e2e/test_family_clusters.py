@@ -20,6 +20,7 @@ from e2e_harness import (
     stored_blocks,
     until,
 )
+from family_checkpoints import GEMMA4_SHAPE
 from paged_model import continued
 from store_harness import StoreHarness
 
@@ -44,19 +45,7 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 20, "layer_types": KINDS},
-    "gemma4_text": {
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 6,
-        "num_global_key_value_heads": 3,
-        "attention_k_eq_v": True,
-        "global_head_dim": 24,
-        "sliding_window": 20,
-        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 7,
-        "vocab_size_per_layer_input": 300,
-    },
+    "gemma4_text": GEMMA4_SHAPE,
     "olmo3": {"sliding_window": 20, "layer_types": KINDS, "rope_theta": 500000.0},
     "glm4": {"attention_bias": True},
     "exaone4": {"sliding_window": 20, "layer_types": KINDS},

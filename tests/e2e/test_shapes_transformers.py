@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from e2e_harness import E2eHarness
+from family_checkpoints import GEMMA4_SHAPE
 from paged_model import continued
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -43,21 +44,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere2": {"family": "cohere2", "logit_scale": 0.5, "sliding_window": 20, "sliding_window_pattern": 2},
     "stablelm": {"family": "stablelm", "use_qkv_bias": True},
     "stablelm-parallel": {"family": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
-    # Layers 3 and 4 attend to the KV of 1 and 2, and so are on the second of the stages.
-    "gemma4": {
-        "family": "gemma4_text",
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 6,
-        "num_global_key_value_heads": 3,
-        "attention_k_eq_v": True,
-        "global_head_dim": 24,
-        "sliding_window": 20,
-        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 7,
-        "vocab_size_per_layer_input": 300,
-    },
+    # Its last two layers attend to the KV of the two before, and so are on the second of the stages.
+    "gemma4": {"family": "gemma4_text", **GEMMA4_SHAPE},
     "yarn": {
         "family": "llama",
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

@@ -25,6 +25,20 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+# Gemma 4 with heads of two sizes, keys as values, layers of both kinds that share KV, and inputs of layers.
+GEMMA4_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "global_head_dim": 24,
+    "sliding_window": 20,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 7,
+    "vocab_size_per_layer_input": 300,
+}
 _TWO_IN_THREE = ("sliding_attention", "sliding_attention", "full_attention")
 # Keys that each family's shapes have beside these; those that name no family's defaults cross its windows.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {

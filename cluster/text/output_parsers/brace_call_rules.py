@@ -27,8 +27,8 @@ _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]\"<]([^:,{}\[\]\"<]{0,254}[^\s:,{}\[\]\"<]
 _NUMBER_KEYS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _COMMA = '","'
 _ALTERNATIVES = "anyOf", "oneOf"
-# What the rules hold to, or need not.
-_HELD = (
+# Keywords that the rules enforce, or that demand nothing.
+_ENFORCED = (
     NOTES
     | _NUMBER_KEYS
     | {"type", "enum", "const", "properties", "required", "additionalProperties", "items", "minItems"}
@@ -91,10 +91,10 @@ class _ValueRules:
     def _refusal(self, reason: str) -> ToolSchemaError:
         return ToolSchemaError(self._tool.name, reason)
 
-    def _check(self, schema: dict[str, Any], *held: str) -> None:
-        """Refuse keywords of a strict tool that no rule holds to."""
-        if self._tool.is_strict and (unheld := sorted(schema.keys() - _HELD - set(held))):
-            raise self._refusal(f"{', '.join(unheld)}: not supported in this model's calls")
+    def _check(self, schema: dict[str, Any], *also: str) -> None:
+        """Refuse keywords of a strict tool that no rule enforces; those of `also` are enforced too."""
+        if self._tool.is_strict and (unenforced := sorted(schema.keys() - _ENFORCED - set(also))):
+            raise self._refusal(f"{', '.join(unenforced)}: not supported in this model's calls")
 
     def _value(self, schema: Any) -> str:
         """Return the rule of a value by its schema. One that has a name may be within itself."""

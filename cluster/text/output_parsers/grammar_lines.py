@@ -30,7 +30,7 @@ _TERMINALS = (
 
 
 # Keywords of all arguments together that rules hold to, or need not.
-_HELD_OF_ARGUMENTS = NOTES | {"type", "properties", "required", "additionalProperties", "$ref"}
+_ENFORCED_OF_ARGUMENTS = NOTES | {"type", "properties", "required", "additionalProperties", "$ref"}
 
 
 class Arguments(NamedTuple):
@@ -118,9 +118,9 @@ class GrammarLines:
         if (
             tool.is_strict
             and isinstance(found, dict)
-            and (unheld := sorted(found.keys() - _HELD_OF_ARGUMENTS))
+            and (unenforced := sorted(found.keys() - _ENFORCED_OF_ARGUMENTS))
         ):
-            problem = f"{', '.join(unheld)} of all arguments: not supported in this model's calls"
+            problem = f"{', '.join(unenforced)} of all arguments: not supported in this model's calls"
             raise ToolSchemaError(tool.name, problem)
         return Arguments(schema, properties_of(found))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 STRING = "string"
 # Demands on strings, which do not apply to a value that is plain text.
-UNHELD_OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
+UNENFORCED_IN_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
 # Keywords that demand nothing themselves.
 NOTES = frozenset(
     {

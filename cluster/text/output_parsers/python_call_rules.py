@@ -10,7 +10,7 @@ from cluster.text.output_parsers.callable_tools import CallableTool, ToolSchemaE
 from cluster.text.output_parsers.grammar_lines import Element, GrammarLines
 from cluster.text.output_parsers.parameters import (
     STRING,
-    UNHELD_OF_TEXT,
+    UNENFORCED_IN_TEXT,
     kinds_of,
     resolved,
     values_of,
@@ -65,7 +65,7 @@ class PythonCallRules:
             has_others = kinds is None or not kinds <= {kind for _, kind in _WORD_KINDS}
         spelled = [whole] if has_others else []
         spelled += [json.dumps(repr(value)) for value in words]
-        if is_string and values is None and not UNHELD_OF_TEXT & found.keys():
+        if is_string and values is None and not UNENFORCED_IN_TEXT & found.keys():
             self._lines.add(r"QUOTED: /'([^'\\\x00-\x1f]|\\['\"\\nrt])*'/")
             spelled.append("QUOTED")
         return " | ".join(spelled)

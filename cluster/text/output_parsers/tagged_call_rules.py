@@ -10,7 +10,7 @@ from cluster.text.output_parsers.callable_tools import CallableTool, ToolSchemaE
 from cluster.text.output_parsers.grammar_lines import GrammarLines
 from cluster.text.output_parsers.parameters import (
     STRING,
-    UNHELD_OF_TEXT,
+    UNENFORCED_IN_TEXT,
     kinds_of,
     resolved,
     values_of,
@@ -70,9 +70,9 @@ class TaggedCallRules(ABC):
                 raise ToolSchemaError(tool.name, f"a value of {key[:50]!r} has the tag that ends it")
             return f"{start} ({' | '.join(map(json.dumps, texts))}) {self._end()}"
         if kinds is None or STRING in kinds:
-            unheld = sorted(UNHELD_OF_TEXT & found.keys()) if isinstance(found, dict) else []
-            if unheld and tool.is_strict:
-                problem = f"{', '.join(unheld)}: not supported in this model's calls"
+            unenforced = sorted(UNENFORCED_IN_TEXT & found.keys()) if isinstance(found, dict) else []
+            if unenforced and tool.is_strict:
+                problem = f"{', '.join(unenforced)}: not supported in this model's calls"
                 raise ToolSchemaError(tool.name, problem)
             return f"{start} {self._free_text()}"
         return f"{start} {self._lines.json(tool, with_definitions(found, root))} {self._end()}"
