@@ -46,6 +46,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "mistral": ({}, {"sliding_window": 24}, {"sliding_window": None}),
     "qwen2": ({}, {"tie_word_embeddings": True}, {"use_sliding_window": True, "sliding_window": 21}),
     "qwen3": ({}, {"tie_word_embeddings": True}, {"attention_bias": True}),
+    "qwen3_moe": (
+        {"moe_intermediate_size": 37, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 1, "mlp_only_layers": [1]},
+        {
+            "moe_intermediate_size": 33,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma": ({}, {"tie_word_embeddings": False}, {"attention_bias": True}),
     "gemma2": (
         {"sliding_window": 20, "query_pre_attn_scalar": 40},

@@ -13,6 +13,7 @@ from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_config, write_random_checkpoint
 from workers.model.decoder import load_decoder
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
 from workers.model.rank_memory import (
@@ -24,7 +25,7 @@ from workers.model.rank_memory import (
     whole_blocks,
 )
 from workers.model.sizes import ModelWork
-from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
+from workers.model.weights import LayerWeights, ShardSpec, WeightReader
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
+from workers.model.experts.mixture import Mixture
 from workers.model.head_norms import HeadNorms
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
 from workers.model.row_norms import RowNorms
 from workers.model.value_norm import ValueNorm
-from workers.model.weights import LayerWeights, LinearWeights
+from workers.model.weights import LayerWeights
 
 
 class Embedding:
@@ -69,13 +71,25 @@ class DecoderLayer:
         self._qkv = linear(weights.qkv)
         self._xielu = weights.xielu
         gate = None if config.activation == "xielu" else config.activation
-        self._gate_up = linear(weights.gate_up, gate)
-        self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
-        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
+        # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
+        # sum.
         self.output: AddedProduct = linear(weights.output)
-        self.down: AddedProduct = linear(weights.down)
+        self._gate_up: Linear | None = None
+        self.down: AddedProduct | None = None
+        if weights.gate_up is not None and weights.down is not None:
+            self._gate_up, self.down = linear(weights.gate_up, gate), linear(weights.down)
+            self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
+        self.mixture: AddedProduct | None = None
+        if weights.mixture is not None:
+            assert config.mixture is not None
+            assert gate is not None
+            rule = config.mixture.rule
+            self.mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
         # Adds both, in a layer of parallel attention and feed-forward.
-        self.parallel_sum = ParallelSum(self.output, self.down) if config.is_parallel else None
+        self.parallel_sum: ParallelSum | None = None
+        if config.is_parallel:
+            assert self.down is not None
+            self.parallel_sum = ParallelSum(self.output, self.down)
         self._inputs = None
         if (gated := weights.inputs) is not None:
             assert gate is not None
@@ -87,6 +101,8 @@ class DecoderLayer:
         qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
         norms = self.qk_norms
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
+            return None
+        if self.mixture is not None or gate_up is None or down is None:
             return None
         if not (norms is None or type(norms) is RowNorms):
             return None
@@ -149,6 +165,11 @@ class DecoderLayer:
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
         normed = self._normed(hidden, norms.feed_forward_input, residual)
+        if self.mixture is not None:
+            residual = _add(hidden, self.mixture, normed, norms.feed_forward_output)
+            plan.marks.mark()
+            return residual
+        assert self.down is not None
         activated = self._activated(normed, take("gated", hidden, self._num_activated))
         plan.marks.mark()
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
@@ -172,6 +193,7 @@ class DecoderLayer:
         return apply_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self._gate_up is not None
         if self._xielu is None:
             return self._gate_up.gated(x, out)
         return self._xielu(self._gate_up(x, out), out)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
 from workers.model.config_values import MAX_SHOWN_CHARS, ConfigValues, shown
+from workers.model.experts.mixture_shape import MixtureReader, MixtureShape
 from workers.model.families.family import Family, NormNames
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
 from workers.model.layer_shapes import (
@@ -51,7 +52,7 @@ _OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
+    """A decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
     before it; 0 means no window. `checkpoint_dtype` is the dtype that config.json names ("" if none)."""
 
     family: str
@@ -93,6 +94,8 @@ class ModelConfig:
     # Each head of queries, and of keys, has a LayerNorm with weights of its own.
     qk_own_norms: bool = False
     layer_shapes: LayerShapes = ALIKE
+    # The experts of some or all layers; None: there are none.
+    mixture: MixtureShape | None = None
 
     @property
     def traits(self) -> Family:
@@ -143,8 +146,14 @@ class ModelConfig:
         """Whether a layer takes its keys, before norm and rotation, for values."""
         return self.layer_shapes.are_keys_values and not self.sliding_windows[layer]
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.mixture is not None and layer in self.mixture.layers
+
     def intermediate_size_of(self, layer: int) -> int:
-        """Return the size of a layer's feed-forward."""
+        """Return the size of a layer's feed-forward that is no expert's; 0 where it has none."""
+        if self.has_experts(layer):
+            return 0
         is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
         return self.intermediate_size * (1 + is_double)
 
@@ -356,7 +365,12 @@ class _ConfigReader(ConfigValues):
             is_parallel=self._is_set(family.is_parallel),
             qk_own_norms=qk_norm == "own",
             layer_shapes=shapes,
+            mixture=self._mixture(num_layers),
         )
+
+    def _mixture(self, num_layers: int) -> MixtureShape | None:
+        traits = self.family.experts
+        return None if traits is None else MixtureReader(self.file, self.raw).read(traits, num_layers)
 
     def _attention_scale(self) -> float:
         if self.family.query_scalar:

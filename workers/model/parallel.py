@@ -104,9 +104,13 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     assert (decoder.shard.tp_rank, decoder.shard.tp_size) == (collectives.tp_rank, collectives.tp)
     for layer in decoder.layers:
         if layer.parallel_sum is not None:
+            assert layer.down is not None
             layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
         layer.output = _Summed(layer.output, collectives)
-        layer.down = _Summed(layer.down, collectives)
+        if layer.down is not None:
+            layer.down = _Summed(layer.down, collectives)
+        if layer.mixture is not None:
+            layer.mixture = _Summed(layer.mixture, collectives)
         if isinstance(layer.qk_norms, RowNorms):
             layer.qk_norms = _JoinedRowNorms(layer.qk_norms, decoder, collectives)
     vocab_size = decoder.config.vocab_size

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
+from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.model_config import ModelConfig
 
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
@@ -60,6 +61,21 @@ def layer_heads(config: ModelConfig, layer: int, tp_rank: int, tp: int) -> Layer
     of_cell = config.heads_of(layer).num_kv_heads // num_cells
     keys = range(cells.start * of_cell, cells.stop * of_cell)
     return LayerHeads(query_heads(config.num_heads, num_cells, tp_rank, tp), keys)
+
+
+class HeldExperts(NamedTuple):
+    """The experts of a layer that a rank holds, and the columns of each between its products."""
+
+    experts: range
+    columns: range
+
+
+def held_experts(shape: MixtureShape, tp_rank: int, tp: int, ep: int) -> HeldExperts:
+    """Return the rank's part of experts that are split into `ep` parts by their numbers, each over `tp / ep`
+    ranks."""
+    num_sharing = tp // ep
+    experts = part(shape.rule.num_experts, tp_rank // num_sharing, ep)
+    return HeldExperts(experts, part(shape.size, tp_rank % num_sharing, num_sharing))
 
 
 def refuse_split(config: ModelConfig, tp: int) -> None:

@@ -24,12 +24,13 @@ from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
 from workers.model.sizes import layer_heads, part
-from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
+from workers.model.weights import BlockNorms, LayerWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
 

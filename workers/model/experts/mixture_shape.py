@@ -13,6 +13,7 @@ from workers.model.families.expert_traits import ExpertTraits
 # from above.
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
+_NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Beyond what any model has.
 _MAX_EXPERTS = 1 << 14
 
@@ -33,7 +34,7 @@ class MixtureShape(NamedTuple):
 
     rule: RouterRule
     size: int
-    layers: frozenset[int]
+    layers: tuple[int, ...]
     shared_size: int = 0
     clamp: Clamp | None = None
 
@@ -71,10 +72,11 @@ class MixtureReader(ConfigValues):
         )
 
     def _rule(self, traits: ExpertTraits) -> RouterRule:
-        num_experts = self.count(traits.num_key, most=_MAX_EXPERTS)
+        key = self._key_of_number()
+        num_experts = self.count(key, traits.num_experts, most=_MAX_EXPERTS)
         num_chosen = self.count(traits.num_chosen_key)
         if num_chosen > num_experts:
-            self.refuse(traits.num_chosen_key, f"is more than {traits.num_key} {num_experts}")
+            self.refuse(traits.num_chosen_key, f"is more than {key} {num_experts}")
         if traits.scoring == "sparsemixer" and num_chosen != 2:
             self.refuse(traits.num_chosen_key, "is not 2, the only number that sparsemixer is defined for")
         num_groups, num_chosen_groups = self._groups(traits, num_experts, num_chosen)
@@ -92,6 +94,10 @@ class MixtureReader(ConfigValues):
             traits.group_score,
             self.number(traits.jitter_key, self.raw) if traits.jitter_key else 0.0,
         )
+
+    def _key_of_number(self) -> str:
+        """Return the key of the number of experts: that of the model's authors, or that of transformers."""
+        return next((key for key in _NUMBER_KEYS if self.raw.get(key) is not None), _NUMBER_KEYS[0])
 
     def _groups(self, traits: ExpertTraits, num_experts: int, num_chosen: int) -> tuple[int, int]:
         """Return the number of groups of experts, and how many of them a token chooses from."""
@@ -122,13 +128,13 @@ class MixtureReader(ConfigValues):
             self.number("swiglu_limit", self.raw, DEFAULT_CLAMP.limit),
         )
 
-    def _layers(self, traits: ExpertTraits, num_layers: int) -> frozenset[int]:
+    def _layers(self, traits: ExpertTraits, num_layers: int) -> tuple[int, ...]:
         layers = range(num_layers)
         match traits.layers:
             case "all":
-                return frozenset(layers)
+                return tuple(layers)
             case "after_first":
-                return frozenset(layers[self._number_of_layers("first_k_dense_replace", 0) :])
+                return tuple(layers[self._number_of_layers("first_k_dense_replace", 0) :])
             case "interval":
                 every = self.count("moe_layer_interval", 1)
                 start = self._number_of_layers("moe_layer_start_index", 0)
@@ -136,10 +142,10 @@ class MixtureReader(ConfigValues):
                 end = (
                     num_layers - 1 if end in (None, -1) else self._number_of_layers("moe_layer_end_index", 0)
                 )
-                return frozenset(it for it in layers if (it + 1) % every == 0 and start <= it <= end)
+                return tuple(it for it in layers if (it + 1) % every == 0 and start <= it <= end)
             case "stepped":
                 every, dense = self.count("decoder_sparse_step", 1), self._dense_layers()
-                return frozenset(it for it in layers if (it + 1) % every == 0 and it not in dense)
+                return tuple(it for it in layers if (it + 1) % every == 0 and it not in dense)
 
     def _number_of_layers(self, key: str, default: int) -> int:
         """Return the whole number of the key, which may be 0."""

@@ -46,7 +46,8 @@ class ExpertTraits:
 
     scoring: Scoring
     names: ExpertNames = ExpertNames()
-    num_key: str = "num_experts"
+    # The number of experts where no key says it.
+    num_experts: int = 0
     num_chosen_key: str = "num_experts_per_tok"
     size_key: str = "moe_intermediate_size"
     layers: ExpertLayers = "all"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from workers.model.families.expert_traits import ExpertTraits
+
 # Which layers have a sliding window: none; all, where `sliding_window` is set; those that
 # `use_sliding_window` with `max_window_layers`, or `layer_types`, say; or those that `layer_types` says, else
 # all but every `sliding_window_pattern`-th.
@@ -61,7 +63,7 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A family of dense decoders: layers of attention and feed-forward that are added to hidden states.
+    """A family of decoders: layers of attention and feed-forward that are added to hidden states.
 
     Whether there are biases is a constant of the family, or the name of the key that says so.
     """
@@ -126,3 +128,5 @@ class Family:
     # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
     # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
     has_layer_shapes: bool = False
+    # The experts of some or all layers; None: the family has none.
+    experts: ExpertTraits | None = None

@@ -1,0 +1,80 @@
+"""The feed-forward of a layer with experts: a router, the experts that it chooses, and those that all tokens
+share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.model.experts.make_experts import choose, make_experts
+from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.experts.router_rule import RouterRule
+from workers.model.experts.routing import Routing
+from workers.model.products import GatedActivation, make_linear
+
+
+class Router:
+    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits."""
+
+    def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
+        router = weights.router
+        self._dtype = router.parts[0].dtype
+        self._logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic).floats
+        self._rule, self._correction = rule, weights.correction
+
+    def __call__(self, x: Tensor) -> Routing:
+        return choose(self._logits(x.to(self._dtype)), self._rule, self._correction)
+
+
+class SharedExperts:
+    """The experts that all tokens share, with their gate if they have one."""
+
+    def __init__(
+        self, weights: SharedWeights, activation: GatedActivation, *, is_deterministic: bool
+    ) -> None:
+        self._gate_up = make_linear(weights.gate_up.parts, gate=activation, is_deterministic=is_deterministic)
+        self._down = make_linear(weights.down.parts, is_deterministic=is_deterministic)
+        gate = weights.gate
+        self._gate = None if gate is None else make_linear(gate.clone(), is_deterministic=is_deterministic)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self._down(self._gate_up.gated(x))
+        return result if self._gate is None else result.mul_(torch.sigmoid(self._gate(x)))
+
+
+class Mixture:
+    """A feed-forward of experts over normed hidden states; an `AddedProduct`."""
+
+    def __init__(
+        self,
+        weights: MixtureWeights,
+        rule: RouterRule,
+        activation: GatedActivation,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        self._router = Router(weights, rule, is_deterministic=is_deterministic)
+        self._experts = make_experts(weights.experts, is_deterministic=is_deterministic)
+        self._shared = None
+        if weights.shared is not None:
+            self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
+        self._first, self._num_held = weights.held.start, len(weights.held)
+        self._holds_all = len(weights.held) == rule.num_experts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self._experts(x, self._route(x))
+        return result if self._shared is None else result.add_(self._shared(x))
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        if self._shared is not None:
+            return self(x)
+        return self._experts.add_to(hidden, x, self._route(x))
+
+    def _route(self, x: Tensor) -> Routing:
+        """Choose experts by the numbers that they have at this rank; -1 for those of others."""
+        routing = self._router(x)
+        if self._holds_all:
+            return routing
+        experts = routing.experts - self._first
+        is_foreign = (experts < 0) | (experts >= self._num_held)
+        return routing._replace(experts=experts.masked_fill_(is_foreign, -1))

@@ -1,0 +1,140 @@
+"""Read a rank's part of a layer's experts, in any of the forms in which they are published."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.model.experts.expert_products import ExpertWeights
+from workers.model.experts.mixture_shape import DEFAULT_CLAMP, MixtureShape
+from workers.model.families.expert_traits import ExpertNames
+from workers.model.linear_weights import LinearWeights
+from workers.model.model_config import ModelConfig
+from workers.model.sizes import held_experts, part
+from workers.model.tensor_files import TensorFiles
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """The weights of the shared experts, which are one feed-forward; and of the product [1, hidden_size]
+    whose sigmoid multiplies its result, if there is one."""
+
+    gate_up: LinearWeights
+    down: LinearWeights
+    gate: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """The weights of a layer's experts: of the router [num_experts, hidden_size], in the dtype of the model
+    or in float32, whichever holds more of what is stored; the float32 bias [num_experts] of the scores by
+    which experts are chosen; the rank's `experts`, whose numbers are `held`; and of shared experts."""
+
+    router: LinearWeights
+    correction: Tensor | None
+    held: range
+    experts: ExpertWeights
+    shared: SharedWeights | None
+
+
+class MixtureWeightReader:
+    """Reads the experts of one checkpoint for one of `tp` ranks, of which each `ep`-th part holds other
+    experts."""
+
+    def __init__(self, files: TensorFiles, config: ModelConfig, tp_rank: int, tp: int, *, ep: int) -> None:
+        self._files, self._config = files, config
+        self._hidden_size = config.hidden_size
+        self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
+
+    def layer(self, prefix: str) -> MixtureWeights:
+        """Read the experts of the layer whose tensors begin with `prefix`."""
+        shape, traits = self._config.mixture, self._config.traits.experts
+        assert shape is not None
+        assert traits is not None
+        names, block = traits.names, f"{prefix}{traits.names.block}"
+        held = held_experts(shape, self._tp_rank, self._tp, self._ep)
+        columns = slice(held.columns.start, held.columns.stop)
+        return MixtureWeights(
+            self._router(names, block, shape.rule.num_experts),
+            self._correction(names, block, shape.rule.num_experts),
+            held.experts,
+            self._experts(names, block, shape, held.experts, columns),
+            self._shared(names, block, shape.shared_size) if shape.shared_size else None,
+        )
+
+    def _router(self, names: ExpertNames, block: str, num_experts: int) -> LinearWeights:
+        name = f"{block}{names.router}"
+        stored = self._files.dtype_of(name)
+        dtype = self._files.dtype if stored == self._files.dtype else torch.float32
+        weight = self._files.tensor(name, (num_experts, self._hidden_size), dtype=dtype)
+        bias = None
+        if names.router_bias:
+            bias = self._files.tensor(f"{block}{names.router_bias}", (num_experts,), dtype=dtype).clone()
+        return LinearWeights((weight,), bias)
+
+    def _correction(self, names: ExpertNames, block: str, num_experts: int) -> Tensor | None:
+        if not names.correction:
+            return None
+        name = f"{block}{names.correction}"
+        shape = (1, num_experts) if self._files.num_dims_of(name) == 2 else (num_experts,)
+        return self._files.tensor(name, shape, dtype=torch.float32).flatten().clone()
+
+    def _experts(
+        self, names: ExpertNames, block: str, shape: MixtureShape, held: range, columns: slice
+    ) -> ExpertWeights:
+        if f"{block}{names.gate_up}" in self._files:
+            gates, ups, downs = self._together(names, block, shape, held, columns)
+        else:
+            gates, ups, downs = self._each(names, block, shape.size, held, columns)
+        if (factor := self._config.residual_multiplier) != 1:
+            downs = [down * factor for down in downs]
+        activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
+        assert activation != "xielu"
+        return ExpertWeights(gates, ups, downs, activation, clamp=shape.clamp or DEFAULT_CLAMP)
+
+    def _each(
+        self, names: ExpertNames, block: str, size: int, held: range, columns: slice
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Read experts whose products are a tensor each."""
+        inner, outer = (size, self._hidden_size), (self._hidden_size, size)
+
+        def each(name: str, shape: tuple[int, int], *slices: slice) -> list[Tensor]:
+            return [self._files.tensor(f"{block}{name.format(expert=it)}", shape, *slices) for it in held]
+
+        return (
+            each(names.each_gate, inner, columns),
+            each(names.each_up, inner, columns),
+            each(names.each_down, outer, slice(None), columns),
+        )
+
+    def _together(
+        self, names: ExpertNames, block: str, shape: MixtureShape, held: range, columns: slice
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Read experts that are in one tensor for each product."""
+        size, num_experts, experts = shape.size, shape.rule.num_experts, slice(held.start, held.stop)
+        gate_up = self._files.tensor(
+            f"{block}{names.gate_up}", (num_experts, 2 * size, self._hidden_size), experts
+        )
+        down = self._files.tensor(
+            f"{block}{names.down}", (num_experts, self._hidden_size, size), experts, slice(None), columns
+        )
+        return gate_up[:, columns], gate_up[:, size:][:, columns], list(down)
+
+    def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
+        hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)
+        columns, prefix = slice(held.start, held.stop), f"{block}{names.shared}"
+        gate = self._files.tensor(f"{prefix}gate_proj.weight", (size, hidden), columns)
+        up = self._files.tensor(f"{prefix}up_proj.weight", (size, hidden), columns)
+        down = self._files.tensor(f"{prefix}down_proj.weight", (hidden, size), slice(None), columns)
+        factor = self._config.residual_multiplier
+        shared_gate = None
+        if names.shared_gate:
+            shared_gate = self._files.tensor(f"{block}{names.shared_gate}", (1, hidden))
+        return SharedWeights(
+            LinearWeights((gate, up), None),
+            LinearWeights((down if factor == 1 else down * factor,), None),
+            shared_gate,
+        )
