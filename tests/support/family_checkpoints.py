@@ -57,6 +57,118 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2_moe": (
+        {
+            "moe_intermediate_size": 37,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 51,
+        },
+        {
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 3,
+        },
+        {
+            "moe_intermediate_size": 33,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [0, 2],
+            "qkv_bias": False,
+        },
+    ),
+    "mixtral": (
+        {"num_local_experts": 7, "sliding_window": 24},
+        {"num_local_experts": 5, "num_experts_per_tok": 1},
+        {"num_local_experts": 4, "num_experts_per_tok": 4, "tie_word_embeddings": True},
+    ),
+    "minimax_m2": (
+        {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 8},
+        {"num_local_experts": 5, "num_experts_per_tok": 1},
+        {"num_local_experts": 4, "num_experts_per_tok": 4, "rotary_dim": 12},
+    ),
+    "phimoe": (
+        {"num_local_experts": 7, "lm_head_bias": True, "router_jitter_noise": 0.3},
+        {"num_local_experts": 5, "attention_bias": True, "sliding_window": 24},
+        {"num_local_experts": 2, "router_jitter_noise": 2.0},
+    ),
+    "olmoe": (
+        {"num_experts": 7, "num_experts_per_tok": 3},
+        {"num_experts": 5, "num_experts_per_tok": 1, "norm_topk_prob": True},
+        {"num_experts": 4, "num_experts_per_tok": 4, "attention_bias": True},
+    ),
+    "granitemoe": (
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "attention_multiplier": 0.15,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.5,
+        },
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "attention_bias": True,
+        },
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "attention_multiplier": 0.4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5_moe": (
+        {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 37},
+        {
+            "moe_num_experts": 5,
+            "moe_k": 1,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 0,
+            "moe_layer_interval": 2,
+        },
+        {
+            "moe_num_experts": 4,
+            "moe_k": 4,
+            "moe_intermediate_size": 33,
+            "moe_num_shared_experts": 1,
+            "moe_layer_end_index": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4_moe": (
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+        },
+        {
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 20,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+        },
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 33,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
     "gemma": ({}, {"tie_word_embeddings": False}, {"attention_bias": True}),
     "gemma2": (
         {"sliding_window": 20, "query_pre_attn_scalar": 40},
@@ -187,7 +299,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 # Families whose heads are as wide as `hidden_size` says.
-WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm")
+WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe")
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
     for family, variants in VARIANTS.items()

@@ -13,7 +13,7 @@ from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 
 from workers.model.decoder import load_decoder
-from workers.model.families.known_families import FAMILIES
+from workers.model.families.known_families import FAMILIES, NAME_TO_FAMILY
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
 
@@ -35,7 +35,16 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
         assert error_of(chunked, expected[:PROMPT_TOKENS]) <= 1e-4
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("-1")])
+# Of families with experts the shape in which tokens choose all: rounding changes a choice, and with it a token,
+# more than it changes anything else.
+_ROUNDED = [
+    case
+    for case in CASES
+    if case.endswith("-1" if NAME_TO_FAMILY[CASES[case]["family"]].experts is None else "-3")
+]
+
+
+@pytest.mark.parametrize("case", _ROUNDED)
 def test_bfloat16_is_as_close_to_float32_as_transformers(case: str, tmp_path: Path) -> None:
     """The error of rounding activations may be 1.5 times transformers' own."""
     write_family_checkpoint(tmp_path, **(CASES[case] | {"dtype": "bfloat16"}))

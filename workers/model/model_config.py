@@ -96,6 +96,8 @@ class ModelConfig:
     layer_shapes: LayerShapes = ALIKE
     # The experts of some or all layers; None: there are none.
     mixture: MixtureShape | None = None
+    # Logits have a bias.
+    head_bias: bool = False
 
     @property
     def traits(self) -> Family:
@@ -366,6 +368,7 @@ class _ConfigReader(ConfigValues):
             qk_own_norms=qk_norm == "own",
             layer_shapes=shapes,
             mixture=self._mixture(num_layers),
+            head_bias=self._is_set(self.family.head_bias),
         )
 
     def _mixture(self, num_layers: int) -> MixtureShape | None:
@@ -496,9 +499,13 @@ class _ConfigReader(ConfigValues):
         first = self.raw.get("max_window_layers", 28)
         if not isinstance(first, int):
             self.refuse("max_window_layers", "is not a number of layers")
+        is_alternating = self.family.windows == "alternating"
         return [
-            "sliding_attention" if sliding and layer >= first else "full_attention"
-            for layer in range(num_layers)
+            "sliding_attention" if sliding and has_window else "full_attention"
+            for has_window in (
+                layer < first and layer % 2 == 0 if is_alternating else layer >= first
+                for layer in range(num_layers)
+            )
         ]
 
     def _pattern(self, num_layers: int) -> list[str]:
@@ -516,13 +523,13 @@ class _ConfigReader(ConfigValues):
         ]
 
     def _layer_types(self, given: Any, num_layers: int) -> list[str]:
-        if self.family.windows not in ("switched", "pattern"):
+        if self.family.windows not in ("switched", "alternating", "pattern"):
             self.refuse("layer_types", f"is not supported in a {self.family.name} model")
         if not isinstance(given, list) or len(given) != num_layers:
             self.refuse("layer_types", f"does not name the {num_layers} layers")
         if not all(kind in ("full_attention", "sliding_attention") for kind in given):
             self.refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
-        is_switched = self.family.windows == "switched"
+        is_switched = self.family.windows in ("switched", "alternating")
         if is_switched and "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
             self.refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
         return [str(kind) for kind in given]

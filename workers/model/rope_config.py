@@ -128,6 +128,9 @@ class RopeReader(ConfigValues):
             raise CheckpointError(
                 f"{self.file}: partial_rotary_factor {part:g}, but heads of this family are rotated whole"
             )
+        size_key = family.size_key if self.raw.get(family.size_key) is not None else ""
+        if size_key:
+            part = min(self.count(size_key), head_dim) / head_dim
         num_rotated = int(head_dim * part)
         if part > 1 or num_rotated < 2 or num_rotated % 2:
             self.refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
@@ -203,7 +206,8 @@ class RopeReader(ConfigValues):
         factor = self.number("factor", scaling, most / original)
         is_stretched = factor > 1 and original > 1
         stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if is_stretched else 1.0
-        scale = self.number("attention_factor", scaling, stretch)
+        name = "long_mscale" if most > original else "short_mscale"
+        scale = self.number("attention_factor", scaling, self.number(name, scaling, stretch))
         pair_factors = tuple(map(float, factors))
         return RopeConfig(
             "longrope", theta, factor, original_max_positions=original, scale=scale, pair_factors=pair_factors

@@ -216,6 +216,13 @@ class WeightReader:
         head = self._vocabulary(name)
         return embedding if torch.equal(head, embedding) else head
 
+    def head_bias(self) -> Tensor | None:
+        """Read the rank's part of the bias of logits, [vocab_size]; None where there is none."""
+        if not self._config.head_bias:
+            return None
+        size = self._config.vocab_size
+        return self._tensor(self._names.head_bias, (size,), self._part(size)).clone()
+
     def final_norm(self) -> Norm:
         """Read the final norm, of hidden_size, which divides logits where the family does."""
         norm = self._hidden_norm(self._names.norm, self._names.norm_bias)
@@ -266,6 +273,8 @@ class WeightReader:
             known |= {names.input_embedding, names.input_projection, names.input_norm}
         if config.traits.has_norm_bias:
             known.add(names.norm_bias)
+        if config.head_bias:
+            known.add(names.head_bias)
         for name in self._files.names - known:
             if config.is_wrapped and not names.is_of_text(name):
                 continue

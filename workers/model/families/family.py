@@ -9,9 +9,10 @@ from typing import Any, Literal
 from workers.model.families.expert_traits import ExpertTraits
 
 # Which layers have a sliding window: none; all, where `sliding_window` is set; those that
-# `use_sliding_window` with `max_window_layers`, or `layer_types`, say; or those that `layer_types` says, else
-# all but every `sliding_window_pattern`-th.
-Windows = Literal["none", "all", "switched", "pattern"]
+# `use_sliding_window` with `max_window_layers`, or `layer_types`, say, of which the second kind has them in
+# every other layer before, and the first in all layers from there; or those that `layer_types` says, else all
+# but every `sliding_window_pattern`-th.
+Windows = Literal["none", "all", "switched", "alternating", "pattern"]
 # What is normalized of queries and keys: nothing, each head, or all heads of a token together, by RMS norms;
 # or each head by a LayerNorm with weights of its own.
 QkNorm = Literal["none", "head", "row", "own"]
@@ -49,6 +50,8 @@ class Rotary:
 
     # Only this part of a head is rotated, unless `partial_rotary_factor` says otherwise; None: all of it is.
     partial_factor: float | None = None
+    # The key of the size of this part; "": there is none.
+    size_key: str = ""
     # Pairs are neighbors, (2i, 2i + 1), and not halves.
     is_interleaved: bool = False
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
@@ -75,10 +78,12 @@ class Family:
     architectures: tuple[str, ...]
     # Defaults of transformers for keys that config.json lacks, where they differ from the other families'.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Of queries, keys and values; of the attention's output; of the feed-forward.
+    # Biases: of queries, keys and values; of the attention's output; of the feed-forward.
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
+    # Of logits.
+    head_bias: bool | str = False
     qk_norm: QkNorm = "none"
     # Whether these norms are there, as with biases, and the names of their weights. With {head} in a name,
     # the weights of each head are a tensor.
