@@ -35,8 +35,8 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
         assert error_of(chunked, expected[:PROMPT_TOKENS]) <= 1e-4
 
 
-# Of families with experts the shape in which tokens choose all: rounding changes a choice, and with it a token,
-# more than it changes anything else.
+# Of families with experts the shape in which tokens choose all: a choice that rounding changes would change
+# the logits more than anything else does.
 _ROUNDED = [
     case
     for case in CASES

@@ -158,6 +158,8 @@ def test_the_shards_of_a_layer_add_up_to_the_layer(
         assert all(torch.equal(split[first][1], other[1]) for other in split[first : first + copies])
 
     def feed_forward(weights: LayerWeights) -> Tensor:
+        assert weights.gate_up is not None
+        assert weights.down is not None
         gate, up = torch.nn.functional.linear(x, weights.gate_up.weight, weights.gate_up.bias).chunk(2, -1)
         return torch.nn.functional.linear(gate.sigmoid() * up, weights.down.weight, weights.down.bias)
 

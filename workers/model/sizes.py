@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
@@ -145,11 +145,13 @@ class _AttentionWork(NamedTuple):
 
 
 class _LayerWork(NamedTuple):
-    """A layer: its weights, those of its widest product, and its attention."""
+    """A layer: its weights that every token is multiplied by, those of its widest product, and its attention;
+    and whether it has experts."""
 
     weights: int
     widest_weights: int
     attention: _AttentionWork
+    has_experts: bool
 
     @staticmethod
     def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
@@ -163,19 +165,40 @@ class _LayerWork(NamedTuple):
         inner = num_inner * config.intermediate_size_of(layer)
         down = config.intermediate_size_of(layer)
         hidden = config.hidden_size
+        beside, of_experts = 0, 0
+        if config.mixture is not None and config.has_experts(layer):
+            beside = config.mixture.weights_beside(hidden)
+            of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(hidden)
         return _LayerWork(
-            hidden * (projections + inner + down + 2 * shapes.input_size),
-            hidden * max(projections, inner),
+            hidden * (projections + inner + down + 2 * shapes.input_size) + beside,
+            max(hidden * projections, hidden * inner, beside + of_experts),
             _AttentionWork(window, 4 * queries, 2 * num_kv_heads * head_dim * item_bytes),
+            config.has_experts(layer),
         )
+
+
+class _ExpertWork(NamedTuple):
+    """The experts of all layers: `num_layers` have them, each of `weights`."""
+
+    shape: MixtureShape
+    num_layers: int
+    weights: int
+
+    def multiplied(self) -> int:
+        """Return the weights of experts that a token is multiplied by."""
+        return self.num_layers * self.shape.rule.num_chosen * self.weights
+
+    def touched(self, num_tokens: float) -> float:
+        """Return the weights of the experts that so many tokens are expected to choose."""
+        return self.num_layers * self.shape.num_touched(num_tokens) * self.weights
 
 
 class ModelWork:
     """The least work in which a model's step can be done, all ranks together.
 
     Every product of a token with a weight counts as two operations, and so does every product of attention.
-    All weights are read once a step, and so is the KV that each sequence attends to. Writes are not counted,
-    nor are activations, which stay in caches."""
+    All weights are read once a step, but for experts that no token chooses, and so is the KV that each
+    sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
@@ -187,7 +210,21 @@ class ModelWork:
         self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
-        self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
+        self._item_bytes = item_bytes
+        self._experts: _ExpertWork | None = None
+        self._read_weights = self._layer_weights + self._head_weights
+        num_weights = float(self._read_weights)
+        if (shape := config.mixture) is not None:
+            num_layers = sum(layer.has_experts for layer in layers)
+            self._experts = _ExpertWork(shape, num_layers, shape.weights_of_expert(config.hidden_size))
+            self._layer_weights += self._experts.multiplied()
+            num_weights += num_layers * shape.rule.num_experts * self._experts.weights
+        self.weight_bytes = round(num_weights * item_bytes)
+
+    def read_weight_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of the weights that a step of so many tokens reads."""
+        touched = 0.0 if self._experts is None else self._experts.touched(num_tokens)
+        return (self._read_weights + touched) * self._item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
         """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps
@@ -198,12 +235,13 @@ class ModelWork:
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 
     def of(
-        self, spans: Iterable[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
+        self, spans: Collection[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
     ) -> StepWork:
         """Count a step over `spans` (tokens before, tokens computed) of sequences, and over single tokens at
         `decode_starts` of others. `num_sampled` rows go through the head."""
         flops = 2.0 * self._head_weights * num_sampled
-        read_bytes = float(self.weight_bytes)
+        num_tokens = sum(count for _, count in spans) + len(decode_starts)
+        read_bytes = self.read_weight_bytes(num_tokens)
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for (window, pair_flops, kv_bytes), num_layers in self._attention_to_num_layers.items():

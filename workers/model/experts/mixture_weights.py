@@ -121,7 +121,7 @@ class MixtureWeightReader:
         down = self._files.tensor(
             f"{block}{names.down}", (num_experts, self._hidden_size, size), experts, slice(None), columns
         )
-        return gate_up[:, columns], gate_up[:, size:][:, columns], list(down)
+        return list(gate_up[:, columns]), list(gate_up[:, size:][:, columns]), list(down)
 
     def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
         hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)
