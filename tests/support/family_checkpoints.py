@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,39 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "attention_bias": True,
             "final_logit_softcapping": 6.0,
         },
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 48,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 37,
+        },
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 5,
+            "vocab_size_per_layer_input": 211,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 1,
+            "moe_intermediate_size": 20,
+        },
+        {
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 40,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 33,
+        },
     ),
     "gemma4_unified_text": (
         {
@@ -303,7 +337,9 @@ WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe")
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
     for family, variants in VARIANTS.items()
-    for number, (variant, shape, head_dim) in enumerate(zip(variants, SHAPES, HEAD_DIMS, strict=True), 1)
+    for number, (variant, shape, head_dim) in enumerate(
+        zip(variants, itertools.cycle(SHAPES), itertools.cycle(HEAD_DIMS)), 1
+    )
 }
 
 

@@ -85,6 +85,7 @@ class DecoderLayer:
             assert gate is not None
             rule = config.mixture.rule
             self.mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
+        self._branch_norms = None if weights.mixture is None else weights.mixture.branch_norms
         # Adds both, in a layer of parallel attention and feed-forward.
         self.parallel_sum: ParallelSum | None = None
         if config.is_parallel:
@@ -165,6 +166,9 @@ class DecoderLayer:
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
         normed = self._normed(hidden, norms.feed_forward_input, residual)
+        if self.mixture is not None and self._branch_norms is not None:
+            self._add_branches(hidden, normed, plan)
+            return None
         if self.mixture is not None:
             residual = _add(hidden, self.mixture, normed, norms.feed_forward_output)
             plan.marks.mark()
@@ -175,6 +179,21 @@ class DecoderLayer:
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
         return residual
+
+    def _add_branches(self, hidden: Tensor, normed: Tensor, plan: AttentionPlan) -> None:
+        """Add what the feed-forward computes of `normed`, and the experts of `hidden`, to `hidden`."""
+        norms, norm = self._branch_norms, self._norms.feed_forward_output
+        assert self.mixture is not None
+        assert self.down is not None
+        assert norms is not None
+        assert norm is not None
+        activated = self._activated(normed, self._workspace.take("gated", hidden, self._num_activated))
+        plan.marks.mark()
+        dense = self.down(activated)
+        total = apply_norm(dense, norms.dense_output, dense)
+        add_normed(total, self.mixture(hidden), norms.experts_output)
+        add_normed(hidden, total, norm)
+        plan.marks.mark()
 
     def _project(self, normed: Tensor) -> Tensor:
         """Return queries, keys and values; queries alone where the layer has no others of its own."""

@@ -154,7 +154,7 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the size of a layer's feed-forward that is no expert's; 0 where it has none."""
-        if self.has_experts(layer):
+        if self.mixture is not None and self.has_experts(layer) and not self.mixture.has_dense_branch:
             return 0
         is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
         return self.intermediate_size * (1 + is_double)

@@ -59,7 +59,8 @@ class Unfinished:
         decoder, config = self._decoder, self._decoder.config
         products = _Sum(num_rows, config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if config.qk_row_norm else []
-        added = [products] if config.is_parallel else [products, products]
+        has_branches = config.mixture is not None and config.mixture.has_dense_branch
+        added = [products] * (1 if config.is_parallel else 3 if has_branches else 2)
         self._sums = [*squares, *added] * len(decoder.layers)
         if embeds and decoder.embedding is not None:
             inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.model.apply_norm import apply_norm
 from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.router_rule import RouterRule
@@ -21,9 +22,15 @@ class Router:
         self._dtype = router.parts[0].dtype
         self._logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic).floats
         self._rule, self._correction = rule, weights.correction
+        self._norm, self._scale = weights.router_norm, weights.expert_scale
 
     def __call__(self, x: Tensor) -> Routing:
-        return choose(self._logits(x.to(self._dtype)), self._rule, self._correction)
+        if self._norm is not None:
+            x = apply_norm(x, self._norm)
+        experts, of_experts = choose(self._logits(x.to(self._dtype)), self._rule, self._correction)
+        if self._scale is not None:
+            of_experts = of_experts * self._scale[experts]
+        return Routing(experts, of_experts)
 
 
 class SharedExperts:
@@ -43,7 +50,8 @@ class SharedExperts:
 
 
 class Mixture:
-    """A feed-forward of experts over normed hidden states; an `AddedProduct`."""
+    """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
+    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward."""
 
     def __init__(
         self,
@@ -58,17 +66,22 @@ class Mixture:
         self._shared = None
         if weights.shared is not None:
             self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
+        norms = weights.branch_norms
+        self._norm = None if norms is None else norms.experts_input
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = self._experts(x, self._route(x))
+        result = self._experts(self._normed(x), self._route(x))
         return result if self._shared is None else result.add_(self._shared(x))
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         if self._shared is not None:
             return self(x)
-        return self._experts.add_to(hidden, x, self._route(x))
+        return self._experts.add_to(hidden, self._normed(x), self._route(x))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self._norm is None else apply_norm(x, self._norm)
 
     def _route(self, x: Tensor) -> Routing:
         """Choose experts by the numbers that they have at this rank; -1 for those of others."""

@@ -30,13 +30,15 @@ DEFAULT_CLAMP = Clamp()
 
 class MixtureShape(NamedTuple):
     """The experts of a model: `size` is the number of columns between the products of an expert. The `layers`
-    with experts have no other feed-forward, but for shared experts, whose size together is `shared_size`."""
+    with experts have no other feed-forward, unless it is a branch beside them, but for shared experts, whose
+    size together is `shared_size`."""
 
     rule: RouterRule
     size: int
     layers: tuple[int, ...]
     shared_size: int = 0
     clamp: Clamp | None = None
+    has_dense_branch: bool = False
 
     def weights_of_expert(self, hidden_size: int) -> int:
         """Return the number of weights of one expert."""
@@ -69,6 +71,7 @@ class MixtureReader(ConfigValues):
             layers,
             self._shared_size(traits, size),
             self._clamp() if traits.gate == "clamped_swiglu" else None,
+            traits.branch_norms is not None,
         )
 
     def _rule(self, traits: ExpertTraits) -> RouterRule:
@@ -133,6 +136,8 @@ class MixtureReader(ConfigValues):
         match traits.layers:
             case "all":
                 return tuple(layers)
+            case "enabled":
+                return tuple(layers) if self.raw.get("enable_moe_block") else ()
             case "after_first":
                 return tuple(layers[self._number_of_layers("first_k_dense_replace", 0) :])
             case "interval":

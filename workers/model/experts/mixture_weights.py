@@ -10,9 +10,10 @@ from torch import Tensor
 
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import DEFAULT_CLAMP, MixtureShape
-from workers.model.families.expert_traits import ExpertNames
+from workers.model.families.expert_traits import BranchNormNames, ExpertNames
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
+from workers.model.norm import Norm
 from workers.model.sizes import held_experts, part
 from workers.model.tensor_files import TensorFiles
 
@@ -28,16 +29,32 @@ class SharedWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BranchNorms:
+    """The norms of a layer whose experts are a branch beside its feed-forward: of what the feed-forward
+    gives, and of what the experts take and give, each of hidden_size."""
+
+    dense_output: Norm
+    experts_input: Norm
+    experts_output: Norm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MixtureWeights:
     """The weights of a layer's experts: of the router [num_experts, hidden_size], in the dtype of the model
     or in float32, whichever holds more of what is stored; the float32 bias [num_experts] of the scores by
-    which experts are chosen; the rank's `experts`, whose numbers are `held`; and of shared experts."""
+    which experts are chosen; the rank's `experts`, whose numbers are `held`; and of shared experts.
+
+    Where experts are a branch beside a feed-forward, the norm of what the router takes, factors [num_experts]
+    of the weights of chosen experts, and the norms of the branches."""
 
     router: LinearWeights
     correction: Tensor | None
     held: range
     experts: ExpertWeights
     shared: SharedWeights | None
+    router_norm: Norm | None = None
+    expert_scale: Tensor | None = None
+    branch_norms: BranchNorms | None = None
 
 
 class MixtureWeightReader:
@@ -55,15 +72,34 @@ class MixtureWeightReader:
         assert shape is not None
         assert traits is not None
         names, block = traits.names, f"{prefix}{traits.names.block}"
+        num_experts = shape.rule.num_experts
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         columns = slice(held.columns.start, held.columns.stop)
         return MixtureWeights(
-            self._router(names, block, shape.rule.num_experts),
-            self._correction(names, block, shape.rule.num_experts),
+            self._router(names, block, num_experts),
+            self._correction(names, block, num_experts),
             held.experts,
             self._experts(names, block, shape, held.experts, columns),
             self._shared(names, block, shape.shared_size) if shape.shared_size else None,
+            self._router_norm(f"{block}{names.router_norm}") if names.router_norm else None,
+            self._floats(f"{block}{names.expert_scale}", num_experts) if names.expert_scale else None,
+            self._branch_norms(prefix, traits.branch_norms) if traits.branch_norms else None,
         )
+
+    def _floats(self, name: str, size: int) -> Tensor:
+        return self._files.tensor(name, (size,), dtype=torch.float32).clone()
+
+    def _norm(self, name: str) -> Norm:
+        traits = self._config.traits
+        weight = self._floats(name, self._hidden_size).add_(traits.norm_offset)
+        return Norm(weight, self._config.rms_norm_eps, traits.is_norm_rounded_first)
+
+    def _router_norm(self, name: str) -> Norm:
+        weight = self._floats(name, self._hidden_size).mul_(self._hidden_size**-0.5)
+        return Norm(weight, self._config.rms_norm_eps, self._config.traits.is_norm_rounded_first)
+
+    def _branch_norms(self, prefix: str, names: BranchNormNames) -> BranchNorms:
+        return BranchNorms(*(self._norm(f"{prefix}{name}.weight") for name in dataclasses.astuple(names)))
 
     def _router(self, names: ExpertNames, block: str, num_experts: int) -> LinearWeights:
         name = f"{block}{names.router}"

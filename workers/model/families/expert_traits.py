@@ -7,10 +7,10 @@ from typing import Literal
 
 from workers.model.experts.router_rule import GroupScore, Scoring
 
-# Which layers have experts: all; every `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from
-# `first_k_dense_replace` on; or every `moe_layer_interval`-th from `moe_layer_start_index` to
-# `moe_layer_end_index`.
-ExpertLayers = Literal["all", "stepped", "after_first", "interval"]
+# Which layers have experts: all; all where `enable_moe_block` is set, else none; every
+# `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from `first_k_dense_replace` on; or every
+# `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`.
+ExpertLayers = Literal["all", "enabled", "stepped", "after_first", "interval"]
 # What an expert does between its products: the activation of the family's other feed-forwards, or
 # `clamped_swiglu`, which has keys of its own.
 ExpertGate = Literal["activation", "clamped_swiglu"]
@@ -38,6 +38,20 @@ class ExpertNames:
     # states whose sigmoid multiplies its result.
     shared: str = ""
     shared_gate: str = ""
+    # The weight of the norm of what the router takes, which is divided by the square root of the hidden size;
+    # and the factors of the weights of chosen experts, one for each.
+    router_norm: str = ""
+    expert_scale: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BranchNormNames:
+    """The names of the norms of a layer whose experts are a branch beside its feed-forward: of what the
+    feed-forward gives, and of what the experts take and give. Their sum has the norm that follows."""
+
+    dense_output: str
+    experts_input: str
+    experts_output: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,3 +80,5 @@ class ExpertTraits:
     shared_size_key: str = ""
     num_shared_key: str = ""
     gate: ExpertGate = "activation"
+    # Layers with experts have a feed-forward beside them; None: they have experts instead.
+    branch_norms: BranchNormNames | None = None
