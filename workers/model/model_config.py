@@ -466,8 +466,11 @@ class _ConfigReader(ConfigValues):
                 "supported; take the checkpoint of this model without 1M in its name"
             )
 
-    def _refuse_quantized(self, config: Any) -> NoReturn:
+    def _refuse_quantized(self, config: Any) -> None:
         method = config.get("quant_method") if isinstance(config, dict) else None
+        experts = self.family.experts
+        if method and experts is not None and method == experts.quantization:
+            return
         what = f"says that the weights are quantized ({method})" if method else "is there"
         raise CheckpointError(
             f"{self.file}: quantization_config {what}, and quantized weights are not supported; take the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.model_config import weight_files
 
+_BYTES = ("U8",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -70,11 +72,20 @@ class TensorFiles:
             return 0
         return len(self._name_to_file[name][1].get_slice(name).get_shape())
 
+    def bytes_of(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
+        """Map slices of a tensor of bytes, [shape], where it is, after checking its shape and dtype."""
+        return self._mapped(name, shape, slices, _BYTES)
+
     def tensor(
         self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
+        return self._mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+
+    def _mapped(
+        self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]
+    ) -> Tensor:
         if name not in self._name_to_file:
             raise CheckpointError(
                 f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"
@@ -83,21 +94,25 @@ class TensorFiles:
         self.read.add(name)
         try:
             with panics_as_errors:
-                stored = self._checked(file, opened, name, shape)[slices]
+                stored = self._checked(file, opened, name, shape, dtypes)[slices]
                 self.num_bytes += stored.nbytes
-                return stored.to(device=self.device, dtype=dtype or self.dtype)
+                return stored
         except (SafetensorError, PanicError) as error:
             raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
 
-    def _checked(self, file: Path, opened: Any, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Map the whole tensor, if it has this shape."""
+    def _checked(
+        self, file: Path, opened: Any, name: str, shape: tuple[int, ...], dtypes: Collection[str]
+    ) -> Tensor:
+        """Map the whole tensor, if it has this shape and one of these dtypes."""
         stored = opened.get_slice(name)
         if tuple(stored.get_shape()) != shape:
             found = list(stored.get_shape())
             raise CheckpointError(f"{file}: tensor {name} has shape {found}, config.json says {list(shape)}")
-        if stored.get_dtype() not in _FLOATS:
+        if stored.get_dtype() not in dtypes:
+            *most, last = dtypes
+            supported = f"{', '.join(most)} or {last}" if most else last
             raise CheckpointError(
-                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16; "
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not {supported}; "
                 "take the checkpoint in 16 or 32 bits"
             )
         tensor: Tensor = opened.get_tensor(name)

@@ -1,20 +1,20 @@
-"""Read a rank's part of a layer's experts, in any of the forms in which they are published."""
+"""Read a rank's part of a layer's router, experts and shared experts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import DEFAULT_CLAMP, MixtureShape
+from workers.model.experts.stored_experts import ReadWhenTaken, StoredExperts
 from workers.model.families.expert_traits import BranchNormNames, ExpertNames
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
-from workers.model.sizes import held_experts, part
+from workers.model.sizes import HeldExperts, held_experts, part
 from workers.model.tensor_files import TensorFiles
 
 
@@ -74,12 +74,12 @@ class MixtureWeightReader:
         names, block = traits.names, f"{prefix}{traits.names.block}"
         num_experts = shape.rule.num_experts
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
-        columns = slice(held.columns.start, held.columns.stop)
+        stored = StoredExperts(self._files, names, block, shape, held, self._hidden_size)
         return MixtureWeights(
             self._router(names, block, num_experts),
             self._correction(names, block, num_experts),
             held.experts,
-            self._experts(names, block, shape, held.experts, columns),
+            self._experts(stored, shape, held),
             self._shared(names, block, shape.shared_size) if shape.shared_size else None,
             self._router_norm(f"{block}{names.router_norm}") if names.router_norm else None,
             self._floats(f"{block}{names.expert_scale}", num_experts) if names.expert_scale else None,
@@ -118,46 +118,20 @@ class MixtureWeightReader:
         shape = (1, num_experts) if self._files.num_dims_of(name) == 2 else (num_experts,)
         return self._files.tensor(name, shape, dtype=torch.float32).flatten().clone()
 
-    def _experts(
-        self, names: ExpertNames, block: str, shape: MixtureShape, held: range, columns: slice
-    ) -> ExpertWeights:
-        if f"{block}{names.gate_up}" in self._files:
-            gates, ups, downs = self._together(names, block, shape, held, columns)
-        else:
-            gates, ups, downs = self._each(names, block, shape.size, held, columns)
-        if (factor := self._config.residual_multiplier) != 1:
-            downs = [down * factor for down in downs]
+    def _experts(self, stored: StoredExperts, shape: MixtureShape, held: HeldExperts) -> ExpertWeights:
+        gates, ups, downs = stored.products()
+        down_bias, factor = stored.down_bias(), self._config.residual_multiplier
+        if (
+            held.columns.start and down_bias is not None
+        ):  # the first of the ranks that share an expert adds it
+            down_bias = torch.zeros_like(down_bias)
+        if factor != 1:
+            downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs
+            down_bias = None if down_bias is None else down_bias * factor
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
         assert activation != "xielu"
-        return ExpertWeights(gates, ups, downs, activation, clamp=shape.clamp or DEFAULT_CLAMP)
-
-    def _each(
-        self, names: ExpertNames, block: str, size: int, held: range, columns: slice
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Read experts whose products are a tensor each."""
-        inner, outer = (size, self._hidden_size), (self._hidden_size, size)
-
-        def each(name: str, shape: tuple[int, int], *slices: slice) -> list[Tensor]:
-            return [self._files.tensor(f"{block}{name.format(expert=it)}", shape, *slices) for it in held]
-
-        return (
-            each(names.each_gate, inner, columns),
-            each(names.each_up, inner, columns),
-            each(names.each_down, outer, slice(None), columns),
-        )
-
-    def _together(
-        self, names: ExpertNames, block: str, shape: MixtureShape, held: range, columns: slice
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Read experts that are in one tensor for each product."""
-        size, num_experts, experts = shape.size, shape.rule.num_experts, slice(held.start, held.stop)
-        gate_up = self._files.tensor(
-            f"{block}{names.gate_up}", (num_experts, 2 * size, self._hidden_size), experts
-        )
-        down = self._files.tensor(
-            f"{block}{names.down}", (num_experts, self._hidden_size, size), experts, slice(None), columns
-        )
-        return list(gate_up[:, columns]), list(gate_up[:, size:][:, columns]), list(down)
+        clamp = shape.clamp or DEFAULT_CLAMP
+        return ExpertWeights(gates, ups, downs, activation, stored.gate_up_bias(), down_bias, clamp)
 
     def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
         hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)

@@ -34,6 +34,12 @@ class ExpertNames:
     each_down: str = "experts.{expert}.down_proj.weight"
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    # Biases of these, one row for each expert.
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    # These tensors have inputs as rows, and the outputs of gate and up, as columns, take turns; quantized to
+    # MXFP4, in tensors with _blocks and _scales after these names, outputs are rows that take turns.
+    is_transposed: bool = False
     # What the names of shared experts begin with, which are one feed-forward; and the product of the hidden
     # states whose sigmoid multiplies its result.
     shared: str = ""
@@ -80,5 +86,8 @@ class ExpertTraits:
     shared_size_key: str = ""
     num_shared_key: str = ""
     gate: ExpertGate = "activation"
+    # The `quant_method` in which experts alone may be quantized, and are dequantized as they are read; "":
+    # none.
+    quantization: str = ""
     # Layers with experts have a feed-forward beside them; None: they have experts instead.
     branch_norms: BranchNormNames | None = None
