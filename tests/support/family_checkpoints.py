@@ -94,6 +94,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_local_experts": 5, "num_experts_per_tok": 1},
         {"num_local_experts": 4, "num_experts_per_tok": 4, "rotary_dim": 12},
     ),
+    "gpt_oss": (
+        {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 20, "swiglu_limit": 0.8},
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 9, "swiglu_alpha": 1.1},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 33,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phimoe": (
         {"num_local_experts": 7, "lm_head_bias": True, "router_jitter_noise": 0.3},
         {"num_local_experts": 5, "attention_bias": True, "sliding_window": 24},

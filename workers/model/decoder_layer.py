@@ -48,8 +48,8 @@ class DecoderLayer:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """Make a layer of a model of this `config`. `attention` lacks the norms of heads, which are of the
-        weights; `value_norm` is that of its values, if they are normalized."""
+        """Make a layer of a model of this `config`. `attention` lacks the norms and sinks of heads, which are
+        of the weights; `value_norm` is that of its values, if they are normalized."""
         self._workspace = workspace
         self._norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
@@ -62,7 +62,7 @@ class DecoderLayer:
             # A layer without keys of its own has no norm of keys, and uses none.
             k_norm = weights.k_norm or weights.q_norm
             attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=k_norm)
-        self._attention = attention
+        self._attention = dataclasses.replace(attention, sinks=weights.sinks)
         self._value_norm = value_norm
 
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:

@@ -41,6 +41,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((name, native.NormArguments) for name in (*_BLOCK_NORMS, "query_rows", "key_rows")),
         ("rotated", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("index", ctypes.c_int64),
         ("activation", ctypes.c_int64),
     )
@@ -132,6 +133,7 @@ class _Arguments:
                 **{name: getattr(layer, name).address for name in ("qkv", "output", "gate_up", "down")},
                 **_norms(layer),
                 rotated=ctypes.addressof(rotated),
+                sinks=backend.sinks_address(layer.attention),
                 index=layer.attention.index,
                 activation=layer.gate_up.epilogue,
             )

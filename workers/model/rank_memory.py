@@ -161,7 +161,7 @@ class Checkpoint(NamedTuple):
                 return rank.num_heads / model.num_heads
             if k_norm in name:
                 return rank.num_kv_cells / model.kv_cells.num_cells
-        if ".q_proj." in name or ".o_proj." in name:
+        if ".q_proj." in name or ".o_proj." in name or name.endswith(".self_attn.sinks"):
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
             held = rank.num_heads + 2 * rank.num_kv_cells

@@ -83,7 +83,8 @@ class LayerWeights:
     another's keys and values; `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows
     alone. A layer with a `mixture` of experts may have neither `gate_up` nor `down`.
     `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
-    a row of weights for each head that it holds, [num_heads, head_dim]."""
+    a row of weights for each head that it holds, [num_heads, head_dim]. `sinks` float32 [num_heads] are of
+    its query heads, as in `LayerAttention`."""
 
     norms: BlockNorms
     qkv: LinearWeights
@@ -92,6 +93,7 @@ class LayerWeights:
     output: LinearWeights
     gate_up: LinearWeights | None
     down: LinearWeights | None
+    sinks: Tensor | None = None
     xielu: Xielu | None = None
     inputs: InputGateWeights | None = None
     # The hidden states are multiplied by this after the layer.
@@ -247,6 +249,7 @@ class WeightReader:
             ),
             gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
             down=self._down(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
+            sinks=self._sinks(f"{attention}sinks", layer) if config.traits.has_sinks else None,
             xielu=self._xielu(f"{prefix}mlp.act_fn.") if config.activation == "xielu" else None,
             inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
             scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
@@ -379,6 +382,11 @@ class WeightReader:
         traits = self._config.traits
         weight = self._tensor(name, (size,), rows, dtype=torch.float32).clone()
         return Norm(weight.add_(traits.norm_offset), self._config.rms_norm_eps, traits.is_norm_rounded_first)
+
+    def _sinks(self, name: str, layer: int) -> Tensor:
+        held = layer_heads(self._config, layer, self._shard.tp_rank, self._shard.tp_size).queries
+        rows = slice(held.start, held.stop)
+        return self._tensor(name, (self._config.num_heads,), rows, dtype=torch.float32).clone()
 
     def _xielu(self, prefix: str) -> Xielu:
         names = ("alpha_p", "alpha_n", "beta", "eps")

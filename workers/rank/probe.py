@@ -173,6 +173,7 @@ class Probe:
             output=LinearWeights((random(hidden, query_size),), None),
             gate_up=LinearWeights(ups, None) if size else None,
             down=LinearWeights((random(hidden, size),), None) if size else None,
+            sinks=random(self._num_heads).float() if config.traits.has_sinks else None,
             xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
             mixture=None if mixture is None else self._mixture_weights(mixture),
         )

@@ -121,9 +121,8 @@ class MixtureWeightReader:
     def _experts(self, stored: StoredExperts, shape: MixtureShape, held: HeldExperts) -> ExpertWeights:
         gates, ups, downs = stored.products()
         down_bias, factor = stored.down_bias(), self._config.residual_multiplier
-        if (
-            held.columns.start and down_bias is not None
-        ):  # the first of the ranks that share an expert adds it
+        if held.columns.start and down_bias is not None:
+            # The first of the ranks that share an expert adds it.
             down_bias = torch.zeros_like(down_bias)
         if factor != 1:
             downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs

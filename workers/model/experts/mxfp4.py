@@ -1,5 +1,5 @@
-"""Dequantize MXFP4, in which gpt-oss publishes its experts: blocks of 32 numbers of 4 bits, each block times a
-power of two (Open Compute Project, Microscaling Formats 1.0)."""
+"""Dequantize MXFP4, in which gpt-oss publishes its experts: blocks of 32 numbers of 4 bits, each block times
+a power of two (Open Compute Project, Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SCALE_BIAS = 127
 
 
 def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [num_rows, num_blocks * 32] of uint8 `blocks` [num_rows, num_blocks, 16] and `scales`
-    [num_rows, num_blocks], which bfloat16 and float32 hold exactly."""
+    """Return the numbers [num_rows, num_blocks * 32] of uint8 `blocks` [num_rows, num_blocks, 16] and
+    `scales` [num_rows, num_blocks], which bfloat16 and float32 hold exactly."""
     numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], dtype=torch.float32)
     pairs = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
     exponents = (scales.int() - _SCALE_BIAS)[..., None]

@@ -91,6 +91,8 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     # Each head of values has an RMS norm without weights.
     has_value_norm: bool = False
+    # Each query head has a learned score without a key and a value, in `self_attn.sinks`.
+    has_sinks: bool = False
     windows: Windows = "none"
     # The last layer has no window, whatever config.json says.
     is_last_layer_full: bool = False

@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks, every other layer with a window, and experts with a clamped activation, which
-are published quantized to MXFP4."""
+"""gpt-oss: attention with sinks, every other layer with a window, and experts with a clamped activation,
+which are published quantized to MXFP4."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from workers.model.families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     granitemoe,
     llama,
@@ -69,6 +70,7 @@ FAMILIES: tuple[Family, ...] = (
     stablelm.FAMILY,
     ernie4_5_moe.FAMILY,
     minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}

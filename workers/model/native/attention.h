@@ -5,7 +5,7 @@
 // positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
 // values. Then a few rows at a time have their scores computed, as products with the keys, and capped where the
 // model says so; then probabilities relative to a row's largest score; then their products with the values. Pieces
-// are combined in their order. What is computed for a row, and in which order, depends on its position and window
+// are combined in their order, and at the end the sink of a row's head, if it has one, joins the sum. What is computed for a row, and in which order, depends on its position and window
 // alone: neither on the rows beside it, nor on which thread computes which piece. Panels of 32 keys of which none of
 // these few rows sees one are left out; what another row sees has the probability 0, which changes no sum.
 //
@@ -94,13 +94,14 @@ class Attention {
   const AttentionStep& step;
   const int64_t group, dim, padded_dim, window, query_stride;
   const T *kv, *host;
+  const float* sinks;  // [num_heads], in units of scores; null: there are none
   struct State;
   struct Scratch;
   using Way = void (Attention::*)(const AttentionTask&, int64_t head, int64_t piece, Scratch&, State) const;
   const Way token_way;
 
  public:
-  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride)
+  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride, const float* sinks)
       : step(step),
         group(step.num_heads / step.num_kv_heads),
         dim(step.head_dim),
@@ -109,6 +110,7 @@ class Attention {
         query_stride(query_stride),
         kv((const T*)step.kv + layer * step.layer_stride),
         host((const T*)step.host + layer * step.layer_stride),
+        sinks(sinks),
         token_way(choose_token_way()) {}
 
   // queries: [tokens, num_heads * head_dim], rows `query_stride` apart, normed and rotated; out: [tokens, num_heads *
@@ -557,11 +559,19 @@ class Attention {
     }
   }
 
+  // The factor of what is mixed for a row whose sum has one more power of two: that of its sink, which has no value.
+  static float share(State state, int64_t row, float sink) {
+    float own = sink * LOG2_E, largest = std::max(state.largest[row], own);
+    alignas(64) float powers[LANES] = {state.largest[row] - largest, own - largest};
+    store(vexp2(load(powers)), powers);
+    return powers[0] / (state.sums[row] * powers[0] + powers[1]);
+  }
+
   void write(const AttentionTask& task, int64_t head, State state, T* out) const {
     int64_t stride = step.num_heads * dim;
     for (int64_t row = 0; row < task.num_tokens * group; row++) {
       T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
-      Vec factor = broadcast(1.0f / state.sums[row]);
+      Vec factor = broadcast(sinks ? share(state, row, sinks[head * group + row % group]) : 1.0f / state.sums[row]);
       for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, to + i);
     }
   }
@@ -569,8 +579,9 @@ class Attention {
 
 #define EXPORT_ATTENTION(NAME, TYPE)                                                                            \
   extern "C" void attend_##NAME(const AttentionStep* step, int64_t layer, const TYPE* queries,                  \
-                                int64_t query_stride, TYPE* out, int64_t begin, int64_t end) {                  \
-    Attention<TYPE>(*step, layer, query_stride).run(queries, out, begin, end);                                  \
+                                int64_t query_stride, const float* sinks, TYPE* out, int64_t begin,             \
+                                int64_t end) {                                                                  \
+    Attention<TYPE>(*step, layer, query_stride, sinks).run(queries, out, begin, end);                           \
   }
 
 EXPORT_ATTENTION(float32, float)

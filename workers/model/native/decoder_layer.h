@@ -13,6 +13,7 @@ struct DecoderLayer {
   Norm attention_input, attention_output, feed_forward_input, feed_forward_output;
   Norm query_rows, key_rows;  // of all queries, and of all keys, of a token
   const RotatedLayer* rotated;
+  const float* sinks;  // of attention, or null
   int64_t index;       // in the rank's KV
   int64_t activation;  // an `Epilogue`
 };
@@ -62,7 +63,7 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
   }
   count_piece(step.pieces);
   rotate_and_write(*layer.rotated, *step.tokens, qkv, qkv_size);
-  Attention<T> attend(attention, layer.index, qkv_size);
+  Attention<T> attend(attention, layer.index, qkv_size, layer.sinks);
   for (int64_t begin = 0; begin < attention.num_tasks; begin += step.piece_tasks) {
     attend.run(qkv, mixed, begin, std::min(begin + step.piece_tasks, attention.num_tasks));
     count_piece(step.pieces);
