@@ -194,8 +194,17 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
     number = inner.removeprefix("experts.").partition(".")[0]
     if inner.startswith("experts.") and number.isdecimal():
         return columns if int(number) in held.experts else 0.0
-    if inner in (traits.names.gate_up, traits.names.down):
-        return columns * len(held.experts) / shape.rule.num_experts
+    of_experts = len(held.experts) / shape.rule.num_experts
+    for product in (traits.names.gate_up, traits.names.down):
+        if inner.startswith(product):
+            # A byte of blocks holds two weights; their scales are not kept.
+            of_form = {"": 1.0, "_blocks": 2.0, "_scales": 0.0}.get(inner.removeprefix(product))
+            if of_form is not None:
+                return of_form * columns * of_experts
+    if inner == traits.names.gate_up_bias:
+        return columns * of_experts
+    if inner == traits.names.down_bias:
+        return of_experts
     if traits.names.shared and inner.startswith(traits.names.shared):
         return len(part(shape.shared_size, rank.tp_rank, rank.tp)) / shape.shared_size
     return 1.0
