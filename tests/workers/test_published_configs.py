@@ -557,13 +557,13 @@ USED_BY: dict[str, tuple[Any, set[str]]] = {
         True,
         {
             *("qwen3", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3", "exaone4"),
-            *("apertus", "cohere"),
+            *("apertus", "cohere", "qwen3_moe", "olmoe", "minimax_m2", "glm4_moe"),
         },
     ),
-    "embedding_multiplier": (12.0, {"granite"}),
-    "residual_multiplier": (0.2, {"granite"}),
-    "attention_multiplier": (0.1, {"granite"}),
-    "logits_scaling": (8.0, {"granite"}),
+    "embedding_multiplier": (12.0, {"granite", "granitemoe"}),
+    "residual_multiplier": (0.2, {"granite", "granitemoe"}),
+    "attention_multiplier": (0.1, {"granite", "granitemoe"}),
+    "logits_scaling": (8.0, {"granite", "granitemoe"}),
     "logit_scale": (0.5, {"cohere", "cohere2"}),
 }
 

@@ -14,7 +14,7 @@ from workers.model.experts.routing import Routing
 from workers.model.products import GatedActivation, make_linear
 
 
-class Router:
+class ExpertRouter:
     """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits."""
 
     def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
@@ -61,7 +61,7 @@ class Mixture:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        self._router = Router(weights, rule, is_deterministic=is_deterministic)
+        self._router = ExpertRouter(weights, rule, is_deterministic=is_deterministic)
         self._experts = make_experts(weights.experts, is_deterministic=is_deterministic)
         self._shared = None
         if weights.shared is not None:

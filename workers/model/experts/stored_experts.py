@@ -158,7 +158,8 @@ class StoredExperts:
             return ReadWhenTaken(count, lambda it: dequantized(blocks[it], scales[it], dtype).to(device))
 
         def read_down(number: int) -> Tensor:
-            whole = dequantized(*(it[number] for it in of_down), dtype)
+            blocks, scales = of_down
+            whole = dequantized(blocks[number], scales[number], dtype)
             return whole[:, columns].contiguous().to(device)
 
         return ExpertProducts(part(0), part(1), ReadWhenTaken(count, read_down))
