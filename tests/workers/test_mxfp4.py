@@ -118,7 +118,7 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     keys = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps(keys | {"intermediate_size": 90}), encoding="utf-8")
     with pytest.raises(
-        CheckpointError, match=r"gate_up_proj_blocks has shape .*, config.json says \[5, 180, 2, 16\]"
+        CheckpointError, match=r"config.json says \[5, 180, 2, 16\]"
     ):
         load_decoder(tmp_path, torch.float32, CPU)
     config.write_text(json.dumps(keys | {"quantization_config": {"quant_method": "awq"}}), encoding="utf-8")
