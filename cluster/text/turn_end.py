@@ -32,7 +32,8 @@ class TurnEnd:
             self._found = tuple(token_to_id[it] for it in answer_ends if it in token_to_id)
 
     async def token_ids(self, wall_s: float) -> tuple[int, ...]:
-        """Return the token, if there is one, or those of the notation; `wall_s` is the time that a template has for a date."""
+        """Return the token, if there is one, or those of the notation; `wall_s` is the time that a template
+        has for a date."""
         if self._found is not None:
             return self._found
         async with self._turn:

@@ -27,7 +27,7 @@ from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRule
 
 class ParserNeeds(NamedTuple):
     """The demands of one request on the parsers: `tools` are those that may be called, by their names the
-    JSON schemas of their arguments ("": any). An answer that is no turn of a chat has no frame to take off."""
+    JSON schemas of their arguments ("": any). The answer `is_turn` of a chat, or goes on with a text."""
 
     tools: Mapping[str, str]
     separates_reasoning: bool
