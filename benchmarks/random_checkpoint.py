@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ LLAMA_8B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rope_theta": 500000.0,
     "vocab_size": 128256,
+}
+# The shape of Qwen3-30B-A3B, as keys of config.json, with a quarter of its 48 layers.
+QWEN3_30B_QUARTER: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
 }
 # The shape of Qwen3-0.6B, as keys of config.json.
 QWEN3_06B: dict[str, Any] = {
@@ -165,6 +182,11 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
         }
+        if config.has_experts(layer):
+            matrices = {name: shape for name, shape in matrices.items() if not name.startswith("mlp.")}
+            tensors |= _draw_experts(config, prefix, depth_gain, matrix, vector)
+        if config.traits.has_sinks:
+            tensors[f"{prefix}self_attn.sinks"] = vector(config.num_heads, 0.0, 0.3)
         if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
@@ -207,6 +229,47 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
+
+
+def _draw_experts(
+    config: ModelConfig,
+    prefix: str,
+    down_gain: float,
+    matrix: Callable[..., Tensor],
+    vector: Callable[..., Tensor],
+) -> dict[str, Tensor]:
+    """Draw the router and the experts of a layer that has no other feed-forward, but for shared experts."""
+    shape, traits, hidden = config.mixture, config.traits.experts, config.hidden_size
+    assert shape is not None
+    assert traits is not None
+    assert not shape.has_dense_branch
+    names, num_experts, size = traits.names, shape.rule.num_experts, shape.size
+    tensors = {names.router: matrix(num_experts, hidden)}
+    vectors = {names.router_bias: num_experts, names.correction: num_experts}
+    tensors |= {name: vector(length, 0.0, 0.3) for name, length in vectors.items() if name}
+    biases = {names.gate_up_bias: 2 * size, names.down_bias: hidden}
+    tensors |= {
+        name: vector(num_experts * length, 0.0, 0.3).view(num_experts, length)
+        for name, length in biases.items()
+        if name
+    }
+    for expert in range(num_experts):
+        tensors[names.each_gate.format(expert=expert)] = matrix(size, hidden)
+        tensors[names.each_up.format(expert=expert)] = matrix(size, hidden)
+        tensors[names.each_down.format(expert=expert)] = matrix(hidden, size, down_gain)
+    if names.is_transposed:
+        gates, ups, downs = (
+            torch.stack([tensors.pop(name.format(expert=expert)).t() for expert in range(num_experts)])
+            for name in (names.each_gate, names.each_up, names.each_down)
+        )
+        tensors |= {names.gate_up: torch.stack((gates, ups), -1).flatten(-2), names.down: downs.contiguous()}
+    if shape.shared_size:
+        for name in ("gate_proj", "up_proj"):
+            tensors[f"{names.shared}{name}.weight"] = matrix(shape.shared_size, hidden)
+        tensors[f"{names.shared}down_proj.weight"] = matrix(hidden, shape.shared_size, down_gain)
+    if names.shared_gate:
+        tensors[names.shared_gate] = matrix(1, hidden)
+    return {f"{prefix}{names.block}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _own_norms(name: str, weights: Tensor, head_dim: int) -> dict[str, Tensor]:
