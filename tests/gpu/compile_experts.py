@@ -35,13 +35,15 @@ def compile_experts(
     dtype: torch.dtype, tile: ExpertTile, activation: ExpertActivation = "silu", *, has_bias: bool = False
 ) -> None:
     """Compile what a step launches; tensors of weights have one expert, for nothing runs."""
+    result_dtype = torch.float32 if tile == few_rows_tile(dtype) else dtype
     experts = torch.zeros(1, NUM_CHOSEN, dtype=torch.int32)
     x, gate_up = torch.zeros(1, HIDDEN, dtype=dtype), torch.zeros(1, 2 * SIZE, HIDDEN, dtype=dtype)
     gate = Gate(activation, DEFAULT_CLAMP, gate_up[:, :, 0].contiguous() if has_bias else None)
     sort_rows(experts, NUM_EXPERTS, tile)
-    order = SortedRows(*(experts[0].clone() for _ in range(3)), experts.new_zeros(8, 3))
+    pairs, rows, ends = (experts[0].clone() for _ in range(3))
+    order = SortedRows(pairs, rows, ends, experts.new_zeros(8, 3))
     activated = multiply_gate_up(x, gate_up, gate, order, NUM_CHOSEN, tile)
-    results = multiply_down(activated, torch.zeros(1, HIDDEN, SIZE, dtype=dtype), order, tile)
+    results = multiply_down(activated, torch.zeros(1, HIDDEN, SIZE, dtype=dtype), order, tile, result_dtype)
     routing = Routing(experts, torch.zeros(1, NUM_CHOSEN))
     add_results(results, order, routing, x if has_bias else None, x, is_added=not has_bias)
 

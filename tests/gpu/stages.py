@@ -29,7 +29,7 @@ SIDE_BY_SIDE = (
     "compiled_experts",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")
-FIGURES = ("decode", "prefill")
+FIGURES = ("decode", "prefill", "experts")
 NUM_AT_ONCE = 8
 TOTAL_S = 360.0
 FILE_S = 170.0

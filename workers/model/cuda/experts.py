@@ -5,7 +5,8 @@ and experts alone, so a CUDA graph can hold all of it. A program multiplies a ti
 weights of an expert are read once for each tile of its rows, and those of experts without rows not at all.
 The sum over a row's inputs is taken by one program in one order, and a token's experts are added in the order
 of their numbers by one program: with one tile for all numbers of rows, a token's result depends on nothing
-else. Products, activations and sums are float32; rounded are the activated columns and the sum."""
+else. Products, activations and sums are float32; rounded are the activated columns, the sum, and the results
+of experts with many rows each."""
 
 from __future__ import annotations
 
@@ -105,13 +106,15 @@ def multiply_gate_up(
     return out
 
 
-def multiply_down(x: Tensor, weight: Tensor, order: SortedRows, tile: ExpertTile) -> Tensor:
-    """Compute the float32 products [num_pairs, hidden_size] of the rows' activated columns x [num_pairs,
-    size] with `weight` [num_experts, hidden_size, size]. Behind the last row they are undefined."""
+def multiply_down(
+    x: Tensor, weight: Tensor, order: SortedRows, tile: ExpertTile, dtype: torch.dtype
+) -> Tensor:
+    """Compute the products [num_pairs, hidden_size] of the rows' activated columns x [num_pairs, size] with
+    `weight` [num_experts, hidden_size, size], rounded to `dtype`. Behind the last row they are undefined."""
     hidden_size, size = weight.shape[1:]
     assert weight.is_contiguous()
     assert x.is_contiguous()
-    out = x.new_empty(len(x), hidden_size, dtype=torch.float32)
+    out = x.new_empty(len(x), hidden_size, dtype=dtype)
     _down_kernel[(triton.cdiv(hidden_size, 2 * tile.outputs), len(order.tiles))](
         x, weight, out, order.tiles, size, hidden_size,
         **_options(x.dtype, tile._replace(outputs=2 * tile.outputs)),
@@ -290,7 +293,8 @@ def _down_kernel(
         a = tl.load(x_rows + first, mask=is_row & in_row[None, :], other=0.0)
         b = tl.load(weight_rows + first, mask=is_output & in_row[:, None], other=0.0)
         sums = tl.dot(a, b, sums, input_precision=PRECISION)
-    tl.store(out + rows * hidden_size + outputs, sums, mask=is_row & is_output)
+    result = sums.to(out.dtype.element_ty)
+    tl.store(out + rows * hidden_size + outputs, result, mask=is_row & is_output)
 
 
 @triton.jit

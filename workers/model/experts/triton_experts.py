@@ -53,10 +53,18 @@ class TritonExperts(Experts):
         if self._has_grouped and num_pairs >= _GROUPED_ROWS * self.num_experts:
             results = self._grouped(x, routing, order)
         else:
-            num_chosen = routing.experts.shape[1]
-            activated = kernels.multiply_gate_up(x, self._gate_up, self._gate, order, num_chosen, tile)
-            results = kernels.multiply_down(activated, self._down, order, tile)
+            results = self._tiled(x, routing, order, tile)
         kernels.add_results(results, order, routing, self._down_bias, out, is_added=is_added)
+
+    def _tiled(
+        self, x: Tensor, routing: Routing, order: kernels.SortedRows, tile: kernels.ExpertTile
+    ) -> Tensor:
+        """Return the results of the rows [num_pairs, hidden_size] by the kernels; those of many rows, which
+        would need as much memory again, in the dtype of x."""
+        num_chosen = routing.experts.shape[1]
+        dtype = x.dtype if tile == self._many_tile else torch.float32
+        activated = kernels.multiply_gate_up(x, self._gate_up, self._gate, order, num_chosen, tile)
+        return kernels.multiply_down(activated, self._down, order, tile, dtype)
 
     def _grouped(self, x: Tensor, routing: Routing, order: kernels.SortedRows) -> Tensor:
         """Return the results of the rows [num_pairs, hidden_size] by grouped products, in the dtype of x."""
@@ -74,8 +82,7 @@ class TritonExperts(Experts):
         routing = Routing(x.new_zeros(1, 1, dtype=torch.int32), x.new_ones(1, 1, dtype=torch.float32))
         for tile in {self._few_tile, self._many_tile}:
             order = kernels.sort_rows(routing.experts, self.num_experts, tile)
-            activated = kernels.multiply_gate_up(x, self._gate_up, self._gate, order, 1, tile)
-            kernels.multiply_down(activated, self._down, order, tile)
+            self._tiled(x, routing, order, tile)
         if self._has_grouped:
             self._grouped(x, routing, order)
 
