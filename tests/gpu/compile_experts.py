@@ -13,7 +13,7 @@ from hopper_compiler import HOPPER, compiled_for, print_kernels
 from workers.model.cuda.expert_choice import choose_in_one
 from workers.model.cuda.experts import (
     ExpertTile,
-    Gate,
+    GateEpilogue,
     SortedRows,
     activate,
     add_results,
@@ -38,7 +38,7 @@ def compile_experts(
     result_dtype = torch.float32 if tile == few_rows_tile(dtype) else dtype
     experts = torch.zeros(1, NUM_CHOSEN, dtype=torch.int32)
     x, gate_up = torch.zeros(1, HIDDEN, dtype=dtype), torch.zeros(1, 2 * SIZE, HIDDEN, dtype=dtype)
-    gate = Gate(activation, DEFAULT_CLAMP, gate_up[:, :, 0].contiguous() if has_bias else None)
+    gate = GateEpilogue(activation, DEFAULT_CLAMP, gate_up[:, :, 0].contiguous() if has_bias else None)
     sort_rows(experts, NUM_EXPERTS, tile)
     pairs, rows, ends = (experts[0].clone() for _ in range(3))
     order = SortedRows(pairs, rows, ends, experts.new_zeros(8, 3))
@@ -53,7 +53,7 @@ def compile_grouped() -> None:
     rows = torch.zeros(NUM_CHOSEN, 2 * SIZE, dtype=torch.bfloat16)
     experts = torch.zeros(1, NUM_CHOSEN, dtype=torch.int32)
     order = SortedRows(*(experts[0].clone() for _ in range(4)))
-    activate(rows, Gate("silu", DEFAULT_CLAMP, None), order, experts)
+    activate(rows, GateEpilogue("silu", DEFAULT_CLAMP, None), order, experts)
 
 
 if __name__ == "__main__":

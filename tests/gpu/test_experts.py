@@ -36,10 +36,8 @@ from workers.model.experts import triton_experts
 from workers.model.experts.triton_experts import TritonExperts
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2**-5}
-# The interpreter's products of bfloat16 are wrong.
-DTYPES = [torch.float32, torch.float16]
-if torch.cuda.is_available():
-    DTYPES.append(torch.bfloat16)
+# The interpreter's products of bfloat16 are wrong; on a device, each more dtype is a minute of compilation.
+DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 modes = pytest.mark.parametrize("is_deterministic", [False, True], ids=["any", "deterministic"])
 ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -52,7 +50,7 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
 
 
-class Case(NamedTuple):
+class ExpertSizes(NamedTuple):
     """The sizes of a problem."""
 
     num_tokens: int
@@ -85,7 +83,7 @@ class Problem(NamedTuple):
         return Problem(weights, self.x.to(device, dtype), routing)
 
 
-def drawn_routing(rng: np.random.Generator, case: Case, share_of_none: float = 0.0) -> Routing:
+def drawn_routing(rng: np.random.Generator, case: ExpertSizes, share_of_none: float = 0.0) -> Routing:
     """Draw other experts for each token, of which some are not of this rank, and unequal weights."""
     rows = [rng.permutation(case.num_experts)[: case.num_chosen] for _ in range(case.num_tokens)]
     experts = np.array(rows, np.int32).reshape(case.num_tokens, case.num_chosen)
@@ -96,7 +94,7 @@ def drawn_routing(rng: np.random.Generator, case: Case, share_of_none: float = 0
 
 def drawn_problem(
     seed: int,
-    case: Case,
+    case: ExpertSizes,
     activation: ExpertActivation = "silu",
     *,
     has_bias: bool = False,
@@ -128,12 +126,12 @@ def check(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def drawn_case(seed: int) -> Case:
+def drawn_case(seed: int) -> ExpertSizes:
     rng = np.random.default_rng(seed + 100)
     num_experts = int(rng.integers(1, 10))
     hidden_size, size = (int(it) for it in rng.integers(1, 90, 2))
     num_chosen = int(rng.integers(1, num_experts + 1))
-    return Case(int(rng.integers(1, 50)), num_experts, num_chosen, hidden_size, size)
+    return ExpertSizes(int(rng.integers(1, 50)), num_experts, num_chosen, hidden_size, size)
 
 
 @dtypes
@@ -171,14 +169,14 @@ def test_sums_are_those_of_torch(
 )
 @modes
 def test_rows_on_few_experts(device: torch.device, is_deterministic: bool, rows: list[list[int]]) -> None:
-    problem = drawn_problem(1, Case(len(rows), 4, 2, 24, 17)).to(device, torch.float32)
+    problem = drawn_problem(1, ExpertSizes(len(rows), 4, 2, 24, 17)).to(device, torch.float32)
     routing = problem.routing._replace(experts=torch.tensor(rows, dtype=torch.int32, device=device))
     expected = TorchExperts(problem.weights)(problem.x, routing)
     check(make_experts(problem.weights, is_deterministic=is_deterministic)(problem.x, routing), expected)
 
 
 def test_no_token_is_no_launch(device: torch.device) -> None:
-    problem = drawn_problem(1, Case(0, 4, 2, 24, 17)).to(device, torch.float32)
+    problem = drawn_problem(1, ExpertSizes(0, 4, 2, 24, 17)).to(device, torch.float32)
     assert make_experts(problem.weights)(problem.x, problem.routing).shape == (0, 24)
 
 
@@ -195,7 +193,9 @@ def bits_hold(experts: TritonExperts, problem: Problem, parts: Sequence[tuple[in
 @dtypes
 def test_a_token_has_the_same_bits_in_any_company(device: torch.device, dtype: torch.dtype) -> None:
     """In deterministic mode whatever the number of tokens; otherwise where experts have few rows each."""
-    drawn = drawn_problem(5, Case(40, 4, 3, 140, 70), "clamped_swiglu", has_bias=True, share_of_none=0.1)
+    drawn = drawn_problem(
+        5, ExpertSizes(40, 4, 3, 140, 70), "clamped_swiglu", has_bias=True, share_of_none=0.1
+    )
     problem = drawn.to(device, dtype)
     parts = [(0, 1), (39, 40), (3, 38)]
     bits_hold(TritonExperts(problem.weights, is_deterministic=True), problem, parts)
@@ -204,7 +204,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device, dtype: t
 
 
 def test_the_order_in_which_a_router_names_experts_does_not_matter(device: torch.device) -> None:
-    problem = drawn_problem(6, Case(20, 7, 4, 48, 33), has_bias=True, share_of_none=0.2)
+    problem = drawn_problem(6, ExpertSizes(20, 7, 4, 48, 33), has_bias=True, share_of_none=0.2)
     weights, x, routing = problem.to(device, torch.float32)
     experts = make_experts(weights)
     turned = Routing(*(it.flip(1).contiguous() for it in routing))
@@ -216,7 +216,7 @@ def test_the_order_in_which_a_router_names_experts_does_not_matter(device: torch
 def test_a_nan_spoils_its_token_only(
     device: torch.device, is_deterministic: bool, activation: ExpertActivation
 ) -> None:
-    problem = drawn_problem(7, Case(40, 4, 2, 40, 24), activation)
+    problem = drawn_problem(7, ExpertSizes(40, 4, 2, 40, 24), activation)
     weights, x, routing = problem.to(device, torch.float32)
     experts = make_experts(weights, is_deterministic=is_deterministic)
     clean = experts(x, routing)
@@ -234,7 +234,7 @@ def test_many_rows_are_grouped_products(
 ) -> None:
     """In bfloat16; of sizes that are not aligned the kernels compute them."""
     monkeypatch.setattr(triton_experts, "_GROUPED_ROWS", 4)
-    case = Case(40, 6, 3, 64, 40)
+    case = ExpertSizes(40, 6, 3, 64, 40)
     problem = drawn_problem(8, case, activation, has_bias=has_bias, share_of_none=0.2)
     weights, x, routing = problem.to(device, torch.bfloat16)
     experts = make_experts(weights)
@@ -264,7 +264,7 @@ def test_what_grouped_products_lack_is_left_to_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(triton_experts, "_GROUPED_ROWS", 4)
-    problem = drawn_problem(9, Case(20, 4, 2, hidden_size, size)).to(device, dtype)
+    problem = drawn_problem(9, ExpertSizes(20, 4, 2, hidden_size, size)).to(device, dtype)
     experts = make_experts(problem.weights, is_deterministic=is_deterministic)
     with recorded_launches() as launches:
         experts(problem.x, problem.routing)
@@ -281,7 +281,7 @@ def test_sorted_rows(device: torch.device, seed: int, tile_rows: int) -> None:
     rng = np.random.default_rng(seed)
     num_experts = int(rng.integers(1, 40))
     num_chosen = int(rng.integers(1, min(num_experts, 8) + 1))
-    case = Case(int(rng.choice([1, 3, 20, 60])), num_experts, num_chosen, 0, 0)
+    case = ExpertSizes(int(rng.choice([1, 3, 20, 60])), num_experts, num_chosen, 0, 0)
     experts = drawn_routing(rng, case, float(rng.choice([0.0, 0.5, 1.0]))).experts
     tile = kernels.few_rows_tile(torch.float32)._replace(rows=tile_rows, chunk=128)
     order = kernels.sort_rows(experts.to(device), num_experts, tile)
@@ -369,7 +369,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are(device: torch.
 
 
 def drawn_mixture(device: torch.device, *, has_shared: bool, held: range = range(8)) -> Mixture:
-    case = Case(1, len(held), 2, 32, 24)
+    case = ExpertSizes(1, len(held), 2, 32, 24)
     problem = drawn_problem(3, case).to(device, torch.float32)
     generator = torch.Generator().manual_seed(4)
 
@@ -458,7 +458,7 @@ def test_the_memory_of_many_rows_is_counted(
     counted = activation_bytes(rank, 2, num_tokens, 1, is_on_cuda=True)
     dense = dataclasses.replace(config, mixture=config.mixture._replace(rule=RouterRule(1, 0), size=0))
     counted -= activation_bytes(RankShape(dense, 0, config.num_layers), 2, num_tokens, 1)
-    problem = drawn_problem(1, Case(num_tokens, num_experts, num_chosen, hidden_size, size))
+    problem = drawn_problem(1, ExpertSizes(num_tokens, num_experts, num_chosen, hidden_size, size))
     weights, x, routing = problem.to(device, dtype)
     experts = make_experts(weights)
     with _LiveBytes() as live:
@@ -482,7 +482,9 @@ def test_a_graph_holds_a_mixture(device: torch.device) -> None:
         torch.testing.assert_close(captured, mixture(x))
 
 
-def test_elsewhere_experts_are_those_of_torch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_have_the_experts_of_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "DEVICE_TYPES", set())
-    problem = drawn_problem(1, Case(1, 2, 1, 8, 8)).to(device, torch.float32)
+    problem = drawn_problem(1, ExpertSizes(1, 2, 1, 8, 8)).to(device, torch.float32)
     assert isinstance(making.make_experts(problem.weights), TorchExperts)

@@ -81,7 +81,7 @@ def sort_rows(experts: Tensor, num_experts: int, tile: ExpertTile) -> SortedRows
     return SortedRows(pairs, rows, ends, tiles)
 
 
-class Gate(NamedTuple):
+class GateEpilogue(NamedTuple):
     """The activation of gate and up, and the biases of both [num_experts, 2 * size], those of gates first."""
 
     activation: ExpertActivation
@@ -90,7 +90,7 @@ class Gate(NamedTuple):
 
 
 def multiply_gate_up(
-    x: Tensor, weight: Tensor, gate: Gate, order: SortedRows, num_chosen: int, tile: ExpertTile
+    x: Tensor, weight: Tensor, gate: GateEpilogue, order: SortedRows, num_chosen: int, tile: ExpertTile
 ) -> Tensor:
     """Compute the activated columns [num_pairs, size] of the rows, by x [num_tokens, hidden_size] and
     `weight` [num_experts, 2 * size, hidden_size]. Behind the last row they are undefined."""
@@ -134,7 +134,7 @@ def _options(dtype: torch.dtype, tile: ExpertTile) -> dict[str, object]:
     }
 
 
-def activate(gate_up: Tensor, gate: Gate, order: SortedRows, experts: Tensor) -> Tensor:
+def activate(gate_up: Tensor, gate: GateEpilogue, order: SortedRows, experts: Tensor) -> Tensor:
     """Compute the activated columns [num_pairs, size] of products `gate_up` [num_pairs, 2 * size] of the
     rows, to which the biases of their `experts` [num_tokens, num_chosen] are still to be added. Behind the
     last row they are undefined."""

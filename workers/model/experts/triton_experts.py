@@ -30,7 +30,7 @@ class TritonExperts(Experts):
         bias, self._down_bias = (
             None if it is None else it.contiguous() for it in (weights.gate_up_bias, weights.down_bias)
         )
-        self._gate = kernels.Gate(weights.activation, weights.clamp, bias)
+        self._gate = kernels.GateEpilogue(weights.activation, weights.clamp, bias)
         self._many_tile = kernels.many_rows_tile(dtype)
         self._few_tile = self._many_tile if is_deterministic else kernels.few_rows_tile(dtype)
         self._has_grouped = not is_deterministic and _serves_grouped(self._gate_up)
