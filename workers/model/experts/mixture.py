@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from workers.model.apply_norm import apply_norm
-from workers.model.experts.make_experts import choose, make_experts
+from workers.model.experts.make_experts import make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.experts.native_routing import choose
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
 from workers.model.products import GatedActivation, make_linear
