@@ -103,15 +103,35 @@ class DecoderLayer:
         norms = self.qk_norms
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
-        if self.mixture is not None or gate_up is None or down is None:
-            return None
         if not (norms is None or type(norms) is RowNorms):
             return None
         if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None
-        if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
+        if not (_is_whole(qkv) and _is_whole(output)):
+            return None
+        if self.mixture is not None:
+            return self._packed_mixture(qkv, output, norms)
+        assert gate_up is not None
+        assert down is not None
+        if not (_is_whole(gate_up) and _is_whole(down)):
             return None
         return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
+
+    def _packed_mixture(
+        self, qkv: PackedLinear, output: PackedLinear, row_norms: RowNorms | None
+    ) -> PackedLayer | None:
+        """Return a layer with experts as `packed` does."""
+        mixture = self.mixture
+        if not isinstance(mixture, Mixture) or mixture.packed is None or self._branch_norms is not None:
+            return None
+        layer = PackedLayer(qkv, output, None, None, self._norms, row_norms, self._attention, mixture.packed)
+        shared = mixture.shared
+        if shared is None:
+            return layer
+        gate_up, down = shared.gate_up, shared.down
+        if shared.gate is not None or not (_is_whole(gate_up) and _is_whole(down)):
+            return None
+        return layer._replace(gate_up=gate_up, down=down)
 
     def _has_layer_norms(self) -> bool:
         """Whether some norm subtracts the mean."""
@@ -227,7 +247,7 @@ def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) ->
     return None
 
 
-def _is_whole(product: Product) -> TypeGuard[PackedLinear]:
+def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[PackedLinear]:
     """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
     is no such."""
     return isinstance(product, PackedLinear) and not product.is_padded

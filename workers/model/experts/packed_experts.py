@@ -103,6 +103,7 @@ class PackedExperts(Experts):
             is_paired,
             *weights.clamp,
         )
+        self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
 
     @property
