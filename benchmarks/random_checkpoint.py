@@ -189,6 +189,8 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             norms |= {"self_attn.k_norm": head_dim} if has_own_kv else {}
         if shapes.input_size:
             norms["post_per_layer_input_norm"] = hidden
+        if config.traits.has_sinks:
+            tensors[f"{prefix}self_attn.sinks"] = vector(config.num_heads, 0.0, 2.0)
         if config.traits.has_layer_shapes:
             tensors[f"{prefix}layer_scalar"] = vector(1, 1.0, 0.1)
         if config.qk_row_norm:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_kernels import TILED_KERNELS, kernels_of
+from dense_sinks import register
 from optional_programs import needs_compiler
 
 from workers.model import native
@@ -49,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Norms of rows of queries and keys, and none of what a layer reads.
     "olmo2": {"num_attention_heads": 6, "head_dim": 16},
     "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "dense_sinks": {"sliding_window": 24, "head_dim": 64},
 }
 
 
@@ -79,6 +81,11 @@ def run(
     tokens = torch.arange(sum(span.num_tokens for span in spans)) % decoder.config.vocab_size
     plan = attention.plan(StepInput.of(spans, BLOCK, marks=marks))
     return decoder.run_layers(decoder.embed(tokens), plan), attention.kv
+
+
+@pytest.fixture(autouse=True)
+def family_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
 
 
 @pytest.fixture(params=TILED_KERNELS)

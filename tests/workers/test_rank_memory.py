@@ -72,7 +72,7 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
             products += [shared.gate_up, shared.down]
             found += [] if shared.gate is None else [shared.gate]
     parts = [part for product in products for part in (product.weight, product.bias)]
-    return found + [tensor for tensor in parts if tensor is not None]
+    return found + [tensor for tensor in (*parts, layer.sinks) if tensor is not None]
 
 
 def tensors_of_norms(*norms: Norm | None) -> list[torch.Tensor]:
