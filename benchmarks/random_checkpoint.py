@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.random_experts import expert_tensors
 from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 
@@ -53,6 +54,22 @@ LLAMA_8B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rope_theta": 500000.0,
     "vocab_size": 128256,
+}
+# The shape of Qwen3-30B-A3B, with a fourth of its weights in half of its layers, as keys of config.json.
+QWEN3_MOE_SCALED: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 384,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
 }
 # The shape of Qwen3-0.6B, as keys of config.json.
 QWEN3_06B: dict[str, Any] = {
@@ -144,6 +161,8 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         tensors["model.norm.bias"] = vector(hidden, 0.0, 0.1)
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
+    if config.head_bias:
+        tensors["lm_head.bias"] = vector(config.vocab_size, 0.0, 0.1)
     shapes = config.layer_shapes
     if size := shapes.input_size:
         all_inputs = config.num_layers * size
@@ -176,6 +195,10 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if shapes.input_size:
             matrices["per_layer_input_gate"] = (shapes.input_size, hidden, 1.0, False)
             matrices["per_layer_projection"] = (hidden, shapes.input_size, depth_gain, False)
+        if not ffn:
+            matrices = {name: it for name, it in matrices.items() if not name.startswith("mlp.")}
+        if config.has_experts(layer):
+            tensors |= expert_tensors(config, prefix, depth_gain, matrix, vector)
         for name, (rows, columns, gain, has_bias) in matrices.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
