@@ -66,6 +66,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    },
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
 }
 
