@@ -66,4 +66,6 @@ if __name__ == "__main__":
         compile_experts(torch.float32, many_rows_tile(torch.float32), "gelu_tanh")
         compile_grouped()
         choose_in_one(torch.zeros(1, NUM_EXPERTS), RouterRule(NUM_EXPERTS, NUM_CHOSEN), None)
+        grouped = RouterRule(256, NUM_CHOSEN, "sigmoid", num_groups=8, num_chosen_groups=4)
+        choose_in_one(torch.zeros(1, 256), grouped, torch.zeros(256))
     print_kernels(kernels)

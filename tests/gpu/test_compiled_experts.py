@@ -41,7 +41,7 @@ def test_every_kernel_compiles_and_spills_no_register(kernels: Named) -> None:
         "_down_kernel": 4,
         "_add_kernel": 4,
         "_activate_kernel": 1,
-        "_choose_kernel": 1,
+        "_choose_kernel": 2,
     }
     assert [it for made in kernels.values() for it in made if it["stack_bytes"]] == []
 
@@ -70,6 +70,6 @@ def test_products_of_many_rows_use_warpgroups_where_there_are_any(
 
 
 def test_the_choice_of_a_token_takes_one_warp(kernels: Named) -> None:
-    (kernel,) = kernels["_choose_kernel"]
-    assert kernel["num_warps"] == 1
-    assert kernel["shared_bytes"] == 0
+    for kernel in kernels["_choose_kernel"]:
+        assert kernel["num_warps"] == 1
+        assert kernel["shared_bytes"] <= 1 << 10

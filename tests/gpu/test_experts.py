@@ -325,6 +325,8 @@ RULES = [
     RouterRule(20, 6, "sigmoid", is_normalized=True, sum_offset=1e-20),
     RouterRule(12, 2, "sigmoid", is_normalized=True, least_sum=1.6),
     RouterRule(16, 4, "sigmoid", is_normalized=True, num_groups=4, num_chosen_groups=2),
+    RouterRule(20, 3, num_groups=4, num_chosen_groups=2, group_score="best", scale=16.0),
+    RouterRule(15, 7, num_groups=3, num_chosen_groups=3),
     RouterRule(6, 2, "sparsemixer", jitter=0.1),
 ]
 

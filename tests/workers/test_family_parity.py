@@ -40,7 +40,9 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
 _ROUNDED = [
     case
     for case in CASES
-    if case.endswith("-1" if NAME_TO_FAMILY[CASES[case]["family"]].experts is None else ("-3", "-6"))
+    # Phi-3.5-MoE weighs two experts by which of them comes first, and rounding changes that.
+    if CASES[case]["family"] != "phimoe"
+    and case.endswith("-1" if NAME_TO_FAMILY[CASES[case]["family"]].experts is None else ("-3", "-6"))
 ]
 
 

@@ -1,8 +1,8 @@
 """Attention in plain torch, on any device: the reference for every other backend.
 
 Decoding sequences are gathered in groups of similar length; each chunk of a prompt goes through torch's fused
-attention. Scores and probabilities are float32 whatever the dtype of the model. In
-shapes, num_rows counts query tokens and group = num_heads / num_kv_heads."""
+attention, unless scores are capped or there are sinks. Scores and probabilities are float32 whatever the
+dtype of the model. In shapes, num_rows counts query tokens and group = num_heads / num_kv_heads."""
 
 from __future__ import annotations
 

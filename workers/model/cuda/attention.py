@@ -4,7 +4,8 @@ Blocks are read where they lie, also in pinned host memory. The query heads of a
 the same products ("packed"): group = num_heads / num_kv_heads rows a token. Scores, probabilities, their
 sums and the accumulated values are float32; the products take queries, keys, values and probabilities in the
 dtype of the KV. Keys that no row of a program sees are not read, and masks are computed only for tiles at the
-border of what is seen, so bytes after a sequence's end may hold anything.
+border of what is seen, so bytes after a sequence's end may hold anything. The sink of a head, if it has one,
+joins the sum of a row last, where the row's keys are done or its pieces are combined.
 
 The computation for a token, and its order, depend on its position and its window alone, not on the
 other sequences of a step, nor on where a chunk begins: tiles of keys and pieces begin at absolute positions,

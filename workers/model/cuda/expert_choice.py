@@ -13,8 +13,8 @@ from workers.model.experts.routing import Routing
 
 
 def serves_rule(rule: RouterRule) -> bool:
-    """Whether the kernel chooses by this rule: not from groups, nor by sparsemixer."""
-    return rule.num_groups == 1 and rule.scoring != "sparsemixer"
+    """Whether the kernel chooses by this rule: by all but sparsemixer."""
+    return rule.scoring != "sparsemixer"
 
 
 def choose_in_one(logits: Tensor, rule: RouterRule, bias: Tensor | None) -> Routing:
@@ -30,17 +30,51 @@ def choose_in_one(logits: Tensor, rule: RouterRule, bias: Tensor | None) -> Rout
         _choose_kernel[(num_tokens,)](
             logits, bias, experts, weights, logits.stride(0), rule.sum_offset, rule.least_sum, rule.scale,
             NUM_EXPERTS=num_experts, NUM_CHOSEN=rule.num_chosen, SCORING=rule.scoring,
-            IS_NORMALIZED=rule.is_normalized, EXPERTS=triton.next_power_of_2(num_experts),
+            IS_NORMALIZED=rule.is_normalized, NUM_GROUPS=rule.num_groups,
+            NUM_CHOSEN_GROUPS=rule.num_chosen_groups, HAS_TWO_BEST=rule.group_score == "best_two",
+            GROUPS=triton.next_power_of_2(rule.num_groups), EXPERTS=triton.next_power_of_2(num_experts),
             CHOSEN=triton.next_power_of_2(rule.num_chosen), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return Routing(experts, weights)
 
 
 @triton.jit
+def _best(values, is_left, numbers, NONE: tl.constexpr):
+    """Return the largest of the values that are left, and the lowest of the numbers that have it."""
+    best = tl.max(tl.where(is_left, values, float("-inf")), 0)
+    return best, tl.min(tl.where(is_left & (values == best), numbers, NONE), 0)
+
+
+@triton.jit
+def _of_best_groups(
+    ranked, groups, numbers, EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr, HAS_TWO_BEST: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of experts with minus infinity for those of all but the best groups."""
+    all_groups = tl.arange(0, GROUPS)
+    of_groups = tl.full((GROUPS,), float("-inf"), dtype=tl.float32)
+    for group in range(NUM_GROUPS):
+        is_in = groups == group
+        score, first = _best(ranked, is_in, numbers, EXPERTS)
+        if HAS_TWO_BEST:
+            second, _ = _best(ranked, is_in & (numbers != first), numbers, EXPERTS)
+            score += second
+        of_groups = tl.where(all_groups == group, score, of_groups)
+    is_left = all_groups < NUM_GROUPS
+    is_chosen = groups < 0
+    for _ in range(NUM_CHOSEN_GROUPS):
+        _, group = _best(of_groups, is_left, all_groups, GROUPS)
+        is_chosen = is_chosen | (groups == group)
+        is_left = is_left & (all_groups != group)
+    return tl.where(is_chosen, ranked, float("-inf"))
+
+
+@triton.jit
 def _choose_kernel(
     logits, bias, experts, weights, logits_stride, sum_offset, least_sum, scale,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SCORING: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
+    HAS_TWO_BEST: tl.constexpr, GROUPS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token, which are one program."""
     token = tl.program_id(0).to(tl.int64)
@@ -56,12 +90,16 @@ def _choose_kernel(
     if bias is not None and SCORING != "softmax_chosen":
         ranked += tl.load(bias + numbers, mask=is_left, other=0.0)
     ranked = tl.where(ranked == ranked, ranked, float("inf"))
+    if NUM_GROUPS > 1:
+        ranked = _of_best_groups(
+            ranked, numbers // (NUM_EXPERTS // NUM_GROUPS), numbers, EXPERTS, NUM_GROUPS, NUM_CHOSEN_GROUPS,
+            HAS_TWO_BEST, GROUPS,
+        )  # fmt: skip
     places = tl.arange(0, CHOSEN)
     chosen = tl.zeros((CHOSEN,), dtype=tl.int32)
     of_chosen = tl.full((CHOSEN,), float("-inf"), dtype=tl.float32)
     for place in range(NUM_CHOSEN):
-        best = tl.max(tl.where(is_left, ranked, float("-inf")), 0)
-        expert = tl.min(tl.where(is_left & (ranked == best), numbers, EXPERTS), 0)
+        _, expert = _best(ranked, is_left, numbers, EXPERTS)
         chosen = tl.where(places == place, expert, chosen)
         score = tl.sum(tl.where(numbers == expert, scores, 0.0), 0)
         of_chosen = tl.where(places == place, score, of_chosen)

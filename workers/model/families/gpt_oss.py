@@ -37,6 +37,7 @@ FAMILY = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     has_sinks=True,
+    is_norm_rounded_first=False,
     windows="pattern",
     experts=ExpertTraits(
         "softmax_chosen",

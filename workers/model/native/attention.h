@@ -153,7 +153,7 @@ class Attention {
     void reserve(int64_t rows, int64_t padded_dim) {
       if (rows <= num_rows && padded_dim == dim) return;
       num_rows = rows, dim = padded_dim;
-      memory.resize(rows * (dim + 2) + 16);
+      memory.resize(rows * (dim + 2) + 16 + LANES);  // aligned, and read in whole vectors
     }
     State from(int64_t row) {
       float* mixed = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
@@ -559,19 +559,23 @@ class Attention {
     }
   }
 
-  // The factor of what is mixed for a row whose sum has one more power of two: that of its sink, which has no value.
-  static float share(State state, int64_t row, float sink) {
-    float own = sink * LOG2_E, largest = std::max(state.largest[row], own);
-    alignas(64) float powers[LANES] = {state.largest[row] - largest, own - largest};
-    store(vexp2(load(powers)), powers);
-    return powers[0] / (state.sums[row] * powers[0] + powers[1]);
+  // The factors of what is mixed for LANES rows whose sums have one more power of two each: that of the sink of the
+  // row's head, which has no value. There may be fewer rows.
+  Vec shares(int64_t head, State state, int64_t row) const {
+    alignas(64) float of_rows[LANES];
+    for (int64_t i = 0; i < LANES; i++) of_rows[i] = sinks[head * group + (row + i) % group] * LOG2_E;
+    Vec own = load(of_rows), known = load(state.largest + row), largest = vmax(known, own);
+    Vec kept = vexp2(known - largest);
+    return kept / (load(state.sums + row) * kept + vexp2(own - largest));
   }
 
   void write(const AttentionTask& task, int64_t head, State state, T* out) const {
     int64_t stride = step.num_heads * dim;
+    alignas(64) float factors[LANES];
     for (int64_t row = 0; row < task.num_tokens * group; row++) {
+      if (sinks && row % LANES == 0) store(shares(head, state, row), factors);
       T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
-      Vec factor = broadcast(sinks ? share(state, row, sinks[head * group + row % group]) : 1.0f / state.sums[row]);
+      Vec factor = broadcast(sinks ? factors[row % LANES] : 1.0f / state.sums[row]);
       for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, to + i);
     }
   }
