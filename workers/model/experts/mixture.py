@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from workers.model.apply_norm import apply_norm
+from workers.model.experts.expert_products import Experts
+from workers.model.experts.host_experts import SplitExperts, split_experts
 from workers.model.experts.make_experts import make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.native_routing import choose
@@ -65,7 +67,7 @@ class Mixture:
         is_deterministic: bool = False,
     ) -> None:
         self._router = ExpertRouter(weights, rule, is_deterministic=is_deterministic)
-        self._experts = make_experts(weights.experts, is_deterministic=is_deterministic)
+        self._experts = _experts(weights, is_deterministic=is_deterministic)
         self._shared = None
         if weights.shared is not None:
             self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
@@ -84,6 +86,11 @@ class Mixture:
     def shared(self) -> SharedExperts | None:
         """The experts that all tokens share, if there are any."""
         return self._shared
+
+    @property
+    def split(self) -> SplitExperts | None:
+        """The experts, if the CPU computes some of them for another device."""
+        return self._experts if isinstance(self._experts, SplitExperts) else None
 
     def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
         experts, router = self._experts, self._router.logits
@@ -122,3 +129,9 @@ class Mixture:
         experts = routing.experts - self._first
         is_foreign = (experts < 0) | (experts >= self._num_held)
         return routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+
+
+def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if (offload := weights.offload) is None:
+        return make_experts(weights.experts, is_deterministic=is_deterministic)
+    return split_experts(weights.experts, offload.device, offload.num_in_host)
