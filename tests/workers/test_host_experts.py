@@ -3,6 +3,7 @@ arrive only when they are waited for. Not yet validated on a card: streams and p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -39,7 +40,7 @@ def drawn_weights(
     generator = torch.Generator().manual_seed(hidden_size * 3 + size)
 
     def drawn(*sizes: int) -> Tensor:
-        return (torch.randn(*sizes, generator=generator) / sizes[-1] ** 0.5).to(dtype)
+        return (torch.randn(*sizes, generator=generator) / math.sqrt(sizes[-1])).to(dtype)
 
     return ExpertWeights(
         list(drawn(num_experts, size, hidden_size)),
