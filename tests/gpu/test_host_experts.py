@@ -34,7 +34,7 @@ def test_the_parts_add_up_while_experts_change_places(num_in_host: int) -> None:
     )
     whole, split = TorchExperts(weights), split_experts(weights, DEVICE, num_in_host)
     sums: list[tuple[Tensor, Tensor]] = []
-    for number in range(40):
+    for number in range(40 if DEVICE.type == "cuda" else 6):
         x = drawn(1 + number % 7, HIDDEN_SIZE)
         experts = torch.rand(len(x), NUM_EXPERTS, generator=generator).argsort(1)[:, :3].int()
         routing = Routing(experts, torch.rand(len(x), 3, generator=generator))
