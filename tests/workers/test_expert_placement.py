@@ -125,6 +125,15 @@ def test_experts_that_are_chosen_nearly_as_often_do_not_change_places() -> None:
     assert placement.take_swaps(0.0) == []
 
 
+def test_the_largest_gain_comes_first_not_the_largest_load() -> None:
+    rules = RULES._replace(swaps_per_s=1.0)
+    placement = ExpertPlacement([np.array([True, False])] * 2, rules, 0.0)
+    placement.count([np.array([60, 100]), np.array([0, 90])], 0.0)
+    assert placement.take_swaps(0.0) == [Swap(1, 1, 0)]
+    assert placement.take_swaps(0.5) == []
+    assert placement.take_swaps(1.0) == [Swap(0, 1, 0)]
+
+
 def test_a_load_is_forgotten() -> None:
     placement = ExpertPlacement([np.array([True, False])], RULES, 0.0)
     placement.count([np.array([1000, 0])], 0.0)

@@ -54,7 +54,7 @@ class _Panels:
         self._is_bf16 = dtype == torch.bfloat16
         panels = allocate_panels(num_experts * num_panels * num_inputs * PANEL, dtype)
         self._of_experts = panels.view(num_experts, -1)
-        self._num_inputs = num_inputs
+        self._num_words = num_inputs // 2 if self._is_bf16 else num_inputs
         addresses = (of_expert.data_ptr() for of_expert in self._of_experts)
         self.addresses = (ctypes.c_void_p * num_experts)(*addresses)
 
@@ -72,10 +72,10 @@ class _Panels:
     def outputs(self, expert: int) -> Tensor:
         """Return the rows of an expert in the order of the panels' outputs, [num_panels, PANEL, num_inputs],
         with those of padding."""
-        # Inputs of bfloat16 lie in pairs.
-        num_paired = 2 if self._is_bf16 else 1
-        panels = self._of_experts[expert].view(-1, self._num_inputs // num_paired, PANEL, num_paired)
-        return panels.transpose(1, 2).flatten(2)
+        # Inputs of bfloat16 lie in pairs, which are four bytes as well.
+        panels = self._of_experts[expert].view(torch.float32).view(-1, self._num_words, PANEL)
+        rows = panels.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        return rows.view(self._of_experts.dtype)
 
 
 class PackedExperts(ReadableExperts):
