@@ -21,7 +21,6 @@ from workers.model.experts.expert_products import (
     ExpertActivation,
     ExpertWeights,
     TorchExperts,
-    gated,
 )
 from workers.model.experts.make_experts import make_experts
 from workers.model.experts.native_routing import choose_by
@@ -95,19 +94,19 @@ def drawn_rows(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(actual: Tensor, weights: ExpertWeights, x: Tensor, routing: Routing) -> None:
-    """Compare with float64: sums are off by some units in the last place of the sum of their terms' absolute
-    values."""
+    """Compare with float64: sums are off by some units in the last place of the sum of what bounds their
+    terms, since up to six values are rounded one after another."""
     assert actual.dtype == x.dtype
     wide = doubled(weights)
     exact = TorchExperts(wide)(x.double(), routing)
     scale = torch.ones_like(exact)
     for expert, (gate, up, down) in enumerate(zip(wide.gates, wide.ups, wide.downs, strict=True)):
         bias = None if wide.gate_up_bias is None else wide.gate_up_bias[expert]
-        gate_up = F.linear(x.double(), torch.cat((gate, up)), bias)
-        results = gated(gate_up, wide.activation, wide.clamp).abs() @ down.t().abs()
+        gates, ups = F.linear(x.double(), torch.cat((gate, up)), bias).abs().chunk(2, dim=1)
+        results = (gates * (ups + 1)) @ down.t().abs()
         scale += results * (routing.weights * (routing.experts == expert)).sum(1, keepdim=True)
     error = ((actual - exact).abs() / scale.amax(1, keepdim=True)).max().item()
-    assert error < {torch.float32: 2e-5, torch.bfloat16: 2**-6}[x.dtype], error
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 2**-6}[x.dtype], error
 
 
 @builds
