@@ -16,13 +16,9 @@ from optional_programs import needs_compiler
 from torch import Tensor
 
 from workers.errors import WorkerError
-from workers.model.experts.expert_products import (
-    Clamp,
-    ExpertActivation,
-    ExpertWeights,
-    TorchExperts,
-)
+from workers.model.experts.expert_products import ExpertWeights, TorchExperts
 from workers.model.experts.make_experts import make_experts
+from workers.model.experts.mixture_shape import Clamp, ExpertActivation
 from workers.model.experts.native_routing import choose_by
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture

@@ -87,7 +87,7 @@ class Decoder:
         if is_last:
             self._norm = reader.final_norm()
             weight = reader.head(table)
-            head = make_linear((weight,), is_deterministic=is_deterministic)
+            head = make_linear((weight,), reader.head_bias(), is_deterministic=is_deterministic)
             self.head = head.floats
             if is_first and weight is table:
                 self.embedding = head.lookup

@@ -59,7 +59,8 @@ class Unfinished:
         decoder, config = self._decoder, self._decoder.config
         products = _Sum(num_rows, config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if config.qk_row_norm else []
-        added = [products] if config.is_parallel else [products, products]
+        has_branches = config.mixture is not None and config.mixture.has_dense_branch
+        added = [products] * (1 if config.is_parallel else 3 if has_branches else 2)
         self._sums = [*squares, *added] * len(decoder.layers)
         if embeds and decoder.embedding is not None:
             inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)
@@ -104,9 +105,13 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     assert (decoder.shard.tp_rank, decoder.shard.tp_size) == (collectives.tp_rank, collectives.tp)
     for layer in decoder.layers:
         if layer.parallel_sum is not None:
+            assert layer.down is not None
             layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
         layer.output = _Summed(layer.output, collectives)
-        layer.down = _Summed(layer.down, collectives)
+        if layer.down is not None:
+            layer.down = _Summed(layer.down, collectives)
+        if layer.mixture is not None:
+            layer.mixture = _Summed(layer.mixture, collectives)
         if isinstance(layer.qk_norms, RowNorms):
             layer.qk_norms = _JoinedRowNorms(layer.qk_norms, decoder, collectives)
     vocab_size = decoder.config.vocab_size

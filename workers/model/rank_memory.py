@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.model_config import ModelConfig, read_header, weight_files
-from workers.model.sizes import kv_heads, layer_heads, part
+from workers.model.sizes import held_experts, kv_heads, layer_heads, part
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
@@ -39,6 +40,11 @@ _OWN_NORM_FLOATS = 3
 _VALUE_NORM_FLOATS = 2
 # The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
 _XIELU_FLOATS = 4
+# The copies of an expert's columns that torch holds at a time, if all tokens choose the same one; the float32
+# copies of hidden states in which results of experts are added up; and those of the router's logits.
+_EXPERT_COPIES = 3
+_EXPERT_FLOATS = 2
+_ROUTER_FLOATS = 3
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -48,13 +54,14 @@ LEAST_KV_TOKENS = 2048
 @dataclass(frozen=True, slots=True)
 class RankShape:
     """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
-    parts of each, of the embedding and of the head."""
+    parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers."""
 
     model: ModelConfig
     first_layer: int
     end_layer: int
     tp_rank: int = 0
     tp: int = 1
+    ep: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -133,7 +140,7 @@ class Checkpoint(NamedTuple):
             names = {embedding} if rank.is_first_stage else set()
             names |= {head} if rank.is_last_stage else set()
         if rank.is_last_stage:
-            names |= {norm, known.norm_bias}
+            names |= {norm, known.norm_bias, known.head_bias}
         if rank.is_first_stage and rank.model.layer_shapes.input_size:
             names |= {known.input_embedding, known.input_projection, known.input_norm}
         return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
@@ -154,11 +161,16 @@ class Checkpoint(NamedTuple):
                 return rank.num_heads / model.num_heads
             if k_norm in name:
                 return rank.num_kv_cells / model.kv_cells.num_cells
-        if ".q_proj." in name or ".o_proj." in name:
+        split_by_heads = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".o_proj.", ".self_attn.sinks")
+        if any(it in name for it in split_by_heads):
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
             held = rank.num_heads + 2 * rank.num_kv_cells
             return held / (model.num_heads + 2 * model.num_kv_heads)
+        if model.mixture is not None and model.has_experts(layer):
+            share = _expert_share(name, model.mixture, rank)
+            if share is not None:
+                return share
         if ".mlp." in name:
             num_columns = model.intermediate_size_of(layer)
             return len(part(num_columns, rank.tp_rank, rank.tp)) / num_columns
@@ -168,6 +180,35 @@ class Checkpoint(NamedTuple):
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
         return 1.0
+
+
+def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | None:
+    """Return the part of a tensor, named with its layer, of a layer with experts that the rank keeps; None if
+    it is none of its experts'."""
+    traits = rank.model.traits.experts
+    assert traits is not None
+    _, block, inner = name.partition(f".{traits.names.block}")
+    if not block:
+        return None
+    held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
+    columns = len(held.columns) / shape.size
+    number = inner.removeprefix("experts.").partition(".")[0]
+    if inner.startswith("experts.") and number.isdecimal():
+        return columns if int(number) in held.experts else 0.0
+    of_experts = len(held.experts) / shape.rule.num_experts
+    for product in (traits.names.gate_up, traits.names.down):
+        if inner.startswith(product):
+            # A byte of blocks holds two weights; their scales are not kept.
+            of_form = {"": 1.0, "_blocks": 2.0, "_scales": 0.0}.get(inner.removeprefix(product))
+            if of_form is not None:
+                return of_form * columns * of_experts
+    if inner == traits.names.gate_up_bias:
+        return columns * of_experts
+    if inner == traits.names.down_bias:
+        return of_experts
+    if traits.names.shared and inner.startswith(traits.names.shared):
+        return len(part(shape.shared_size, rank.tp_rank, rank.tp)) / shape.shared_size
+    return 1.0
 
 
 def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, max_sequences: int) -> int:
@@ -196,6 +237,10 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
         row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in of_kinds)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
+    if model.latent is not None:
+        row += item_bytes * model.latent.num_scratch_columns(rank.num_heads)
+    if model.mixture is not None:
+        row += _mixture_row_bytes(rank, model.mixture, item_bytes)
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)
@@ -203,6 +248,18 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
     read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
     return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
+
+
+def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int) -> int:
+    """Return what a token takes in a layer with experts beside its hidden states: its logits and choice, what
+    its experts compute, and their sum."""
+    held, rule = held_experts(shape, rank.tp_rank, rank.tp, rank.ep), shape.rule
+    most_chosen = min(rule.num_chosen, len(held.experts))
+    hidden_size = rank.model.hidden_size
+    inner = (most_chosen + _EXPERT_COPIES) * len(held.columns)
+    shared = 3 * len(part(shape.shared_size, rank.tp_rank, rank.tp)) + hidden_size if shape.shared_size else 0
+    floats = _ROUTER_FLOATS * (rule.num_experts + 2 * rule.num_chosen) + _EXPERT_FLOATS * hidden_size
+    return item_bytes * (inner + shared + 2 * hidden_size) + _FLOAT_BYTES * floats
 
 
 def _qkv_columns(rank: RankShape, layer: int) -> int:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
 
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
@@ -60,6 +62,21 @@ def layer_heads(config: ModelConfig, layer: int, tp_rank: int, tp: int) -> Layer
     of_cell = config.heads_of(layer).num_kv_heads // num_cells
     keys = range(cells.start * of_cell, cells.stop * of_cell)
     return LayerHeads(query_heads(config.num_heads, num_cells, tp_rank, tp), keys)
+
+
+class HeldExperts(NamedTuple):
+    """The experts of a layer that a rank holds, and the columns of each between its products."""
+
+    experts: range
+    columns: range
+
+
+def held_experts(shape: MixtureShape, tp_rank: int, tp: int, ep: int) -> HeldExperts:
+    """Return the rank's part of experts that are split into `ep` parts by their numbers, each over `tp / ep`
+    ranks."""
+    num_sharing = tp // ep
+    experts = part(shape.rule.num_experts, tp_rank // num_sharing, ep)
+    return HeldExperts(experts, part(shape.size, tp_rank % num_sharing, num_sharing))
 
 
 def refuse_split(config: ModelConfig, tp: int) -> None:
@@ -119,6 +136,17 @@ class StepWork(NamedTuple):
     read_bytes: float
 
 
+def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
+    """Return the products of a layer's attention, of all ranks together."""
+    if config.latent is not None:
+        return config.latent.products(config.hidden_size, config.num_heads)
+    num_kv_heads, head_dim = config.heads_of(layer)
+    num_kv_parts = config.has_own_kv(layer) * (2 - config.has_key_values(layer))
+    num_queries, hidden = config.num_heads * head_dim, config.hidden_size
+    num_projected = num_queries + num_kv_parts * num_kv_heads * head_dim
+    return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
+
+
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
     and the bytes of a token's keys and values."""
@@ -129,37 +157,62 @@ class _AttentionWork(NamedTuple):
 
 
 class _LayerWork(NamedTuple):
-    """A layer: its weights, those of its widest product, and its attention."""
+    """A layer: its weights that every token is multiplied by, those of its widest product, and its attention;
+    and whether it has experts."""
 
     weights: int
     widest_weights: int
     attention: _AttentionWork
+    has_experts: bool
 
     @staticmethod
     def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
         num_kv_heads, head_dim = config.heads_of(layer)
-        num_projected = num_kv_heads if config.has_own_kv(layer) else 0
         shapes, window = config.layer_shapes, config.sliding_windows[layer]
-        num_kv_parts = 1 if config.has_key_values(layer) else 2
-        queries = config.num_heads * head_dim
-        projections = 2 * queries + num_kv_parts * num_projected * head_dim
+        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
+        projections = sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
         num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
         inner = num_inner * config.intermediate_size_of(layer)
         down = config.intermediate_size_of(layer)
         hidden = config.hidden_size
+        beside, of_experts = 0, 0
+        if config.mixture is not None and config.has_experts(layer):
+            beside = config.mixture.weights_beside(hidden)
+            of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(hidden)
         return _LayerWork(
-            hidden * (projections + inner + down + 2 * shapes.input_size),
-            hidden * max(projections, inner),
-            _AttentionWork(window, 4 * queries, 2 * num_kv_heads * head_dim * item_bytes),
+            projections + hidden * (inner + down + 2 * shapes.input_size) + beside,
+            max(projections, hidden * inner, beside + of_experts),
+            _AttentionWork(
+                window,
+                2 * config.num_heads * (head_dim + mixed_dim),
+                2 * num_kv_heads * head_dim * item_bytes,
+            ),
+            config.has_experts(layer),
         )
+
+
+class _ExpertWork(NamedTuple):
+    """The experts of all layers: `num_layers` have them, each of `weights`."""
+
+    shape: MixtureShape
+    num_layers: int
+    weights: int
+
+    def multiplied(self) -> int:
+        """Return the weights of experts that a token is multiplied by."""
+        return self.num_layers * self.shape.rule.num_chosen * self.weights
+
+    def touched(self, num_tokens: float) -> float:
+        """Return the weights of the experts that so many tokens are expected to choose."""
+        return self.num_layers * self.shape.num_touched(num_tokens) * self.weights
 
 
 class ModelWork:
     """The least work in which a model's step can be done, all ranks together.
 
     Every product of a token with a weight counts as two operations, and so does every product of attention.
-    All weights are read once a step, and so is the KV that each sequence attends to. Writes are not counted,
-    nor are activations, which stay in caches."""
+    All weights are read once a step, but for experts that no token chooses, and so is the KV that each
+    sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
@@ -171,7 +224,21 @@ class ModelWork:
         self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
-        self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
+        self._item_bytes = item_bytes
+        self._experts: _ExpertWork | None = None
+        self._read_weights = self._layer_weights + self._head_weights
+        num_weights = float(self._read_weights)
+        if (shape := config.mixture) is not None:
+            num_layers = sum(layer.has_experts for layer in layers)
+            self._experts = _ExpertWork(shape, num_layers, shape.weights_of_expert(config.hidden_size))
+            self._layer_weights += self._experts.multiplied()
+            num_weights += num_layers * shape.rule.num_experts * self._experts.weights
+        self.weight_bytes = round(num_weights * item_bytes)
+
+    def read_weight_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of the weights that a step of so many tokens reads."""
+        touched = 0.0 if self._experts is None else self._experts.touched(num_tokens)
+        return (self._read_weights + touched) * self._item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
         """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps
@@ -182,12 +249,13 @@ class ModelWork:
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 
     def of(
-        self, spans: Iterable[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
+        self, spans: Collection[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
     ) -> StepWork:
         """Count a step over `spans` (tokens before, tokens computed) of sequences, and over single tokens at
         `decode_starts` of others. `num_sampled` rows go through the head."""
         flops = 2.0 * self._head_weights * num_sampled
-        read_bytes = float(self.weight_bytes)
+        num_tokens = sum(count for _, count in spans) + len(decode_starts)
+        read_bytes = self.read_weight_bytes(num_tokens)
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for (window, pair_flops, kv_bytes), num_layers in self._attention_to_num_layers.items():

@@ -5,24 +5,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model.experts.mixture_shape import DEFAULT_CLAMP, Clamp, ExpertActivation
 from workers.model.experts.routing import Routing
-
-# activation(gate) * up; or, of gpt-oss, (clamp(up) + 1) * gate * sigmoid(alpha * gate), with the gate clamped
-# from above.
-ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-
-
-class Clamp(NamedTuple):
-    """The constants of clamped_swiglu."""
-
-    alpha: float = 1.702
-    limit: float = 7.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class ExpertWeights:
     activation: ExpertActivation = "silu"
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    clamp: Clamp = Clamp()
+    clamp: Clamp = DEFAULT_CLAMP
 
 
 class Experts(ABC):

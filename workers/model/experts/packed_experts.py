@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import ExpertActivation, Experts, ExpertWeights
+from workers.model.experts.expert_products import Experts, ExpertWeights
+from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
 
@@ -103,6 +104,7 @@ class PackedExperts(Experts):
             is_paired,
             *weights.clamp,
         )
+        self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
 
     @property
