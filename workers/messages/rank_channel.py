@@ -333,6 +333,15 @@ class RowMask(Part, frozen=True):
     digest: bytes
 
 
+class ExpertCounts(Part, frozen=True):
+    """The tokens that each expert has had since the last such report: `counts` (uint32) [num_layers,
+    num_experts] of the layers with these numbers. A token has `num_chosen` experts of a layer."""
+
+    layers: tuple[int, ...]
+    num_chosen: int
+    counts: bytes
+
+
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
     entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
@@ -353,6 +362,8 @@ class StepReport(Message, frozen=True):
     prompt_logprobs: tuple[EntryLogprobs, ...] = ()
     embeddings: tuple[EntryEmbedding, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    # Of a model with experts, from the first rank of each stage, every few seconds.
+    experts: ExpertCounts | None = None
 
 
 class StepProgress(Message, frozen=True):

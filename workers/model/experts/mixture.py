@@ -18,7 +18,10 @@ from workers.model.products import GatedActivation, PackedLinear, make_linear
 
 
 class ExpertRouter:
-    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits."""
+    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits.
+
+    `counts`, int64 [num_experts], are the tokens for which each expert was chosen. They are counted on the
+    device, and include the rows with which a CUDA graph is padded."""
 
     def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
         router = weights.router
@@ -26,11 +29,15 @@ class ExpertRouter:
         self.logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic)
         self._rule, self._correction = rule, weights.correction
         self._norm, self._scale = weights.router_norm, weights.expert_scale
+        device = router.parts[0].device
+        self.counts = torch.zeros(rule.num_experts, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def __call__(self, x: Tensor) -> Routing:
         if self._norm is not None:
             x = apply_norm(x, self._norm)
         experts, of_experts = choose(self.logits.floats(x.to(self._dtype)), self._rule, self._correction)
+        self.counts.index_add_(0, experts.flatten(), self._one.expand(experts.numel()))
         if self._scale is not None:
             of_experts = of_experts * self._scale[experts]
         return Routing(experts, of_experts)
@@ -79,6 +86,12 @@ class Mixture:
     def packed(self) -> PackedMixture | None:
         """The router and the experts for the CPU kernels, if these compute them from one set of rows."""
         return self._packed
+
+    @property
+    def counts(self) -> Tensor:
+        """The tokens that each expert has had, also those of other ranks: int64 [num_experts], on the device.
+        The tensor is the same one always."""
+        return self._router.counts if self._packed is None else self._packed.counts
 
     @property
     def shared(self) -> SharedExperts | None:
