@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -19,13 +19,13 @@ NUM_EXPERTS = 4
 MEMORY_S = 10.0
 
 
-def counts(layer_to_counts: dict[int, Sequence[int]], num_chosen: int = 1) -> ExpertCounts:
+def counts(layer_to_counts: Mapping[int, Sequence[int]], num_chosen: int = 1) -> ExpertCounts:
     packed = pack_ids([count for each in layer_to_counts.values() for count in each])
     return ExpertCounts(tuple(layer_to_counts), num_chosen, packed)
 
 
 def load_of(
-    layer_to_counts: dict[int, Sequence[int]], *expert_to_rank: int, num_chosen: int = 1
+    layer_to_counts: Mapping[int, Sequence[int]], *expert_to_rank: int, num_chosen: int = 1
 ) -> ExpertLoad:
     load = ExpertLoad(expert_to_rank)
     load.add(counts(layer_to_counts, num_chosen), 1.0)
