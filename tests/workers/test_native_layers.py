@@ -51,6 +51,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"num_attention_heads": 6, "head_dim": 16},
     "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
     "dense_sinks": {"sliding_window": 24, "head_dim": 64},
+    # Experts in one layer of two; with some that all tokens share; and with biases and a clamped activation.
+    "qwen3_moe": {
+        "mlp_only_layers": [0],
+        "moe_intermediate_size": 40,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    },
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
 }
 
 

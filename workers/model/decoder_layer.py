@@ -131,10 +131,12 @@ class DecoderLayer:
         shared = mixture.shared
         if shared is None:
             return layer
-        gate_up, down = shared.gate_up, shared.down
-        if shared.gate is not None or not (_is_whole(gate_up) and _is_whole(down)):
+        gate_up, down, gate = shared.gate_up, shared.down, shared.gate
+        if not (_is_whole(gate_up) and _is_whole(down)):
             return None
-        return layer._replace(gate_up=gate_up, down=down)
+        if gate is None:
+            return layer._replace(gate_up=gate_up, down=down)
+        return layer._replace(gate_up=gate_up, down=down, shared_gate=gate) if _is_whole(gate) else None
 
     def _has_layer_norms(self) -> bool:
         """Whether some norm subtracts the mean."""

@@ -32,9 +32,11 @@ class PackedLayer(NamedTuple):
     row_norms: RowNorms | None
     attention: LayerAttention
     mixture: PackedMixture | None = None
+    # The product whose sigmoid multiplies what shared experts give.
+    shared_gate: PackedLinear | None = None
 
 
-_OPERANDS = ("qkv", "output", "gate_up", "down", "mixture")
+_OPERANDS = ("qkv", "output", "gate_up", "down", "shared_gate", "mixture")
 _BLOCK_NORMS = tuple(field.name for field in dataclasses.fields(BlockNorms))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.model import native
 from workers.model.apply_norm import apply_norm
 from workers.model.experts.make_experts import make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
@@ -56,7 +57,7 @@ class SharedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.down(self.gate_up.gated(x))
-        return result if self.gate is None else result.mul_(torch.sigmoid(self.gate(x)))
+        return result if self.gate is None else _scale_by_sigmoid(result, self.gate(x))
 
 
 class Mixture:
@@ -135,3 +136,13 @@ class Mixture:
         experts = routing.experts - self._first
         is_foreign = (experts < 0) | (experts >= self._num_held)
         return routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+
+
+def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
+    """Multiply x [num_tokens, size], in place, by the sigmoid of `gates` [num_tokens, 1]. On a CPU torch
+    computes the last numbers of a tensor in another way than the others, and the kernel all alike."""
+    if native.serves(x.device, x.dtype):
+        kernels = native.load()
+        assert kernels is not None
+        return kernels.scale_by_sigmoid(x, gates)
+    return x.mul_(torch.sigmoid(gates))

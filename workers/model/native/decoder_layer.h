@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "gate.h"
 #include "layer_ops.h"
 #include "mixture.h"
 #include "products.h"
@@ -10,8 +11,9 @@
 // Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
   // A layer with a `mixture` has it in place of its feed-forward; `gate_up` and `down` are then of the experts that all
-  // tokens share, or null.
-  const LinearWeights *qkv, *output, *gate_up, *down;
+  // tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
+  // that is null.
+  const LinearWeights *qkv, *output, *gate_up, *down, *shared_gate;
   const Mixture* mixture;
   // Of what attention and feed-forward take from the hidden states, and of what they add to these: of hidden_size.
   Norm attention_input, attention_output, feed_forward_input, feed_forward_output;
@@ -51,6 +53,8 @@ void add_product(const LinearWeights& weights, const Norm& norm, const T* x, T* 
   add_normed(scratch, norm, hidden, stride, rows, weights.num_outputs);
 }
 
+inline thread_local Scratch gate_scratch;
+
 // Adds the experts of hidden states [rows, hidden_size], and those that all tokens share, as `add_product` adds one.
 template <typename T>
 void add_mixture(const DecoderLayer& layer, const LayerStep& step, int64_t rows, T* hidden, int64_t stride) {
@@ -69,8 +73,15 @@ void add_mixture(const DecoderLayer& layer, const LayerStep& step, int64_t rows,
   }
   run_mixture(*layer.mixture, x, x_stride, rows, false, sums, size);
   count_piece(step.pieces);
-  if (layer.down) {
+  if (layer.down)
     linear(*layer.gate_up, x, x_stride, rows, Epilogue(layer.activation), gated, layer.down->num_inputs);
+  if (layer.down && layer.shared_gate) {
+    T* gates = reinterpret_cast<T*>(gate_scratch.floats(rows));
+    linear(*layer.shared_gate, x, x_stride, rows, STORE, gates, 1);
+    linear(*layer.down, gated, layer.down->num_inputs, rows, STORE, normed, size);
+    scale_by_sigmoid(normed, size, gates, rows, size);
+    add_rows(normed, rows, size, sums, size);
+  } else if (layer.down) {
     linear(*layer.down, gated, layer.down->num_inputs, rows, ADD, sums, size);
   }
   if (output.weight)
