@@ -59,7 +59,7 @@ def test_the_hottest_have_the_largest_shares_of_their_layers_tokens() -> None:
 def test_few_tokens_say_nothing_yet() -> None:
     load = load_of({1: [63, 0, 0, 0]})
     assert (load.imbalance, load.rank_imbalance, load.num_idle, load.hottest()) == (0.0, 0.0, 0, [])
-    assert load.figures() == {}
+    assert load.statistics() == {}
     load.add(counts({1: [1, 0, 0, 0]}), 1.0)
     assert load.imbalance == NUM_EXPERTS
 
@@ -77,7 +77,7 @@ def test_figures_are_statistics_of_a_replica() -> None:
     stats = StepStats()
     assert not any(name.startswith(("expert", "hottest")) for name in stats.totals())
     stats.experts.add(counts({7: [100, 20, 0, 0]}), 1.0)
-    figures = stats.experts.figures()
+    figures = stats.experts.statistics()
     assert figures == {
         "expert_imbalance": pytest.approx(100 / 30),
         "expert_rank_imbalance": 1.0,
@@ -96,7 +96,7 @@ def test_figures_are_statistics_of_a_replica() -> None:
 def test_steps_without_experts_have_no_figures() -> None:
     stats = StepStats()
     stats.add(StepPlan(1, decodes=bytes(4)), (3,), [0.1])
-    assert stats.experts.figures() == {}
+    assert stats.experts.statistics() == {}
 
 
 _LAYERS = st.lists(st.integers(0, 300), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS)

@@ -48,8 +48,8 @@ class ExpertLoad:
         self._num_ranks = max(expert_to_rank, default=0) + 1
         self._memory_s = memory_s
         self._layers: dict[int, _LayerLoad] = {}
-        # Of `figures`, which is asked for much more often than something is added; None: to be computed.
-        self._figures: dict[str, Any] | None = None
+        # Of `statistics`, which is asked for much more often than something is added; None: to be computed.
+        self._statistics: dict[str, Any] | None = None
 
     def add(self, report: ExpertCounts, now: float) -> None:
         """Take in what a stage has counted since its last report."""
@@ -61,7 +61,7 @@ class ExpertLoad:
                 kept = kept_share(now - before.updated_at, self._memory_s)
                 loads = [kept * old + new for old, new in zip(before.loads, loads, strict=True)]
             self._layers[layer] = _LayerLoad(loads, sum(loads), report.num_chosen, now)
-        self._figures = None
+        self._statistics = None
 
     @property
     def imbalance(self) -> float:
@@ -87,11 +87,11 @@ class ExpertLoad:
         )
         return heapq.nlargest(count, experts, key=lambda it: it.share)
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return the fields of `ReplicaStats` that concern experts; {}: nothing is known of any."""
-        if self._figures is None:
-            self._figures = self._computed() if self._known else {}
-        return self._figures
+        if self._statistics is None:
+            self._statistics = self._computed() if self._known else {}
+        return self._statistics
 
     def _computed(self) -> dict[str, Any]:
         hottest = self.hottest()[0]
@@ -124,7 +124,7 @@ class ExpertLoad:
 
 
 def _most_over_mean(loads: Sequence[float]) -> float:
-    return max(loads) / fmean(loads)
+    return max(loads) * len(loads) / sum(loads)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -85,7 +85,7 @@ class StepStats:
         totals: dict[str, Any] = dict(zip(_NAMES, _values_of(self), strict=True))
         totals["num_steps_by_batch"] = tuple(self.num_steps_by_batch)
         totals["num_hit_tokens"] = dict(self.num_hit_tokens)
-        return totals | self.experts.figures()
+        return totals | self.experts.statistics()
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
