@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,26 +20,34 @@ NUM_EXPERTS = 4
 MEMORY_S = 10.0
 
 
-def counts(layer_to_counts: Mapping[int, Sequence[int]], num_chosen: int = 1) -> ExpertCounts:
-    packed = pack_ids([count for each in layer_to_counts.values() for count in each])
-    return ExpertCounts(tuple(layer_to_counts), num_chosen, packed)
+def counts(
+    layer_to_counts: Mapping[int, Sequence[int]],
+    *,
+    num_chosen: int = 1,
+    first: int = 0,
+    end: int = NUM_EXPERTS,
+) -> ExpertCounts:
+    """Return the report of the rank that holds experts [first, end), out of the counts of all."""
+    packed = pack_ids([count for each in layer_to_counts.values() for count in each[first:end]])
+    return ExpertCounts(tuple(layer_to_counts), first, NUM_EXPERTS, num_chosen, packed)
 
 
 def load_of(
-    layer_to_counts: Mapping[int, Sequence[int]], *expert_to_rank: int, num_chosen: int = 1
+    layer_to_counts: Mapping[int, Sequence[int]], num_ranks: int = 1, num_chosen: int = 1
 ) -> ExpertLoad:
-    load = ExpertLoad(expert_to_rank)
-    load.add(counts(layer_to_counts, num_chosen), 1.0)
+    load, held = ExpertLoad(), NUM_EXPERTS // num_ranks
+    for first in range(0, NUM_EXPERTS, held):
+        load.add(counts(layer_to_counts, num_chosen=num_chosen, first=first, end=first + held), 1.0)
     return load
 
 
 def test_even_loads_have_an_imbalance_of_one() -> None:
-    load = load_of({3: [50, 50, 50, 50]}, 0, 0, 1, 1)
+    load = load_of({3: [50, 50, 50, 50]}, num_ranks=2)
     assert (load.imbalance, load.rank_imbalance, load.num_idle) == (1.0, 1.0, 0)
 
 
 def test_an_imbalance_is_the_mean_over_layers() -> None:
-    load = load_of({1: [40, 20, 20, 0], 5: [60, 60, 60, 60], 6: [200, 0, 0, 0]}, 0, 0, 1, 1)
+    load = load_of({1: [40, 20, 20, 0], 5: [60, 60, 60, 60], 6: [200, 0, 0, 0]}, num_ranks=2)
     assert load.imbalance == pytest.approx((2 + 1 + 4) / 3) != 2.0
     assert load.rank_imbalance == pytest.approx((1.5 + 1 + 2) / 3)
     assert load.num_idle == 4
@@ -62,6 +71,25 @@ def test_few_tokens_say_nothing_yet() -> None:
     assert load.statistics() == {}
     load.add(counts({1: [1, 0, 0, 0]}), 1.0)
     assert load.imbalance == NUM_EXPERTS
+
+
+def test_a_layer_is_known_when_all_of_its_ranks_have_reported() -> None:
+    load, all_counts = ExpertLoad(), {1: [100, 0, 60, 40]}
+    load.add(counts(all_counts, first=2, end=4), 1.0)
+    assert (load.imbalance, load.rank_imbalance) == (0.0, 0.0)
+    load.add(counts(all_counts, end=2), 1.0)
+    assert (load.imbalance, load.rank_imbalance) == (2.0, 1.0)
+    assert load.hottest(2) == [HotExpert(1, 0, 0.5), HotExpert(1, 2, 0.3)]
+
+
+def test_a_rank_without_tokens_is_forgotten_as_others_are() -> None:
+    """It reports nothing meanwhile."""
+    load = ExpertLoad(MEMORY_S)
+    for first in (0, 2):
+        load.add(counts({0: [100, 100, 100, 100]}, first=first, end=first + 2), 0.0)
+    load.add(counts({0: [100, 100]}, end=2), MEMORY_S)
+    busy, idle = 200 / math.e + 200, 200 / math.e
+    assert load.rank_imbalance == pytest.approx(2 * busy / (busy + idle))
 
 
 def test_an_expert_without_tokens_for_long_is_idle() -> None:
@@ -105,16 +133,19 @@ _REPORTS = st.lists(
 )
 
 
-@given(_REPORTS, st.lists(st.integers(0, 2), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS))
+@given(_REPORTS, st.lists(st.integers(1, NUM_EXPERTS - 1), unique=True, max_size=2))
 def test_figures_equal_those_of_every_token_by_itself(
-    reports: list[tuple[float, dict[int, list[int]]]], expert_to_rank: list[int]
+    reports: list[tuple[float, dict[int, list[int]]]], splits: list[int]
 ) -> None:
-    load = ExpertLoad(expert_to_rank, MEMORY_S)
+    bounds = [0, *sorted(splits), NUM_EXPERTS]
+    ranks = [range(first, end) for first, end in itertools.pairwise(bounds)]
+    load = ExpertLoad(MEMORY_S)
     tokens: list[tuple[float, int, int, int]] = []
     now = 0.0
     for elapsed_s, layers in reports:
         now += elapsed_s
-        load.add(counts(layers), now)
+        for rank in ranks:
+            load.add(counts(layers, first=rank.start, end=rank.stop), now)
         tokens += [(now, layer, expert, n) for layer, of in layers.items() for expert, n in enumerate(of)]
     ratios, rank_ratios, shares = [], [], []
     for layer in {layer for _, layer, _, _ in tokens}:
@@ -134,10 +165,8 @@ def test_figures_equal_those_of_every_token_by_itself(
         if total < 64:
             continue
         loads = [weight([expert]) for expert in range(NUM_EXPERTS)]
-        ranks = range(max(expert_to_rank) + 1)
-        of_ranks = [weight([e for e in range(NUM_EXPERTS) if expert_to_rank[e] == rank]) for rank in ranks]
         ratios.append(max(loads) * NUM_EXPERTS / total)
-        rank_ratios.append(max(of_ranks) * len(ranks) / total)
+        rank_ratios.append(max(map(weight, ranks)) * len(ranks) / total)
         shares.append(max(loads) / total)
     assert load.imbalance == pytest.approx(sum(ratios) / len(ratios) if ratios else 0.0)
     assert load.rank_imbalance == pytest.approx(sum(rank_ratios) / len(ratios) if ratios else 0.0)

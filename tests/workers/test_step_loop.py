@@ -70,7 +70,7 @@ def test_what_experts_had_is_kept_as_of_the_time_of_its_report(
     """After a minute tokens weigh 1/e, and reports without counts change nothing."""
     for step, of_first in enumerate((400, None, 0)):
         steps.feed()
-        counts = None if of_first is None else ExpertCounts((1,), 1, pack_ids([of_first, 100]))
+        counts = None if of_first is None else ExpertCounts((1,), 0, 2, 1, pack_ids([of_first, 100]))
         steps.settle(0, replace(report(sent[step], 0.1), experts=counts))
         clock.advance(30.0)
     expected = [400 / math.e, 100 / math.e + 100]

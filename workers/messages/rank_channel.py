@@ -334,10 +334,13 @@ class RowMask(Part, frozen=True):
 
 
 class ExpertCounts(Part, frozen=True):
-    """The tokens that each expert has had since the last such report: `counts` (uint32) [num_layers,
-    num_experts] of the layers with these numbers. A token has `num_chosen` experts of a layer."""
+    """The tokens that each expert of a rank has had since its last such report: `counts` (uint32)
+    [num_layers, num_held] of the layers with these numbers, and of the experts from `first_expert` on. A
+    token has `num_chosen` of the `num_experts` experts of a layer."""
 
     layers: tuple[int, ...]
+    first_expert: int
+    num_experts: int
     num_chosen: int
     counts: bytes
 
@@ -362,7 +365,7 @@ class StepReport(Message, frozen=True):
     prompt_logprobs: tuple[EntryLogprobs, ...] = ()
     embeddings: tuple[EntryEmbedding, ...] = ()
     masks: tuple[RowMask, ...] = ()
-    # Of a model with experts, from the first rank of each stage, every few seconds.
+    # Of a model with experts, every few seconds, from the first of the ranks that hold the same ones.
     experts: ExpertCounts | None = None
 
 

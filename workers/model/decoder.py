@@ -191,8 +191,8 @@ class Decoder:
         return tuple(number for number, layer in numbered if layer.expert_counts is not None)
 
     def expert_counts(self) -> Tensor:
-        """Copy to the host how many tokens each expert of the model, also of other ranks, has had in each of
-        `expert_layers` since the start: int64 [num_expert_layers, num_experts]."""
+        """Copy to the host how many tokens each expert that this rank holds has had in each of
+        `expert_layers` since the start: int64 [num_expert_layers, num_held]."""
         counts = [layer.expert_counts for layer in self.layers if layer.expert_counts is not None]
         return torch.stack(counts).cpu() if counts else torch.empty((0, 0), dtype=torch.int64)
 

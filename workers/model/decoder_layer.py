@@ -80,7 +80,7 @@ class DecoderLayer:
             self._gate_up, self.down = linear(weights.gate_up, gate), linear(weights.down)
             self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
         self.mixture: AddedProduct | None = None
-        # The tokens that each expert has had, on the device, int64 [num_experts].
+        # The tokens that each expert of this rank has had, on the device, int64 [num_held].
         self.expert_counts: Tensor | None = None
         if weights.mixture is not None:
             assert config.mixture is not None

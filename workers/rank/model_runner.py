@@ -175,7 +175,7 @@ class ModelRunner:
         ).run(step_tokens, chooses_offload=self._offload_mode == "auto" and self.attention.can_stage)
 
     def expert_reports(self) -> ExpertReports:
-        """Return what reports the tokens of this stage's experts from now on."""
+        """Return what reports the tokens of this rank's experts from now on."""
         return ExpertReports(self._model.decoder, self._device)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class _Rank:
         progress = runner.steps.progress
         reporter = threading.Thread(target=self._report_progress, args=(progress, ended), daemon=True)
         reporter.start()
-        self._run_plans(runner.steps, runner.expert_reports() if self._spec.tp_rank == 0 else None)
+        self._run_plans(runner.steps, runner.expert_reports())
         ended.set()
         reporter.join()
         if compiler is not None:
@@ -263,7 +263,7 @@ class _Rank:
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
-    def _run_plans(self, steps: StepRunner, experts: ExpertReports | None) -> None:
+    def _run_plans(self, steps: StepRunner, experts: ExpertReports) -> None:
         def launch(plan: StepPlan) -> Ticket:
             _pass_fault_points(self._faults, plan)
             paces_s.append(_pace_s(self._spec.pace, plan))
@@ -299,15 +299,14 @@ class _Rank:
         self._paused.wait(rest_s)
         return replace(report, finished_at=self._clock.now())
 
-    def _with_accounts(self, report: StepReport, experts: ExpertReports | None) -> StepReport:
-        """Add to the report, every few seconds, how full the device's memory is, and the tokens that the
-        stage's experts have had since."""
+    def _with_accounts(self, report: StepReport, experts: ExpertReports) -> StepReport:
+        """Add to the report, every few seconds, how full the device's memory is, and the tokens that its
+        experts have had since."""
         now = self._clock.now()
         if now < self._accounted_at + _ACCOUNT_S:
             return report
         self._accounted_at = now
-        counts = None if experts is None else experts.take()
-        return replace(report, memory=device_memory(self._device), experts=counts)
+        return replace(report, memory=device_memory(self._device), experts=experts.take())
 
     def _read_orders(self) -> None:
         with _reporting_failure(self._channel, self._spec.rank):

@@ -26,41 +26,61 @@ class HotExpert(NamedTuple):
     share: float
 
 
-class _LayerLoad(NamedTuple):
-    """The load of each expert of a layer, in tokens, as of `updated_at`."""
+class _Layer:
+    """The load of a layer's experts in tokens, whose parts come from the ranks that hold them."""
 
-    loads: list[float]
-    total: float
-    num_chosen: int
-    updated_at: float
+    def __init__(self, num_experts: int, num_chosen: int) -> None:
+        self.num_chosen = num_chosen
+        self._num_experts = num_experts
+        # The loads of a rank's experts, by the first of them.
+        self._parts: dict[int, list[float]] = {}
+        self._updated_at = 0.0
+        self.loads: list[float] = []
+        self.total = 0.0
+        self.rank_totals: list[float] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all ranks have reported, and enough tokens."""
+        return len(self.loads) == self._num_experts and self.total >= _LEAST_TOKENS * self._num_experts
+
+    def add(self, first_expert: int, counts: Sequence[int], now: float, memory_s: float) -> None:
+        """Add what the experts from the first one on have had since their last report. The loads of all ranks
+        decay, also of one that has no tokens and reports nothing."""
+        kept = kept_share(now - self._updated_at, memory_s)
+        parts = {first: [kept * load for load in loads] for first, loads in self._parts.items()}
+        before = parts.get(first_expert, [0.0] * len(counts))
+        parts[first_expert] = [old + new for old, new in zip(before, counts, strict=True)]
+        self._parts, self._updated_at = parts, now
+        in_order = [parts[first] for first in sorted(parts)]
+        self.loads = [load for part in in_order for load in part]
+        self.rank_totals = [sum(part) for part in in_order]
+        self.total = sum(self.rank_totals)
 
 
 class ExpertLoad:
-    """Keeps the tokens that each expert of each layer has had, of which older ones weigh less.
+    """Keeps the tokens that each expert of each layer has had, of which older ones weigh less. Ranks that
+    hold the same experts count as one; which experts a rank holds is in its reports.
 
     Figures are those of layers with enough tokens to tell the experts apart, and 0 while there are none.
     Nothing is forgotten while there are no tokens: figures then stay as they were."""
 
-    def __init__(self, expert_to_rank: Sequence[int] = (), memory_s: float = _MEMORY_S) -> None:
-        """Take the rank of a stage that has each expert, counted from 0; (): one rank has all. Ranks that
-        share their experts count as one."""
-        self._expert_to_rank = tuple(expert_to_rank)
-        self._num_ranks = max(expert_to_rank, default=0) + 1
+    def __init__(self, memory_s: float = _MEMORY_S) -> None:
+        """Let a token weigh 1/e after `memory_s`."""
         self._memory_s = memory_s
-        self._layers: dict[int, _LayerLoad] = {}
-        # Of `statistics`, which is asked for much more often than something is added; None: to be computed.
+        self._layers: dict[int, _Layer] = {}
+        # The result of `statistics`, which is asked for much more often than something is added; None: it is
+        # to be computed.
         self._statistics: dict[str, Any] | None = None
 
     def add(self, report: ExpertCounts, now: float) -> None:
-        """Take in what a stage has counted since its last report."""
+        """Take in what a rank has counted since its last report."""
         counts = memoryview(report.counts).cast("I")
-        num_experts = len(counts) // len(report.layers)
-        for place, layer in enumerate(report.layers):
-            loads: list[float] = [float(it) for it in counts[place * num_experts : (place + 1) * num_experts]]
-            if (before := self._layers.get(layer)) is not None:
-                kept = kept_share(now - before.updated_at, self._memory_s)
-                loads = [kept * old + new for old, new in zip(before.loads, loads, strict=True)]
-            self._layers[layer] = _LayerLoad(loads, sum(loads), report.num_chosen, now)
+        num_held = len(counts) // len(report.layers)
+        for place, number in enumerate(report.layers):
+            layer = self._layers.setdefault(number, _Layer(report.num_experts, report.num_chosen))
+            own = counts[place * num_held : (place + 1) * num_held].tolist()
+            layer.add(report.first_expert, own, now, self._memory_s)
         self._statistics = None
 
     @property
@@ -71,7 +91,7 @@ class ExpertLoad:
     @property
     def rank_imbalance(self) -> float:
         """The load of a layer's busiest rank over that of its mean rank, the mean over layers."""
-        return _mean(_most_over_mean(self._of_ranks(layer.loads)) for layer in self._known.values())
+        return _mean(_most_over_mean(layer.rank_totals) for layer in self._known.values())
 
     @property
     def num_idle(self) -> int:
@@ -105,22 +125,9 @@ class ExpertLoad:
         }
 
     @property
-    def _known(self) -> dict[int, _LayerLoad]:
+    def _known(self) -> dict[int, _Layer]:
         """The layers with enough tokens."""
-        return {
-            number: layer
-            for number, layer in self._layers.items()
-            if layer.total >= _LEAST_TOKENS * len(layer.loads)
-        }
-
-    def _of_ranks(self, loads: Sequence[float]) -> Sequence[float]:
-        """Return the load of each rank."""
-        if not self._expert_to_rank:
-            return [sum(loads)]
-        of_ranks = [0.0] * self._num_ranks
-        for rank, load in zip(self._expert_to_rank, loads, strict=True):
-            of_ranks[rank] += load
-        return of_ranks
+        return {number: layer for number, layer in self._layers.items() if layer.is_known}
 
 
 def _most_over_mean(loads: Sequence[float]) -> float:

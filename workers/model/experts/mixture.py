@@ -19,10 +19,7 @@ from workers.model.products import GatedActivation, PackedLinear, make_linear
 
 
 class ExpertRouter:
-    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits.
-
-    `counts`, int64 [num_experts], are the tokens for which each expert was chosen. They are counted on the
-    device, and include the rows with which a CUDA graph is padded."""
+    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits."""
 
     def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
         router = weights.router
@@ -30,15 +27,11 @@ class ExpertRouter:
         self.logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic)
         self._rule, self._correction = rule, weights.correction
         self._norm, self._scale = weights.router_norm, weights.expert_scale
-        device = router.parts[0].device
-        self.counts = torch.zeros(rule.num_experts, dtype=torch.int64, device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def __call__(self, x: Tensor) -> Routing:
         if self._norm is not None:
             x = apply_norm(x, self._norm)
         experts, of_experts = choose(self.logits.floats(x.to(self._dtype)), self._rule, self._correction)
-        self.counts.index_add_(0, experts.flatten(), self._one.expand(experts.numel()))
         if self._scale is not None:
             of_experts = of_experts * self._scale[experts]
         return Routing(experts, of_experts)
@@ -62,7 +55,10 @@ class SharedExperts:
 
 class Mixture:
     """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
-    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward."""
+    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward.
+
+    `counts`, int64 [num_held], are the tokens that each expert of this rank has had, counted on the device,
+    those included with which a CUDA graph is padded."""
 
     def __init__(
         self,
@@ -82,17 +78,16 @@ class Mixture:
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
+        device = weights.experts.gates[0].device
+        self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
+        if self._packed is not None:
+            self.counts = self._packed.counts
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
     def packed(self) -> PackedMixture | None:
         """The router and the experts for the CPU kernels, if these compute them from one set of rows."""
         return self._packed
-
-    @property
-    def counts(self) -> Tensor:
-        """The tokens that each expert has had, also those of other ranks: int64 [num_experts], on the device.
-        The tensor is the same one always."""
-        return self._router.counts if self._packed is None else self._packed.counts
 
     @property
     def shared(self) -> SharedExperts | None:
@@ -131,11 +126,20 @@ class Mixture:
     def _route(self, x: Tensor) -> Routing:
         """Choose experts by the numbers that they have at this rank; -1 for those of others."""
         routing = self._router(x)
+        if not self._holds_all:
+            experts = routing.experts - self._first
+            is_foreign = (experts < 0) | (experts >= self._num_held)
+            routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+        self._count(routing)
+        return routing
+
+    def _count(self, routing: Routing) -> None:
+        """Count the tokens of this rank's experts, which the CPU kernels count where they choose them."""
+        experts = routing.experts.flatten()
         if self._holds_all:
-            return routing
-        experts = routing.experts - self._first
-        is_foreign = (experts < 0) | (experts >= self._num_held)
-        return routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+            self.counts.index_add_(0, experts, self._one.expand(len(experts)))
+        else:
+            self.counts.index_add_(0, experts.clamp(min=0), (experts >= 0).long())
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
