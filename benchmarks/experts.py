@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "small": Shape(1024, 384, 64, 8, 24),
+    "small": Shape(1024, 384, 64, 8, 8),
     # The experts of gpt-oss-20b.
     "large": Shape(2880, 2880, 32, 4, 2),
 }
@@ -57,7 +57,6 @@ DENSE_BYTES = 160 << 20
 READ_BYTES = 160 << 20
 SQUARE = 1536
 ROUND_S = 0.02
-MOST_DECODE_ROWS = 32
 NUM_ROUTINGS = 16
 
 Work = Callable[[], object]
@@ -111,42 +110,41 @@ class Bench:
     @torch.inference_mode()
     def measure(self, num_rows: int, num_rounds: int) -> dict[str, object]:
         """Return the figures of so many rows."""
-        shape, is_decode = self._shape, num_rows <= MOST_DECODE_ROWS
-        x = self._random(num_rows, shape.hidden_size).to(self._dtype)
-        rule = RouterRule(shape.num_experts, shape.num_chosen)
+        rule = RouterRule(self._shape.num_experts, self._shape.num_chosen)
         routings = [
-            choose_experts(torch.randn(num_rows, shape.num_experts, generator=self._generator), rule)
-            for _ in range(NUM_ROUTINGS)
+            choose_experts(self._random(num_rows, rule.num_experts), rule) for _ in range(NUM_ROUTINGS)
         ]
+        num_touched = sum(int(torch.bincount(experts.flatten()).count_nonzero()) for experts, _ in routings)
+        x = self._random(num_rows, self._shape.hidden_size).to(self._dtype)
         works = {name: _rotated(layers, x, routings) for name, layers in self._ways.items()}
         works["read"], works["gemm"] = self._read.sum, lambda: torch.mm(self._square, self._square)
-        touched = sum(len(routing.experts.unique()) for routing in routings) / NUM_ROUTINGS
         if self._dense:
-            works["dense"] = self._dense_work(num_rows, round(touched))
-        name_to_s = _least_s(works, num_rounds, self._clock)
-        read_s, gemm_s = name_to_s.pop("read") / self._read.nbytes, name_to_s.pop("gemm") / SQUARE**3
-        read_s *= touched * shape.expert_items * self._dtype.itemsize
-        gemm_s *= num_rows * shape.num_chosen * shape.expert_items
-        line: dict[str, object] = {"rows": num_rows, "kind": "decode" if is_decode else "prefill"}
+            works["dense"] = self._dense_work(num_rows, round(num_touched / NUM_ROUTINGS))
+        return self._line(num_rows, num_touched / NUM_ROUTINGS, _least_s(works, num_rounds, self._clock))
+
+    def _line(self, num_rows: int, num_touched: float, name_to_s: dict[str, float]) -> dict[str, object]:
+        """Return the figures of rows that have chosen `num_touched` experts in the mean."""
+        num_bytes = num_touched * self._shape.expert_items * self._dtype.itemsize
+        num_products = num_rows * self._shape.num_chosen * self._shape.expert_items
+        read_s = name_to_s.pop("read") * num_bytes / self._read.nbytes
+        gemm_s = name_to_s.pop("gemm") * num_products / SQUARE**3
+        line: dict[str, object] = {"rows": num_rows}
         line |= {f"{name}_us": round(time_s * 1e6) for name, time_s in name_to_s.items()}
         line["limit_us"] = round(max(read_s, gemm_s) * 1e6)
-        ours = min(time_s for name, time_s in name_to_s.items() if name.startswith("ours"))
-        if is_decode:
-            line["gb_s"] = round(touched * shape.expert_items * self._dtype.itemsize / ours / 1e9, 1)
-        else:
-            line["gflop_s"] = round(2 * num_rows * shape.num_chosen * shape.expert_items / ours / 1e9)
-        line["of_limit"] = round(max(read_s, gemm_s) / ours, 2)
-        if "dense" in name_to_s:
-            line["of_dense"] = round(name_to_s["dense"] / ours, 2)
-        if "torch" in name_to_s:
-            line["ratio"] = round(name_to_s["torch"] / ours, 2)
+        ours_s = min(time_s for name, time_s in name_to_s.items() if name.startswith("ours"))
+        line["gb_s"] = round(num_bytes / ours_s / 1e9, 1)
+        line["gflop_s"] = round(2 * num_products / ours_s / 1e9)
+        line["of_limit"] = round(max(read_s, gemm_s) / ours_s, 2)
+        for figure, name in (("of_dense", "dense"), ("ratio", "torch")):
+            if name in name_to_s:
+                line[figure] = round(name_to_s[name] / ours_s, 2)
         return line
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=self._generator)
 
     def _weight(self, num_outputs: int, num_inputs: int) -> Tensor:
-        return (self._random(num_outputs, num_inputs) / num_inputs**0.5).to(self._dtype)
+        return self._random(num_outputs, num_inputs).div_(num_inputs**0.5).to(self._dtype)
 
     def _expert_weights(self) -> ExpertWeights:
         # One expert's numbers serve all of a layer: they take other memory when they are packed.

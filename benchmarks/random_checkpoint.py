@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.random_experts import expert_tensors
+from benchmarks.random_latents import RandomMatrix, latent_matrices, latent_norms
 from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 
@@ -129,6 +130,10 @@ def write_config(path: Path, family: str, dtype: str, **config_overrides: Any) -
         **_SHAPE,
         **config_overrides,
     }
+    if NAME_TO_FAMILY[family].has_latent_attention:
+        # Heads of keys and values are as many as those of queries, and other keys say their size.
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        del config["head_dim"]
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
@@ -176,10 +181,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         (num_kv_heads, head_dim), ffn = config.heads_of(layer), config.intermediate_size_of(layer)
         num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
         matrices = {
-            "self_attn.q_proj": (num_q, hidden, 1.5, config.qkv_bias),
-            "self_attn.k_proj": (num_kv, hidden, 1.0, config.qkv_bias),
-            "self_attn.v_proj": (num_kv, hidden, 1.0, config.qkv_bias),
-            "self_attn.o_proj": (hidden, num_q, depth_gain, config.output_bias),
+            **_attention_matrices(config, layer, depth_gain),
             "mlp.gate_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
@@ -187,11 +189,6 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
-        has_own_kv = config.has_own_kv(layer)
-        if not has_own_kv:
-            del matrices["self_attn.k_proj"]
-        if not has_own_kv or config.has_key_values(layer):
-            del matrices["self_attn.v_proj"]
         if shapes.input_size:
             matrices["per_layer_input_gate"] = (shapes.input_size, hidden, 1.0, False)
             matrices["per_layer_projection"] = (hidden, shapes.input_size, depth_gain, False)
@@ -207,9 +204,11 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         norms = dict.fromkeys(filter(None, names), hidden)
         if config.traits.has_norm_bias:
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
+        if config.latent is not None:
+            norms |= latent_norms(config.latent)
         if config.qk_norm:
             norms["self_attn.q_norm"] = head_dim
-            norms |= {"self_attn.k_norm": head_dim} if has_own_kv else {}
+            norms |= {"self_attn.k_norm": head_dim} if config.has_own_kv(layer) else {}
         if shapes.input_size:
             norms["post_per_layer_input_norm"] = hidden
         if config.traits.has_sinks:
@@ -232,6 +231,21 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
+
+
+def _attention_matrices(config: ModelConfig, layer: int, depth_gain: float) -> dict[str, RandomMatrix]:
+    """Return the matrices of a layer's attention."""
+    if config.latent is not None:
+        return latent_matrices(config, config.latent, depth_gain)
+    (num_kv_heads, head_dim), hidden = config.heads_of(layer), config.hidden_size
+    num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
+    matrices = {"self_attn.q_proj": RandomMatrix(num_q, hidden, 1.5, config.qkv_bias)}
+    if config.has_own_kv(layer):
+        matrices["self_attn.k_proj"] = RandomMatrix(num_kv, hidden, 1.0, config.qkv_bias)
+        if not config.has_key_values(layer):
+            matrices["self_attn.v_proj"] = RandomMatrix(num_kv, hidden, 1.0, config.qkv_bias)
+    matrices["self_attn.o_proj"] = RandomMatrix(hidden, num_q, depth_gain, config.output_bias)
+    return matrices
 
 
 def _own_norms(name: str, weights: Tensor, head_dim: int) -> dict[str, Tensor]:

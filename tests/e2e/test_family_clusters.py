@@ -51,6 +51,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 20, "layer_types": KINDS},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "apertus": {"hidden_act": "xielu"},
+    "deepseek_v2": {
+        "q_lora_rank": None,
+        "kv_lora_rank": 22,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 37,
+        "first_k_dense_replace": 1,
+    },
     "phi3": {
         "sliding_window": 20,
         "original_max_position_embeddings": 32,

@@ -40,6 +40,21 @@ GEMMA4_SHAPE: dict[str, Any] = {
     "hidden_size_per_layer_input": 7,
     "vocab_size_per_layer_input": 300,
 }
+# Yarn of latent attention, over a context that the prompts of tests are longer than.
+_LATENT_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+def latent(**keys: int | None) -> dict[str, Any]:
+    """Return the keys of latent attention, with `keys` for some of them."""
+    return {"q_lora_rank": 29, "kv_lora_rank": 22} | keys
+
+
 _TWO_IN_THREE = ("sliding_attention", "sliding_attention", "full_attention")
 # Keys that each family's shapes have beside these; those that name no family's defaults cross its windows.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -315,6 +330,102 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "glm": ({}, {"attention_bias": False}, {"partial_rotary_factor": 1.0}),
     "glm4": ({}, {"attention_bias": False}, {"partial_rotary_factor": 0.25}),
+    "glm4_moe_lite": (
+        {
+            **latent(qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=16),
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+        },
+        {
+            **latent(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=21),
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.5,
+            "rope_interleave": False,
+        },
+        {
+            **latent(qk_nope_head_dim=14, qk_rope_head_dim=10, v_head_dim=18),
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 33,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2": (
+        {
+            **latent(q_lora_rank=None, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9),
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+            "first_k_dense_replace": 1,
+            "rope_scaling": _LATENT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        {
+            **latent(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=21),
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+            "attention_bias": True,
+        },
+        {
+            **latent(qk_nope_head_dim=14, qk_rope_head_dim=10, v_head_dim=24),
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 33,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "rope_scaling": _LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v3": (
+        {
+            **latent(qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9),
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_scaling": _LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        {
+            **latent(q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=21),
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 0.02,
+            "rope_scaling": _LATENT_YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 0.9},
+        },
+        {
+            **latent(qk_nope_head_dim=14, qk_rope_head_dim=10, v_head_dim=18),
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 33,
+            "n_group": 2,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+    ),
     "exaone4": (
         {"sliding_window": 20},
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -345,6 +456,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 # Families whose heads are as wide as `hidden_size` says.
 WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe")
+# Families whose heads of keys and values are expanded from a latent, one for each head of queries.
+LATENT = tuple(name for name, family in NAME_TO_FAMILY.items() if family.has_latent_attention)
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
     for family, variants in VARIANTS.items()
@@ -362,6 +475,9 @@ def write_family_checkpoint(
     given = COMMON | keys
     if family in WITHOUT_HEAD_DIM:
         given["hidden_size"] = given.pop("head_dim") * given["num_attention_heads"]
+    if family in LATENT:
+        given = given | {"num_key_value_heads": given["num_attention_heads"]}
+        del given["head_dim"]
     config = transformers.AutoConfig.for_model(family, **given, dtype=dtype)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -373,6 +489,8 @@ def write_family_checkpoint(
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.7, 1.3)
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path)
 
 

@@ -53,7 +53,7 @@ def drawn_weights(
     generator = torch.Generator().manual_seed(num_experts * 7 + hidden_size * 3 + size)
 
     def drawn(*sizes: int) -> Tensor:
-        return (torch.randn(*sizes, generator=generator) * 2 / sizes[-1] ** 0.5).to(dtype)
+        return torch.randn(*sizes, generator=generator).mul_(2 / sizes[-1] ** 0.5).to(dtype)
 
     # Rows that lie apart, as those of a tensor of gates and ups in turn.
     gate_up = drawn(num_experts, 2 * size, hidden_size)

@@ -54,13 +54,16 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 
 
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
-    products: list[LinearWeights] = [layer.qkv, layer.output]
-    products += [it for it in (layer.gate_up, layer.down) if it is not None]
+    products: list[LinearWeights] = [layer.output]
+    products += [it for it in (layer.qkv, layer.gate_up, layer.down) if it is not None]
     norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
     found = tensors_of_norms(*norms, layer.q_norm, layer.k_norm)
     if (gated := layer.inputs) is not None:
         products += [gated.gate, gated.projection]
         found += tensors_of_norms(gated.norm)
+    if (latent := layer.latent) is not None:
+        products += [latent.latents, latent.queries, latent.expansion]
+        found += tensors_of_norms(latent.q_norm, latent.kv_norm)
     if (mixture := layer.mixture) is not None:
         products.append(mixture.router)
         experts, shared = mixture.experts, mixture.shared
@@ -119,6 +122,7 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
     "stablelm-2",
     "qwen2_moe-3",
     "ernie4_5_moe-3",
+    "deepseek_v2-2",
 ]
 
 

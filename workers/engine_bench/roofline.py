@@ -14,7 +14,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cache_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.products import make_linear
-from workers.model.sizes import ModelWork
+from workers.model.sizes import ModelWork, attention_products
 from workers.rank.probe import DeviceLimits, best_s
 
 _CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ class _Candidate(NamedTuple):
     num_copies: int
 
 
-class _ProductShape(NamedTuple):
+class _ChunkProduct(NamedTuple):
     """A product of a chunk: its outputs, its inputs, and its rows."""
 
     num_outputs: int
@@ -70,7 +70,7 @@ class LayerProducts:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_rows: int, clock: Clock) -> None:
         self._clock = clock
-        shapes: Counter[_ProductShape] = Counter()
+        shapes: Counter[_ChunkProduct] = Counter()
         for layer in range(config.num_layers):
             shapes += _layer_shapes(config, layer, num_rows)
         # For each shape its number in all layers, its rows, and ways to compute it.
@@ -100,25 +100,20 @@ class LayerProducts:
         return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / candidate.num_copies
 
 
-def _layer_shapes(config: ModelConfig, layer: int, num_rows: int) -> Counter[_ProductShape]:
+def _layer_shapes(config: ModelConfig, layer: int, num_rows: int) -> Counter[_ChunkProduct]:
     """Count the products of a layer for a chunk of `num_rows` tokens, which choose experts evenly."""
-    num_kv_heads, head_dim = config.heads_of(layer)
-    has_own_kv = config.has_own_kv(layer)
-    num_kv_parts = has_own_kv * (2 - config.has_key_values(layer))
-    query, kv = config.num_heads * head_dim, num_kv_parts * num_kv_heads * head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size_of(layer)
-    shapes = Counter({_ProductShape(query + kv, hidden, num_rows): 1})
-    shapes[_ProductShape(hidden, query, num_rows)] += 1
+    shapes = Counter(_ChunkProduct(*shape, num_rows) for shape in attention_products(config, layer))
     mixture = config.mixture if config.has_experts(layer) else None
     sizes = [intermediate] if mixture is None else [intermediate, mixture.shared_size]
     for size in filter(None, sizes):
-        shapes[_ProductShape(2 * size, hidden, num_rows)] += 1
-        shapes[_ProductShape(hidden, size, num_rows)] += 1
+        shapes[_ChunkProduct(2 * size, hidden, num_rows)] += 1
+        shapes[_ChunkProduct(hidden, size, num_rows)] += 1
     if mixture is not None:
         num_experts, num_chosen = mixture.rule.num_experts, mixture.rule.num_chosen
         of_each = max(1, num_rows * num_chosen // num_experts)
-        shapes[_ProductShape(2 * mixture.size, hidden, of_each)] += num_experts
-        shapes[_ProductShape(hidden, mixture.size, of_each)] += num_experts
+        shapes[_ChunkProduct(2 * mixture.size, hidden, of_each)] += num_experts
+        shapes[_ChunkProduct(hidden, mixture.size, of_each)] += num_experts
     return shapes
 
 

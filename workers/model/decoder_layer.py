@@ -12,6 +12,7 @@ from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.experts.mixture import Mixture
 from workers.model.head_norms import HeadNorms
+from workers.model.latent_projection import LatentProjection, without_padding
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
@@ -68,12 +69,20 @@ class DecoderLayer:
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
-        self._qkv = linear(weights.qkv)
         self._xielu = weights.xielu
         gate = None if config.activation == "xielu" else config.activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
-        self.output: AddedProduct = linear(weights.output)
+        self._qkv: Linear | LatentProjection
+        self.output: AddedProduct
+        output = linear(weights.output)
+        if (shape := config.latent) is None:
+            assert weights.qkv is not None
+            self._qkv, self.output = linear(weights.qkv), output
+        else:
+            assert weights.latent is not None
+            self._qkv = LatentProjection(weights.latent, shape, workspace, is_deterministic=is_deterministic)
+            self.output = without_padding(output, shape, workspace)
         self._gate_up: Linear | None = None
         self.down: AddedProduct | None = None
         if weights.gate_up is not None and weights.down is not None:
@@ -106,7 +115,7 @@ class DecoderLayer:
         norms = self.qk_norms
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
-        if not (norms is None or type(norms) is RowNorms):
+        if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
             return None
         if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None

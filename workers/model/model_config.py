@@ -18,7 +18,13 @@ from workers.errors import CheckpointError
 from workers.model.config_values import MAX_SHOWN_CHARS, ConfigValues, shown
 from workers.model.experts.mixture_shape import MixtureReader, MixtureShape
 from workers.model.families.family import Family, NormNames
-from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
+from workers.model.families.known_families import (
+    ARCHITECTURE_TO_FAMILY,
+    NAME_TO_FAMILY,
+    UNSUPPORTED,
+    WRAPPERS,
+)
+from workers.model.latent_shape import LatentReader, LatentShape
 from workers.model.layer_shapes import (
     ALIKE,
     HeadShape,
@@ -98,6 +104,10 @@ class ModelConfig:
     mixture: MixtureShape | None = None
     # Logits have a bias.
     head_bias: bool = False
+    # Attention by a latent of keys and values; None: they are products of the hidden states.
+    latent: LatentShape | None = None
+    # Layers behind the last that the checkpoint may have, and that are passed over.
+    num_extra_layers: int = 0
 
     @property
     def traits(self) -> Family:
@@ -307,14 +317,9 @@ class _ConfigReader(ConfigValues):
         self._refuse_unsupported()
         hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
         num_layers = self.count("num_hidden_layers", most=_MAX_LAYERS)
-        num_kv_heads = self.count("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
-        head_dim = self.count("head_dim", hidden_size // num_heads)
-        if problem := head_dim_problem(head_dim):
-            given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
-            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {problem}")
         family, multipliers = self.family, self.family.multipliers
+        latent = LatentReader(self.file, self.raw).read() if family.has_latent_attention else None
+        num_kv_heads, head_dim = self._heads(hidden_size, num_heads, latent)
         windows = self._sliding_windows(num_layers)
         shapes = ALIKE
         if family.has_layer_shapes:
@@ -322,7 +327,11 @@ class _ConfigReader(ConfigValues):
             reader = LayerShapeReader(self.file, self.raw)
             shapes = reader.read(heads, num_heads, vocab_size, windows)
         ropes = RopeReader(self.file, self.raw, family.rotary)
-        rope = ropes.read(head_dim if shapes.full_heads is None else shapes.full_heads.head_dim)
+        if latent is None:
+            rope = ropes.read(head_dim if shapes.full_heads is None else shapes.full_heads.head_dim)
+        else:
+            rope = ropes.read(latent.qk_rope_head_dim)
+            rope = dataclasses.replace(rope, num_rotated=latent.qk_rope_head_dim)
         qk_norm = family.qk_norm if self._is_set(family.has_qk_norm) else "none"
         return ModelConfig(
             family=family.name,
@@ -351,7 +360,9 @@ class _ConfigReader(ConfigValues):
                 else self._multiplier(multipliers.embeddings)
             ),
             residual_multiplier=self._multiplier(multipliers.residuals),
-            attention_scale=self._attention_scale(),
+            attention_scale=(
+                self._attention_scale() if latent is None else ropes.score_factor(rope) * head_dim**-0.5
+            ),
             logits_divisor=(
                 self._multiplier(multipliers.logits) / self._multiplier(multipliers.logits_scale)
             ),
@@ -369,7 +380,26 @@ class _ConfigReader(ConfigValues):
             layer_shapes=shapes,
             mixture=self._mixture(num_layers),
             head_bias=self._is_set(self.family.head_bias),
+            latent=latent,
+            num_extra_layers=self._num_extra_layers(),
         )
+
+    def _heads(self, hidden_size: int, num_heads: int, latent: LatentShape | None) -> HeadShape:
+        """Return the heads of keys and values, as they are in the KV."""
+        if latent is not None:
+            return HeadShape(num_heads, latent.head_dim)
+        num_kv_heads = self.count("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
+        head_dim = self.count("head_dim", hidden_size // num_heads)
+        if problem := head_dim_problem(head_dim):
+            given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
+            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {problem}")
+        return HeadShape(num_kv_heads, head_dim)
+
+    def _num_extra_layers(self) -> int:
+        key = self.family.extra_layers_key
+        return self.count(key, most=_MAX_LAYERS) if key and self.raw.get(key) else 0
 
     def _mixture(self, num_layers: int) -> MixtureShape | None:
         traits = self.family.experts
@@ -448,6 +478,9 @@ class _ConfigReader(ConfigValues):
         if found is None:
             raise CheckpointError(f"{self.file}: {key} is missing; docs/models.md lists the supported models")
         name = str(found)[:MAX_SHOWN_CHARS]
+        if (why := UNSUPPORTED.get(name)) is not None:
+            problem = f"{key} {name!r} is not supported: {why}"
+            raise CheckpointError(f"{self.file}: {problem}; docs/models.md lists the supported models")
         # Most of these names end alike.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         nearest = f", and the nearest supported name is {close[0]}" if close else ""

@@ -161,7 +161,8 @@ class Checkpoint(NamedTuple):
                 return rank.num_heads / model.num_heads
             if k_norm in name:
                 return rank.num_kv_cells / model.kv_cells.num_cells
-        if ".q_proj." in name or ".o_proj." in name or name.endswith(".self_attn.sinks"):
+        split_by_heads = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".o_proj.", ".self_attn.sinks")
+        if any(it in name for it in split_by_heads):
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
             held = rank.num_heads + 2 * rank.num_kv_cells
@@ -236,6 +237,8 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
         row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in of_kinds)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
+    if model.latent is not None:
+        row += item_bytes * model.latent.num_scratch_columns(rank.num_heads)
     if model.mixture is not None:
         row += _mixture_row_bytes(rank, model.mixture, item_bytes)
     if not rank.is_last_stage:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
 
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
@@ -135,6 +136,17 @@ class StepWork(NamedTuple):
     read_bytes: float
 
 
+def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
+    """Return the products of a layer's attention, of all ranks together."""
+    if config.latent is not None:
+        return config.latent.products(config.hidden_size, config.num_heads)
+    num_kv_heads, head_dim = config.heads_of(layer)
+    num_kv_parts = config.has_own_kv(layer) * (2 - config.has_key_values(layer))
+    num_queries, hidden = config.num_heads * head_dim, config.hidden_size
+    num_projected = num_queries + num_kv_parts * num_kv_heads * head_dim
+    return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
+
+
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
     and the bytes of a token's keys and values."""
@@ -156,11 +168,9 @@ class _LayerWork(NamedTuple):
     @staticmethod
     def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
         num_kv_heads, head_dim = config.heads_of(layer)
-        num_projected = num_kv_heads if config.has_own_kv(layer) else 0
         shapes, window = config.layer_shapes, config.sliding_windows[layer]
-        num_kv_parts = 1 if config.has_key_values(layer) else 2
-        queries = config.num_heads * head_dim
-        projections = 2 * queries + num_kv_parts * num_projected * head_dim
+        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
+        projections = sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
         num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
         inner = num_inner * config.intermediate_size_of(layer)
         down = config.intermediate_size_of(layer)
@@ -170,9 +180,13 @@ class _LayerWork(NamedTuple):
             beside = config.mixture.weights_beside(hidden)
             of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(hidden)
         return _LayerWork(
-            hidden * (projections + inner + down + 2 * shapes.input_size) + beside,
-            max(hidden * projections, hidden * inner, beside + of_experts),
-            _AttentionWork(window, 4 * queries, 2 * num_kv_heads * head_dim * item_bytes),
+            projections + hidden * (inner + down + 2 * shapes.input_size) + beside,
+            max(projections, hidden * inner, beside + of_experts),
+            _AttentionWork(
+                window,
+                2 * config.num_heads * (head_dim + mixed_dim),
+                2 * num_kv_heads * head_dim * item_bytes,
+            ),
             config.has_experts(layer),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_weights import MixtureWeightReader, MixtureWeights
+from workers.model.latent_weights import LatentWeightReader, LatentWeights
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
@@ -80,14 +81,15 @@ class InputEmbeddingWeights:
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
     key and value rows, without values where these are the keys, and queries alone where the layer attends to
-    another's keys and values; `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows
-    alone. A layer with a `mixture` of experts may have neither `gate_up` nor `down`.
+    another's keys and values; None where they are computed from a `latent`. `gate_up` [2 *
+    intermediate_size, hidden_size] holds gate and up rows, or up rows alone. A layer with a `mixture` of
+    experts may have neither `gate_up` nor `down`.
     `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
     a row of weights for each head that it holds, [num_heads, head_dim]. `sinks` float32 [num_heads] are of
     its query heads, as in `LayerAttention`."""
 
     norms: BlockNorms
-    qkv: LinearWeights
+    qkv: LinearWeights | None
     q_norm: Norm | None
     k_norm: Norm | None
     output: LinearWeights
@@ -99,6 +101,7 @@ class LayerWeights:
     # The hidden states are multiplied by this after the layer.
     scalar: float = 1.0
     mixture: MixtureWeights | None = None
+    latent: LatentWeights | None = None
 
 
 class _Rows(NamedTuple):
@@ -111,14 +114,17 @@ class _Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _HeadRows:
-    """A rank's rows of a layer's products of queries, and of keys or values, and how many there are; and
-    whether the layer has keys and values of its own, and values that are not its keys."""
+    """A rank's rows of a layer's products of queries, and of keys or values, its columns of what attention
+    mixes of values, and how many there are; and whether the layer has keys and values of its own, and values
+    that are not its keys."""
 
     head_dim: int
     queries: slice
     num_queries: int
     keys: slice
     num_keys: int
+    mixed: slice
+    num_mixed: int
     has_own_kv: bool
     has_own_values: bool
 
@@ -127,6 +133,7 @@ class _HeadRows:
         num_kv_heads, head_dim = config.heads_of(layer)
         held = layer_heads(config, layer, shard.tp_rank, shard.tp_size)
         queries, keys = (slice(part.start * head_dim, part.stop * head_dim) for part in held)
+        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
         has_own_kv = config.has_own_kv(layer)
         has_own_values = has_own_kv and not config.has_key_values(layer)
         return _HeadRows(
@@ -135,6 +142,8 @@ class _HeadRows:
             config.num_heads * head_dim,
             keys,
             num_kv_heads * head_dim,
+            slice(held.queries.start * mixed_dim, held.queries.stop * mixed_dim),
+            config.num_heads * mixed_dim,
             has_own_kv,
             has_own_values,
         )
@@ -172,6 +181,10 @@ class WeightReader:
         self._mixtures = MixtureWeightReader(
             self._files, config, shard.tp_rank, shard.tp_size, ep=shard.ep_size
         )
+        self._latents: LatentWeightReader | None = None
+        if (shape := config.latent) is not None:
+            tp_rank, tp = shard.tp_rank, shard.tp_size
+            self._latents = LatentWeightReader(self._files, config, shape, tp_rank, tp)
         order = rotary_order(config.rope, config.head_dim)
         # The order of the dimensions of a head's queries and keys; None: as they are stored.
         self._order = None if order is None else torch.tensor(order)
@@ -241,12 +254,10 @@ class WeightReader:
         intermediate_size = config.intermediate_size_of(layer)
         return LayerWeights(
             norms=self._block_norms(prefix),
-            qkv=self._qkv(attention, heads),
+            qkv=self._qkv(attention, heads) if self._latents is None else None,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._split_inputs(
-                f"{attention}o_proj", heads.num_queries, heads.queries, config.output_bias
-            ),
+            output=self._split_inputs(f"{attention}o_proj", heads.num_mixed, heads.mixed, config.output_bias),
             gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
             down=self._down(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
             sinks=self._sinks(f"{attention}sinks", layer) if config.traits.has_sinks else None,
@@ -254,6 +265,7 @@ class WeightReader:
             inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
             scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
             mixture=self._mixtures.layer(prefix) if config.has_experts(layer) else None,
+            latent=None if self._latents is None else self._latents.layer(attention),
         )
 
     def input_embedding(self) -> InputEmbeddingWeights | None:
@@ -285,6 +297,8 @@ class WeightReader:
             is_held = self._shard.layer_start <= layer < self._shard.layer_end
             is_other_kv = rest.startswith(OF_OWN_KV) and not config.has_own_kv(layer)
             is_passed_over = rest == _NOT_NEEDED or is_other_kv
+            if 0 <= layer - config.num_layers < config.num_extra_layers and rest:
+                continue
             if layer >= config.num_layers or (is_held and not is_passed_over):
                 raise CheckpointError(f"{self._files.file_of(name)}: unexpected tensor {name}")
 

@@ -27,6 +27,8 @@ from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.latent_shape import LatentShape
+from workers.model.latent_weights import LatentWeights
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
@@ -152,6 +154,7 @@ class Probe:
         config, random = self._config, self._random
         hidden, head_dim = config.hidden_size, self._head_dim
         query_size = self._num_heads * head_dim
+        mixed_size = query_size if config.latent is None else self._num_heads * config.latent.v_head_dim
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names)
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
@@ -167,15 +170,30 @@ class Probe:
         mixture = config.mixture if config.has_experts(self._layer) else None
         return LayerWeights(
             norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
-            qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
+            qkv=self._linear(qkv_size, hidden, has_bias=config.qkv_bias) if config.latent is None else None,
             q_norm=qk_norms[0],
             k_norm=qk_norms[1],
-            output=LinearWeights((random(hidden, query_size),), None),
+            output=self._linear(hidden, mixed_size),
             gate_up=LinearWeights(ups, None) if size else None,
             down=LinearWeights((random(hidden, size),), None) if size else None,
             sinks=random(self._num_heads).float() if config.traits.has_sinks else None,
             xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
             mixture=None if mixture is None else self._mixture_weights(mixture),
+            latent=None if config.latent is None else self._latent_weights(config.latent),
+        )
+
+    def _linear(self, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearWeights:
+        bias = self._random(num_outputs) if has_bias else None
+        return LinearWeights((self._random(num_outputs, num_inputs),), bias)
+
+    def _latent_weights(self, shape: LatentShape) -> LatentWeights:
+        latents, queries, expansion, _ = shape.products(self._config.hidden_size, self._num_heads)
+        return LatentWeights(
+            self._linear(*latents, has_bias=self._config.qkv_bias),
+            self._norm(shape.q_lora_rank) if shape.q_lora_rank else None,
+            self._linear(*queries),
+            self._norm(shape.kv_lora_rank),
+            self._linear(*expansion),
         )
 
     def _part(self, size: int) -> int:

@@ -82,6 +82,8 @@ class MixtureReader(ConfigValues):
             self.refuse(traits.num_chosen_key, f"is more than {key} {num_experts}")
         if traits.scoring == "sparsemixer" and num_chosen != 2:
             self.refuse(traits.num_chosen_key, "is not 2, the only number that sparsemixer is defined for")
+        if self.raw.get("scoring_func") not in (None, traits.scoring):
+            self.refuse("scoring_func", f"is not supported in this family (supported: {traits.scoring})")
         num_groups, num_chosen_groups = self._groups(traits, num_experts, num_chosen)
         normalized = traits.is_normalized
         return RouterRule(
@@ -104,7 +106,10 @@ class MixtureReader(ConfigValues):
 
     def _groups(self, traits: ExpertTraits, num_experts: int, num_chosen: int) -> tuple[int, int]:
         """Return the number of groups of experts, and how many of them a token chooses from."""
-        if not traits.has_groups or self.raw.get("topk_method") == "greedy":
+        method = self.raw.get("topk_method")
+        if traits.group_score == "best" and method not in (None, "greedy", "group_limited_greedy"):
+            self.refuse("topk_method", "is not supported (supported: greedy, group_limited_greedy)")
+        if not traits.has_groups or method == "greedy":
             return 1, 1
         num_groups = self.count("n_group", 1)
         num_chosen_groups = self.count("topk_group", num_groups)
@@ -133,6 +138,8 @@ class MixtureReader(ConfigValues):
 
     def _layers(self, traits: ExpertTraits, num_layers: int) -> tuple[int, ...]:
         layers = range(num_layers)
+        if traits.layers in ("after_first", "named") and self.raw.get("moe_layer_freq") not in (None, 1):
+            self.refuse("moe_layer_freq", "is not 1, the only frequency that is supported")
         match traits.layers:
             case "all":
                 return tuple(layers)
@@ -140,6 +147,10 @@ class MixtureReader(ConfigValues):
                 return tuple(layers) if self.raw.get("enable_moe_block") else ()
             case "after_first":
                 return tuple(layers[self._number_of_layers("first_k_dense_replace", 0) :])
+            case "named":
+                named = self._named_layers(num_layers)
+                first = self._number_of_layers("first_k_dense_replace", 0)
+                return tuple(layers[first:]) if named is None else named
             case "interval":
                 every = self.count("moe_layer_interval", 1)
                 start = self._number_of_layers("moe_layer_start_index", 0)
@@ -151,6 +162,17 @@ class MixtureReader(ConfigValues):
             case "stepped":
                 every, dense = self.count("decoder_sparse_step", 1), self._dense_layers()
                 return tuple(it for it in layers if (it + 1) % every == 0 and it not in dense)
+
+    def _named_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Return the layers that `mlp_layer_types` says have experts; None if it is not there."""
+        kinds = self.raw.get("mlp_layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            self.refuse("mlp_layer_types", f"does not name the {num_layers} layers")
+        if not all(kind in ("dense", "sparse") for kind in kinds):
+            self.refuse("mlp_layer_types", "is not supported (supported: dense, sparse)")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
     def _number_of_layers(self, key: str, default: int) -> int:
         """Return the whole number of the key, which may be 0."""

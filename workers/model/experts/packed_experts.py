@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import ExpertActivation, Experts, ExpertWeights
+from workers.model.experts.expert_products import Experts, ExpertWeights
+from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
 
@@ -156,8 +157,9 @@ def _gate_up_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
     """Return the bias in the order of the panels' outputs, 16 of gates and 16 of ups in each."""
     if bias is None:
         return None
-    halves = F.pad(bias.unflatten(1, (2, -1)), (0, num_panels * _HALF - bias.shape[1] // 2))
-    return halves.unflatten(2, (num_panels, _HALF)).transpose(1, 2).contiguous()
+    num_experts, size = len(bias), bias.shape[1] // 2
+    halves = F.pad(bias.view(num_experts, 2, size), (0, num_panels * _HALF - size))
+    return halves.view(num_experts, 2, num_panels, _HALF).transpose(1, 2).contiguous()
 
 
 def _down_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:

@@ -8,9 +8,10 @@ from typing import Literal
 from workers.model.experts.router_rule import GroupScore, Scoring
 
 # Which layers have experts: all; all where `enable_moe_block` is set, else none; every
-# `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from `first_k_dense_replace` on; or every
-# `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`.
-ExpertLayers = Literal["all", "enabled", "stepped", "after_first", "interval"]
+# `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from `first_k_dense_replace` on; those that
+# `mlp_layer_types` says, or else the same; or every `moe_layer_interval`-th from `moe_layer_start_index` to
+# `moe_layer_end_index`.
+ExpertLayers = Literal["all", "enabled", "stepped", "after_first", "named", "interval"]
 # What an expert does between its products: the activation of the family's other feed-forwards, or
 # `clamped_swiglu`, which has keys of its own.
 ExpertGate = Literal["activation", "clamped_swiglu"]

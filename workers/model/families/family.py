@@ -52,8 +52,8 @@ class Rotary:
     partial_factor: float | None = None
     # The key of the size of this part; "": there is none.
     size_key: str = ""
-    # Pairs are neighbors, (2i, 2i + 1), and not halves.
-    is_interleaved: bool = False
+    # Pairs are neighbors, (2i, 2i + 1), and not halves; or the key that says so.
+    is_interleaved: bool | str = False
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
@@ -137,3 +137,8 @@ class Family:
     has_layer_shapes: bool = False
     # The experts of some or all layers; None: the family has none.
     experts: ExpertTraits | None = None
+    # Keys and values are expanded from a latent, as `workers.model.latent_shape` describes.
+    has_latent_attention: bool = False
+    # The key of the number of layers behind the last, which predict further tokens and are passed over; "":
+    # there are none.
+    extra_layers_key: str = ""

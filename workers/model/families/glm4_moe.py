@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from workers.model.families.expert_traits import ExpertNames, ExpertTraits
+from workers.model.families.deepseek_v3 import CORRECTED
 from workers.model.families.family import Family, Rotary
-
-# Experts as DeepSeek V3 has them.
-CORRECTED = ExpertTraits(
-    "sigmoid",
-    ExpertNames(correction="gate.e_score_correction_bias", shared="shared_experts."),
-    layers="after_first",
-    is_normalized="norm_topk_prob",
-    sum_offset=1e-20,
-    scale_key="routed_scaling_factor",
-    has_groups=True,
-    num_shared_key="n_shared_experts",
-)
 
 FAMILY = Family(
     "glm4_moe",
@@ -32,10 +20,12 @@ FAMILY = Family(
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
     },
     qkv_bias="attention_bias",
     qk_norm="head",
     has_qk_norm="use_qk_norm",
     rotary=Rotary(partial_factor=0.5),
     experts=dataclasses.replace(CORRECTED, num_experts=128),
+    extra_layers_key="num_nextn_predict_layers",
 )

@@ -6,6 +6,8 @@ from workers.model.families import (
     apertus,
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5_moe,
     exaone4,
     gemma,
@@ -16,6 +18,7 @@ from workers.model.families import (
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     granitemoe,
@@ -62,6 +65,9 @@ FAMILIES: tuple[Family, ...] = (
     glm.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
     exaone4.FAMILY,
     apertus.FAMILY,
     seed_oss.FAMILY,
@@ -74,6 +80,14 @@ FAMILIES: tuple[Family, ...] = (
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}
+# Why models of these `architectures`, or `model_type`, are not supported.
+_INDEXED = "its layers choose by an index which tokens they attend to"
+UNSUPPORTED = {
+    "DeepseekV32ForCausalLM": _INDEXED,
+    "deepseek_v32": _INDEXED,
+    "GlmMoeDsaForCausalLM": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+}
 # Models of text and images or sound: their text model is described by `text_config`, and has a prefix.
 WRAPPERS = (
     "Mistral3ForConditionalGeneration",

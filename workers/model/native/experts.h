@@ -210,22 +210,29 @@ class ExpertChunk {
   void run_gate_up(const std::vector<ExpertTask>& tasks, const T* after) const {
     int64_t size = experts_.size;
     auto rows_of = [&](const ExpertTask& task) { return input_rows(task.entry, task.count); };
-    run_tasks(tasks, experts_.gate_up_panels, experts_.num_inputs, after, rows_of,
-              [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number, const float* sums) {
-                const T* bias = bias_of(experts_.gate_up_bias, task, gate_up_panels(), number);
-                int64_t column = number * PANEL / 2;
-                finish_gated(sums, count, bias, size - column, gated_ + (task.entry + first) * size + column);
-              });
+    auto prepare = [](const ExpertTask&, int64_t, int64_t, int64_t) {};
+    auto finish = [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number, const float* sums) {
+      const T* bias = bias_of(experts_.gate_up_bias, task, gate_up_panels(), number);
+      int64_t column = number * PANEL / 2;
+      finish_gated(sums, count, bias, size - column, gated_ + (task.entry + first) * size + column);
+    };
+    run_tasks(tasks, experts_.gate_up_panels, experts_.num_inputs, after, rows_of, prepare, finish);
   }
 
-  // Adds the weighted results of the tasks' rows to their sums.
+  // Adds the weighted results of the tasks' rows to their sums, which lie anywhere.
   void run_down(const std::vector<ExpertTask>& tasks) const {
     auto rows_of = [&](const ExpertTask& task) { return gated_rows(task.entry, task.count); };
-    run_tasks(tasks, experts_.down_panels, experts_.size, nullptr, rows_of,
-              [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number, const float* sums) {
-                const T* bias = bias_of(experts_.down_bias, task, down_panels(), number);
-                add_weighted(sums, task.entry + first, count, bias, totals_of(number, 0));
-              });
+    auto prepare = [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number) {
+      for (int64_t m = 0; m < count; m++) {
+        const char* to = reinterpret_cast<const char*>(totals_of(number, sorted_.rows[task.entry + first + m]));
+        prefetch(to), prefetch(to + 64);
+      }
+    };
+    auto finish = [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number, const float* sums) {
+      const T* bias = bias_of(experts_.down_bias, task, down_panels(), number);
+      add_weighted(sums, task.entry + first, count, bias, totals_of(number, 0));
+    };
+    run_tasks(tasks, experts_.down_panels, experts_.size, nullptr, rows_of, prepare, finish);
   }
 
   const T* bias_of(const void* biases, const ExpertTask& task, int64_t num_panels, int64_t number) const {
@@ -233,10 +240,11 @@ class ExpertChunk {
     return static_cast<const T*>(biases) + (sorted_.experts[task.expert] * num_panels + number) * PANEL;
   }
 
-  // Multiplies the rows of each task by its panels, and calls finish(task, first of the rows, count, panel, sums).
-  template <typename RowsOf, typename Finish>
+  // Multiplies the rows of each task by its panels, and calls finish(task, first of the rows, count, panel, sums);
+  // before that, where there is time for it, prepare(task, first of the rows, count, panel).
+  template <typename RowsOf, typename Prepare, typename Finish>
   void run_tasks(const std::vector<ExpertTask>& tasks, const void* const* panels, int64_t k, const T* after,
-                 const RowsOf& rows_of, const Finish& finish) const {
+                 const RowsOf& rows_of, const Prepare& prepare, const Finish& finish) const {
     float* sums = sum_scratch.floats(SUM_ROWS * PANEL);
     for (size_t i = 0; i < tasks.size(); i++) {
       const ExpertTask& task = tasks[i];
@@ -247,10 +255,12 @@ class ExpertChunk {
         const T* next = panel < last ? panel + k * PANEL : next_task;
         for (int64_t first = 0; first < task.count; first += SUM_ROWS) {
           int64_t count = std::min(SUM_ROWS, task.count - first);
-          if (task.count <= BLOCK_ROWS<A>)
+          if (task.count <= BLOCK_ROWS<A>) {
             multiply_stream(rows, count, panel, k, next, sums);
-          else
+          } else {
+            prepare(task, first, count, number);
             multiply_group(rows + first * k, k, count, panel, k, sums, share_of(next, k, first, count, task.count));
+          }
           finish(task, first, count, number, sums);
         }
       }
