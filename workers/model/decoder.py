@@ -194,6 +194,18 @@ class Decoder:
         packed = [packed for layer in self.layers if (packed := layer.packed()) is not None]
         return NativeLayers(packed, self._workspace) if packed and len(packed) == len(self.layers) else None
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers, in the model, of this stage's layers with experts."""
+        numbered = enumerate(self.layers, self.shard.layer_start)
+        return tuple(number for number, layer in numbered if layer.expert_counts is not None)
+
+    def expert_counts(self) -> Tensor:
+        """Copy to the host how many tokens each expert that this rank holds has had in each of
+        `expert_layers` since the start: int64 [num_expert_layers, num_held]."""
+        counts = [layer.expert_counts for layer in self.layers if layer.expert_counts is not None]
+        return torch.stack(counts).cpu() if counts else torch.empty((0, 0), dtype=torch.int64)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply final norm and head to rows [num_rows, hidden_size], on the last stage. Returns float32

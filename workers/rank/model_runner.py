@@ -38,6 +38,7 @@ from workers.rank.collectives import RankGroups
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import make_queue, take_device
+from workers.rank.expert_reports import ExpertReports
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.rank_model import RankModel
 from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
@@ -179,6 +180,10 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             clock=self._clock,
         ).run(step_tokens, chooses_offload=self._offload_mode == "auto" and self.attention.can_stage)
+
+    def expert_reports(self) -> ExpertReports:
+        """Return what reports the tokens of this rank's experts from now on."""
+        return ExpertReports(self._model.decoder, self._device)
 
     def close(self) -> None:
         """Release the pool's memory and leave the groups. Nothing may run afterwards."""

@@ -57,7 +57,10 @@ class SharedExperts:
 
 class Mixture:
     """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
-    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward."""
+    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward.
+
+    `counts`, int64 [num_held], are the tokens that each expert of this rank has had, counted on the device,
+    those included with which a CUDA graph is padded."""
 
     def __init__(
         self,
@@ -77,6 +80,11 @@ class Mixture:
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
+        device = weights.experts.gates[0].device
+        self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
+        if self._packed is not None:
+            self.counts = self._packed.counts
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
     def packed(self) -> PackedMixture | None:
@@ -125,11 +133,20 @@ class Mixture:
     def _route(self, x: Tensor) -> Routing:
         """Choose experts by the numbers that they have at this rank; -1 for those of others."""
         routing = self._router(x)
+        if not self._holds_all:
+            experts = routing.experts - self._first
+            is_foreign = (experts < 0) | (experts >= self._num_held)
+            routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+        self._count(routing)
+        return routing
+
+    def _count(self, routing: Routing) -> None:
+        """Count the tokens of this rank's experts, which the CPU kernels count where they choose them."""
+        experts = routing.experts.flatten()
         if self._holds_all:
-            return routing
-        experts = routing.experts - self._first
-        is_foreign = (experts < 0) | (experts >= self._num_held)
-        return routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+            self.counts.index_add_(0, experts, self._one.expand(len(experts)))
+        else:
+            self.counts.index_add_(0, experts.clamp(min=0), (experts >= 0).long())
 
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
