@@ -80,7 +80,7 @@ class Mixture:
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
-        device = weights.experts.gates[0].device
+        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
         self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
         if self._packed is not None:
             self.counts = self._packed.counts
