@@ -65,6 +65,8 @@ class RankSpec(Message, frozen=True):
     # makes it again, in `model_cache` ("": the default of that host).
     gguf_file: str = ""
     model_cache: str = ""
+    # The experts of each layer that the CPU computes.
+    expert_offload: int = 0
 
     @property
     def num_ranks(self) -> int:

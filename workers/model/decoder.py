@@ -21,6 +21,8 @@ from torch import Tensor
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.experts.host_experts import SplitExperts
+from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
 from workers.model.model_config import ModelConfig, read_model_config
@@ -38,15 +40,17 @@ def load_decoder(
     progress: Callable[[str], None] = lambda phase: None,
     *,
     is_deterministic: bool = False,
+    expert_offload: int = 0,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
     called after each layer. `is_deterministic`: products of a row shall not depend on the rows beside it.
+    `expert_offload`: so many experts of each layer are computed by the CPU.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
-    with WeightReader(model_dir, config, shard, dtype, device) as reader:
+    with WeightReader(model_dir, config, shard, dtype, device, expert_offload=expert_offload) as reader:
         decoder = Decoder(config, reader, shard, progress, is_deterministic=is_deterministic)
         reader.finish()
     return decoder
@@ -127,6 +131,12 @@ class Decoder:
             config.hidden_size**-0.5,
             weights.norm,
         )
+
+    @functools.cached_property
+    def split_experts(self) -> list[SplitExperts]:
+        """The experts of each layer of which the CPU computes some; before `parallelize`."""
+        mixtures = [layer.mixture for layer in self.layers if isinstance(layer.mixture, Mixture)]
+        return [mixture.split for mixture in mixtures if mixture.split is not None]
 
     @property
     def num_inputs(self) -> int:

@@ -124,8 +124,15 @@ class ModelRunner:
                 place.shard,
                 progress,
                 is_deterministic=compute.is_deterministic,
+                expert_offload=compute.expert_offload,
             )
             if_it_fails.pop_all()
+        if decoder.split_experts and self._queue is not None:
+            _log.info(
+                "engine.expert_offload %d: decoding steps are not recorded as graphs, for the host has to see"
+                " which experts they choose",
+                compute.expert_offload,
+            )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
         self.layout = _layout(config, decoder.shard, block_tokens, dtype)

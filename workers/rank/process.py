@@ -61,7 +61,7 @@ from workers.messages.rank_channel import (
 from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -230,7 +230,11 @@ class _Rank:
         return ModelRunner(
             CheckpointFolder(Path(spec.model_dir), self._fingerprint),
             ComputeSettings(
-                read_dtype(spec.dtype), self._device, spec.num_threads, is_deterministic=spec.deterministic
+                read_dtype(spec.dtype),
+                self._device,
+                spec.num_threads,
+                is_deterministic=spec.deterministic,
+                expert_offload=spec.expert_offload,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -375,6 +379,9 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp)
     refuse_stages(config, spec.pp)
+    refuse_expert_offload(
+        config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.apply_norm import apply_norm
+from workers.model.experts.expert_products import Experts
+from workers.model.experts.host_experts import SplitExperts, split_experts
 from workers.model.experts.make_experts import make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.native_routing import choose
@@ -69,7 +71,7 @@ class Mixture:
         is_deterministic: bool = False,
     ) -> None:
         self._router = ExpertRouter(weights, rule, is_deterministic=is_deterministic)
-        self._experts = make_experts(weights.experts, is_deterministic=is_deterministic)
+        self._experts = _experts(weights, is_deterministic=is_deterministic)
         self._shared = None
         if weights.shared is not None:
             self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
@@ -78,7 +80,7 @@ class Mixture:
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
-        device = weights.experts.gates[0].device
+        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
         self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
         if self._packed is not None:
             self.counts = self._packed.counts
@@ -93,6 +95,11 @@ class Mixture:
     def shared(self) -> SharedExperts | None:
         """The experts that all tokens share, if there are any."""
         return self._shared
+
+    @property
+    def split(self) -> SplitExperts | None:
+        """The experts, if the CPU computes some of them for another device."""
+        return self._experts if isinstance(self._experts, SplitExperts) else None
 
     def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
         experts, router = self._experts, self._router.logits
@@ -140,6 +147,12 @@ class Mixture:
             self.counts.index_add_(0, experts, self._one.expand(len(experts)))
         else:
             self.counts.index_add_(0, experts.clamp(min=0), (experts >= 0).long())
+
+
+def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if (offload := weights.offload) is None:
+        return make_experts(weights.experts, is_deterministic=is_deterministic)
+    return split_experts(weights.experts, offload.device, offload.num_in_host)
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
