@@ -46,7 +46,7 @@ from router.config import RouterConfig
 from workers.config import EngineSettings, PaceConfig
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
-from workers.model.sizes import refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -199,6 +199,14 @@ class PoolConfig(_Settings):
         try:
             refuse_split(model, self.tp)
             refuse_stages(model, self.pp, self.layers)
+            engine = self.engine
+            refuse_expert_offload(
+                model,
+                engine.expert_offload,
+                self.stage_devices,
+                tp=self.tp,
+                is_deterministic=engine.deterministic,
+            )
         except CheckpointError as error:
             raise ConfigError(f"pool {self.name}: {error}") from error
 

@@ -117,6 +117,9 @@ class EngineSettings(BaseModel):
     offload_at: float = Field(default=0.95, gt=0, le=1)
     # The most of one sequence's blocks that may lie there: every step brings all of them to the device.
     offload_share: float = Field(default=0.9, ge=0, le=1)
+    # Experts of each layer that stay in host memory, where the CPU computes them: for models whose experts do
+    # not fit on the device, which has those that tokens choose most.
+    expert_offload: int = Field(default=0, ge=0)
     # Finished blocks that may wait to be copied into the node's host tier; more are not stored.
     write_queue: int = Field(default=1024, ge=1)
     # Requests whose KV is being loaded from the store at a time; more wait their turn.

@@ -227,6 +227,18 @@ def test_a_nan_spoils_its_token_only(
     assert torch.equal(spoilt, clean)
 
 
+def test_an_expert_can_be_replaced(device: torch.device) -> None:
+    """Which counts nothing."""
+    sizes = ExpertSizes(9, 4, 2, 40, 24)
+    first, second = (drawn_problem(seed, sizes, has_bias=True).to(device, torch.float32) for seed in (1, 2))
+    experts, others = TritonExperts(first.weights), TritonExperts(second.weights)
+    for expert in range(sizes.num_experts):
+        experts.replace(expert, others.rows(expert))
+    assert not bool(experts.counts.any())
+    assert torch.equal(experts(first.x, first.routing), others(first.x, first.routing))
+    assert experts.counts.tolist() == torch.bincount(first.routing.experts.flatten().cpu()).tolist()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_many_rows_are_grouped_products(
@@ -284,7 +296,8 @@ def test_sorted_rows(device: torch.device, seed: int, tile_rows: int) -> None:
     case = ExpertSizes(int(rng.choice([1, 3, 20, 60])), num_experts, num_chosen, 0, 0)
     experts = drawn_routing(rng, case, float(rng.choice([0.0, 0.5, 1.0]))).experts
     tile = kernels.few_rows_tile(torch.float32)._replace(rows=tile_rows, chunk=128)
-    order = kernels.sort_rows(experts.to(device), num_experts, tile)
+    totals = torch.full((num_experts,), 1 << 40, device=device)
+    order = kernels.sort_rows(experts.to(device), totals, tile)
     order = kernels.SortedRows(*(it.cpu() for it in order))
     named = experts.flatten()
     pairs = torch.argsort(torch.where(named < 0, num_experts, named), stable=True)
@@ -295,6 +308,7 @@ def test_sorted_rows(device: torch.device, seed: int, tile_rows: int) -> None:
     assert order.rows.tolist() == rows.tolist()
     counts = torch.bincount(named[named >= 0], minlength=num_experts)
     assert order.ends.tolist() == counts.cumsum(0).tolist()
+    assert (totals.cpu() - (1 << 40)).tolist() == counts.tolist()
     tiles = [
         [expert, first, min(first + tile_rows, int(end))]
         for expert, (count, end) in enumerate(zip(counts, order.ends, strict=True))
@@ -420,6 +434,7 @@ def test_nothing_of_a_part_of_the_experts_waits_for_the_device(device: torch.dev
         mixture(x)
     assert not WAITS & set(launches)
     assert EXPERTS[0] in launches
+    assert 0 < int(mixture.counts.sum()) < 2 * num_tokens or num_tokens == 1
 
 
 class _LiveBytes(TorchDispatchMode):

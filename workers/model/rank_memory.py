@@ -6,6 +6,7 @@ start, the preflight checks and the ranks themselves all use it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,8 @@ LEAST_KV_TOKENS = 2048
 @dataclass(frozen=True, slots=True)
 class RankShape:
     """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
-    parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers."""
+    parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers. The
+    CPU computes `expert_offload` experts of each layer."""
 
     model: ModelConfig
     first_layer: int
@@ -64,6 +66,7 @@ class RankShape:
     tp_rank: int = 0
     tp: int = 1
     ep: int = 1
+    expert_offload: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -114,12 +117,21 @@ class Checkpoint(NamedTuple):
         return cls(sizes)
 
     def weight_bytes(self, rank: RankShape, item_bytes: int) -> int:
-        """Return the size of the weights that the rank keeps, each once: a tied embedding is the head too."""
+        """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
+        the head too."""
         known, num_items = self._names(rank.model), 0.0
         for name, size in self._kept(rank):
             layer, _ = known.layer_of(name) or (0, name)
             num_items += size * self._share(name, layer, rank)
         return round(item_bytes * num_items)
+
+    def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
+        """Return the size of the weights of experts in host memory: of all where the CPU computes some."""
+        shape = rank.model.mixture
+        if shape is None or not rank.expert_offload:
+            return 0
+        none, of_all = (dataclasses.replace(rank, expert_offload=it) for it in (0, shape.rule.num_experts))
+        return self.weight_bytes(none, item_bytes) - self.weight_bytes(of_all, item_bytes)
 
     def _is_kept(self, layer: int, name: str, rank: RankShape) -> bool:
         """Whether the rank keeps the tensor of this name in the layer."""
@@ -193,11 +205,12 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
     if not block:
         return None
     held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
+    on_device = held.experts[: max(len(held.experts) - rank.expert_offload, 0)]
     columns = len(held.columns) / shape.size
     number = inner.removeprefix("experts.").partition(".")[0]
     if inner.startswith("experts.") and number.isdecimal():
-        return columns if int(number) in held.experts else 0.0
-    of_experts = len(held.experts) / shape.rule.num_experts
+        return columns if int(number) in on_device else 0.0
+    of_experts = len(on_device) / shape.rule.num_experts
     for product in (traits.names.gate_up, traits.names.down):
         if inner.startswith(product):
             # A byte of blocks holds two weights; their scales are not kept.
@@ -272,8 +285,9 @@ def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *,
         columns = 2 * len(held.columns) + max(hidden_size, len(held.columns))
         inner = rule.num_chosen * (columns + _PAIR_BYTES // item_bytes)
     shared = 3 * len(part(shape.shared_size, rank.tp_rank, rank.tp)) + hidden_size if shape.shared_size else 0
+    sums = (2 if rank.expert_offload == 0 else 3) * hidden_size  # with an offload, also those of the CPU
     floats = _ROUTER_FLOATS * (rule.num_experts + 2 * rule.num_chosen) + _EXPERT_FLOATS * hidden_size
-    return item_bytes * (inner + shared + 2 * hidden_size) + _FLOAT_BYTES * floats
+    return item_bytes * (inner + shared + sums) + _FLOAT_BYTES * floats
 
 
 def _qkv_columns(rank: RankShape, layer: int) -> int:

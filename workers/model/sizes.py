@@ -99,6 +99,32 @@ def refuse_split(config: ModelConfig, tp: int) -> None:
         )
 
 
+def refuse_expert_offload(
+    config: ModelConfig, num_in_host: int, devices: Sequence[str], *, tp: int, is_deterministic: bool
+) -> None:
+    """Raise CheckpointError, naming the setting and the remedy, where so many experts of each layer cannot be
+    computed by the CPU beside these devices."""
+    if not num_in_host:
+        return
+    most = 0 if config.mixture is None else config.mixture.rule.num_experts
+    if not most:
+        problem = "the model has no experts; set 0"
+    elif num_in_host > most:
+        problem = f"a layer has {most} experts; set at most {most}, which leaves all in host memory"
+    elif any(device.partition(":")[0] == "cpu" for device in devices):
+        problem = "on device cpu all experts are in host memory already; set 0"
+    elif tp > 1:
+        problem = f"ranks that share layers cannot leave experts to the CPU, and tp is {tp}; set 0, or tp: 1"
+    elif is_deterministic:
+        problem = (
+            "experts move between device and host by use, and each rounds in its own way, so results are not"
+            " deterministic; set 0, or deterministic: false"
+        )
+    else:
+        return
+    raise CheckpointError(f"engine.expert_offload {num_in_host}: {problem}")
+
+
 def last_stage_limit(config: ModelConfig) -> int:
     """Return the greatest layer at which the last stage can begin: layers that attend to the keys and values
     of an earlier one are on its stage."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ _BYTES = ("U8",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@dataclass
+class _Amount:
+    num_bytes: int = 0
+
+
 class TensorFiles:
     """The tensors of one checkpoint, cast to `dtype` on `device`. A context manager.
 
@@ -27,8 +34,7 @@ class TensorFiles:
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        # The bytes of the parts that were read, as they are stored.
-        self.num_bytes = 0
+        self._amount = _Amount()
         # The names of the tensors that were read.
         self.read: set[str] = set()
         self._dir = model_dir
@@ -47,6 +53,17 @@ class TensorFiles:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def in_host_memory(self) -> TensorFiles:
+        """Return the same tensors, but in host memory; reading them counts here as well."""
+        files = copy.copy(self)
+        files.device = torch.device("cpu")
+        return files
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the parts that were read, as they are stored."""
+        return self._amount.num_bytes
 
     def __contains__(self, name: str) -> bool:
         return name in self._name_to_file
@@ -95,7 +112,7 @@ class TensorFiles:
         try:
             with panics_as_errors:
                 stored = self._checked(file, opened, name, shape, dtypes)[slices]
-                self.num_bytes += stored.nbytes
+                self._amount.num_bytes += stored.nbytes
                 return stored
         except (SafetensorError, PanicError) as error:
             raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error

@@ -172,14 +172,22 @@ class WeightReader:
         shard: ShardSpec,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        expert_offload: int = 0,
     ) -> None:
+        """`expert_offload`: so many experts of each layer are computed by the CPU."""
         self._config = config
         self._shard = shard
         self._files = TensorFiles(model_dir, dtype, device)
         self._tensor = self._files.tensor
         self._names = TensorNames.of((), is_wrapped=config.is_wrapped)
         self._mixtures = MixtureWeightReader(
-            self._files, config, shard.tp_rank, shard.tp_size, ep=shard.ep_size
+            self._files,
+            config,
+            shard.tp_rank,
+            shard.tp_size,
+            ep=shard.ep_size,
+            num_in_host=expert_offload,
         )
         self._latents: LatentWeightReader | None = None
         if (shape := config.latent) is not None:

@@ -67,15 +67,17 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return num_pairs if num_pairs <= num_experts else num_experts + (num_pairs - num_experts) // tile_rows
 
 
-def sort_rows(experts: Tensor, num_experts: int, tile: ExpertTile) -> SortedRows:
-    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert."""
-    num_pairs = experts.numel()
+def sort_rows(experts: Tensor, counts: Tensor, tile: ExpertTile) -> SortedRows:
+    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert, and add the number of rows of
+    each expert to int64 `counts` [num_experts]."""
+    num_pairs, num_experts = experts.numel(), len(counts)
     assert experts.is_contiguous()
+    assert counts.is_contiguous()
     num_tiles = most_tiles(num_pairs, num_experts, tile.rows)
     pairs, rows = experts.new_empty(num_pairs), experts.new_empty(num_pairs)
     ends, tiles = experts.new_empty(num_experts), experts.new_empty(num_tiles, _TILE_ITEMS)
     _sort_kernel[(num_experts,)](
-        experts, pairs, rows, ends, tiles, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
+        experts, pairs, rows, ends, tiles, counts, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
         TILE_ROWS=tile.rows, BINS=triton.next_power_of_2(num_experts + 1), CHUNK=tile.chunk, num_warps=8,
     )  # fmt: skip
     return SortedRows(pairs, rows, ends, tiles)
@@ -181,7 +183,7 @@ def add_results(
 # One compiled kernel serves every number of pairs.
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _sort_kernel(
-    experts, pairs, rows, ends, tiles, num_pairs, num_tiles, NUM_EXPERTS: tl.constexpr,
+    experts, pairs, rows, ends, tiles, totals, num_pairs, num_tiles, NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of one expert, which are one program: it counts all pairs, of which those of experts
@@ -198,6 +200,7 @@ def _sort_kernel(
     end = tl.sum(tl.where(bins <= own, counts, 0), 0)
     tile = tl.sum(tl.where(bins < own, (counts + TILE_ROWS - 1) // TILE_ROWS, 0), 0)
     tl.store(ends + own, end)
+    tl.store(totals + own, tl.load(totals + own) + (end - row))
     for first in range(row, end, TILE_ROWS):
         tl.store(tiles + 3 * tile, own)
         tl.store(tiles + 3 * tile + 1, first)

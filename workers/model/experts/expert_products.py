@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,16 @@ class ExpertWeights:
     clamp: Clamp = DEFAULT_CLAMP
 
 
+class ExpertRows(NamedTuple):
+    """The weights of one expert: the rows of its gate and then of its up [2 * size, hidden_size], those of
+    its down [hidden_size, size], and its biases [2 * size] and [hidden_size], or None."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Experts(ABC):
     """Computes, for each token, the weighted sum of the results of its experts.
 
@@ -51,7 +62,30 @@ class Experts(ABC):
         that follows to add, where that takes fewer kernels."""
 
 
-class TorchExperts(Experts):
+class ReadableExperts(Experts):
+    """Experts whose weights can be read back."""
+
+    @abstractmethod
+    def rows(self, expert: int) -> ExpertRows:
+        """Return the weights of an expert, as they were given."""
+
+
+class ReplaceableExperts(Experts):
+    """Experts whose weights can be overwritten, one expert at a time."""
+
+    @abstractmethod
+    def replace(self, expert: int, rows: ExpertRows) -> None:
+        """Overwrite the weights of an expert by those of another of the same shape, in host memory, which on
+        CUDA is pinned: the copy takes its turn in the work of the current stream, without more memory."""
+
+
+class CountingExperts(Experts):
+    """Experts that count the tokens of each, in int64 `counts` [num_experts]."""
+
+    counts: Tensor
+
+
+class TorchExperts(ReadableExperts, ReplaceableExperts):
     """Experts by torch, on any device and of any dtype, one after another."""
 
     def __init__(self, weights: ExpertWeights) -> None:
@@ -74,6 +108,18 @@ class TorchExperts(Experts):
 
     def add_to(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
         hidden.add_(self(x, routing))
+
+    def rows(self, expert: int) -> ExpertRows:
+        biases = (self._weights.gate_up_bias, self._weights.down_bias)
+        return ExpertRows(
+            self._gate_up[expert], self._down[expert], *(None if it is None else it[expert] for it in biases)
+        )
+
+    def replace(self, expert: int, rows: ExpertRows) -> None:
+        for own, new in zip(self.rows(expert), rows, strict=True):
+            if own is not None:
+                assert new is not None
+                own.copy_(new, non_blocking=True)
 
     def _result(self, expert: int, x: Tensor) -> Tensor:
         """Compute the result of one expert for x [num_rows, hidden_size]."""

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.apply_norm import apply_norm
+from workers.model.experts.expert_products import CountingExperts, Experts
+from workers.model.experts.host_experts import SplitExperts, split_experts
 from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
@@ -54,7 +56,10 @@ class SharedExperts:
 
 class Mixture:
     """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
-    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward."""
+    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward.
+
+    `counts`, int64 [num_held], are the tokens that each expert of this rank has had, counted on the device,
+    those included with which a CUDA graph is padded."""
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Mixture:
         is_deterministic: bool = False,
     ) -> None:
         self._router = ExpertRouter(weights, rule, is_deterministic=is_deterministic)
-        self._experts = make_experts(weights.experts, is_deterministic=is_deterministic)
+        self._experts = _experts(weights, is_deterministic=is_deterministic)
         self._shared = None
         if weights.shared is not None:
             self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
@@ -74,6 +79,13 @@ class Mixture:
         self._first, self._num_held = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
+        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
+        self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
+        if self._packed is not None:
+            self.counts = self._packed.counts
+        if isinstance(self._experts, CountingExperts):
+            self.counts = self._experts.counts
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
     def packed(self) -> PackedMixture | None:
@@ -84,6 +96,11 @@ class Mixture:
     def shared(self) -> SharedExperts | None:
         """The experts that all tokens share, if there are any."""
         return self._shared
+
+    @property
+    def split(self) -> SplitExperts | None:
+        """The experts, if the CPU computes some of them for another device."""
+        return self._experts if isinstance(self._experts, SplitExperts) else None
 
     def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
         experts, router = self._experts, self._router.logits
@@ -117,11 +134,27 @@ class Mixture:
     def _route(self, x: Tensor) -> Routing:
         """Choose experts by the numbers that they have at this rank; -1 for those of others."""
         routing = self._router(x)
+        if not self._holds_all:
+            experts = routing.experts - self._first
+            is_foreign = (experts < 0) | (experts >= self._num_held)
+            routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+        if not isinstance(self._experts, CountingExperts):
+            self._count(routing)
+        return routing
+
+    def _count(self, routing: Routing) -> None:
+        """Count the tokens of this rank's experts, which the kernels count where they choose or sort them."""
+        experts = routing.experts.flatten()
         if self._holds_all:
-            return routing
-        experts = routing.experts - self._first
-        is_foreign = (experts < 0) | (experts >= self._num_held)
-        return routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+            self.counts.index_add_(0, experts, self._one.expand(len(experts)))
+        else:
+            self.counts.index_add_(0, experts.clamp(min=0), (experts >= 0).long())
+
+
+def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if (offload := weights.offload) is None:
+        return make_experts(weights.experts, is_deterministic=is_deterministic)
+    return split_experts(weights.experts, offload.device, offload.num_in_host)
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +39,19 @@ class BranchNorms:
     experts_output: Norm
 
 
+class ExpertOffload(NamedTuple):
+    """The experts of each layer that the CPU computes, `num_in_host`, beside a `device` for the others."""
+
+    num_in_host: int
+    device: torch.device
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixtureWeights:
     """The weights of a layer's experts: of the router [num_experts, hidden_size], in the dtype of the model
     or in float32, whichever holds more of what is stored; the float32 bias [num_experts] of the scores by
-    which experts are chosen; the rank's `experts`, whose numbers are `held`; and of shared experts.
+    which experts are chosen; the rank's `experts`, whose numbers are `held`, and which are in host memory
+    where there is an `offload`; and of shared experts.
 
     Where experts are a branch beside a feed-forward, the norm of what the router takes, factors [num_experts]
     of the weights of chosen experts, and the norms of the branches."""
@@ -55,14 +64,19 @@ class MixtureWeights:
     router_norm: Norm | None = None
     expert_scale: Tensor | None = None
     branch_norms: BranchNorms | None = None
+    offload: ExpertOffload | None = None
 
 
 class MixtureWeightReader:
     """Reads the experts of one checkpoint for one of `tp` ranks, of which each `ep`-th part holds other
-    experts."""
+    experts. `num_in_host` of each layer are computed by the CPU."""
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, tp_rank: int, tp: int, *, ep: int) -> None:
+    def __init__(
+        self, files: TensorFiles, config: ModelConfig, tp_rank: int, tp: int, *, ep: int, num_in_host: int = 0
+    ) -> None:
         self._files, self._config = files, config
+        self._offload = ExpertOffload(num_in_host, files.device) if num_in_host else None
+        self._expert_files = files.in_host_memory() if num_in_host else files
         self._hidden_size = config.hidden_size
         self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
 
@@ -74,7 +88,7 @@ class MixtureWeightReader:
         names, block = traits.names, f"{prefix}{traits.names.block}"
         num_experts = shape.rule.num_experts
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
-        stored = StoredExperts(self._files, names, block, shape, held, self._hidden_size)
+        stored = StoredExperts(self._expert_files, names, block, shape, held, self._hidden_size)
         return MixtureWeights(
             self._router(names, block, num_experts),
             self._correction(names, block, num_experts),
@@ -84,6 +98,7 @@ class MixtureWeightReader:
             self._router_norm(f"{block}{names.router_norm}") if names.router_norm else None,
             self._floats(f"{block}{names.expert_scale}", num_experts) if names.expert_scale else None,
             self._branch_norms(prefix, traits.branch_norms) if traits.branch_norms else None,
+            self._offload,
         )
 
     def _floats(self, name: str, size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import Experts, ExpertWeights
+from workers.model.experts.expert_products import ExpertRows, ExpertWeights, ReadableExperts
 from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
@@ -54,6 +54,7 @@ class _Panels:
         self._is_bf16 = dtype == torch.bfloat16
         panels = allocate_panels(num_experts * num_panels * num_inputs * PANEL, dtype)
         self._of_experts = panels.view(num_experts, -1)
+        self._num_words = num_inputs // 2 if self._is_bf16 else num_inputs
         addresses = (of_expert.data_ptr() for of_expert in self._of_experts)
         self.addresses = (ctypes.c_void_p * num_experts)(*addresses)
 
@@ -68,8 +69,16 @@ class _Panels:
                 ctypes.c_void_p(panels.data_ptr()),
             )
 
+    def outputs(self, expert: int) -> Tensor:
+        """Return the rows of an expert in the order of the panels' outputs, [num_panels, PANEL, num_inputs],
+        with those of padding."""
+        # Inputs of bfloat16 lie in pairs, which are four bytes as well.
+        panels = self._of_experts[expert].view(torch.float32).view(-1, self._num_words, PANEL)
+        rows = panels.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        return rows.view(self._of_experts.dtype)
 
-class PackedExperts(Experts):
+
+class PackedExperts(ReadableExperts):
     """Experts with packed float32 or bfloat16 weights, on a CPU. A token's result depends neither on the
     other tokens nor on the number of threads."""
 
@@ -77,6 +86,7 @@ class PackedExperts(Experts):
         """Pack the weights from where they are."""
         self.num_experts = len(weights.gates)
         size, self.hidden_size = weights.gates[0].shape
+        self._size = size
         self.dtype = dtype = weights.gates[0].dtype
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
         is_paired = dtype == torch.bfloat16
@@ -124,6 +134,22 @@ class PackedExperts(Experts):
         assert counts.shape == (self.num_experts,)
         out = torch.empty(x.shape, dtype=self.dtype)
         return self._sum(x, routing, out, is_added=False, counts=counts)
+
+    def rows(self, expert: int) -> ExpertRows:
+        gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in self._biases)
+        down = self._down.outputs(expert).flatten(0, 1)[: self.hidden_size, : self._size]
+        return ExpertRows(
+            self._gates_and_ups(self._gate_up.outputs(expert))[:, : self.hidden_size],
+            down.contiguous(),
+            None if gate_up_bias is None else self._gates_and_ups(gate_up_bias.view(-1, PANEL)),
+            None if down_bias is None else down_bias[: self.hidden_size],
+        )
+
+    def _gates_and_ups(self, outputs: Tensor) -> Tensor:
+        """Bring outputs of panels [num_panels, PANEL, ...], gates and ups in turn, into the order of gates
+        and then ups, [2 * size, ...]."""
+        halves = outputs.view(-1, 2, _HALF, *outputs.shape[2:]).transpose(0, 1).flatten(1, 2)
+        return halves[:, : self._size].flatten(0, 1)
 
     def _sum(
         self, x: Tensor, routing: Routing, out: Tensor, *, is_added: bool, counts: Tensor | None = None

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.cuda import experts as kernels
-from workers.model.experts.expert_products import Experts, ExpertWeights
+from workers.model.experts.expert_products import (
+    CountingExperts,
+    ExpertRows,
+    ExpertWeights,
+    ReadableExperts,
+    ReplaceableExperts,
+)
 from workers.model.experts.routing import Routing
 
 # The most rows that an expert has on average where the tile of few rows is taken, and the fewest where
@@ -18,7 +24,7 @@ _FEW_ROWS, _GROUPED_ROWS = 16, 128
 _ALIGNMENT, _MOST_GROUPS, _CAPABILITIES = 16, 1024, (9, 10)
 
 
-class TritonExperts(Experts):
+class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
     """Experts whose weights lie on the device in two tensors, [num_experts, 2 * size, hidden_size] and
     [num_experts, hidden_size, size]. Nothing of a step is left to the host."""
 
@@ -34,7 +40,9 @@ class TritonExperts(Experts):
         self._many_tile = kernels.many_rows_tile(dtype)
         self._few_tile = self._many_tile if is_deterministic else kernels.few_rows_tile(dtype)
         self._has_grouped = not is_deterministic and _serves_grouped(self._gate_up)
+        self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self._down.device)
         self._compile_tiles()
+        self.counts.zero_()
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         out = torch.empty_like(x)
@@ -44,12 +52,24 @@ class TritonExperts(Experts):
     def add_to(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
         self._compute(x, routing, hidden, is_added=True)
 
+    def rows(self, expert: int) -> ExpertRows:
+        biases = (self._gate.bias, self._down_bias)
+        return ExpertRows(
+            self._gate_up[expert], self._down[expert], *(None if it is None else it[expert] for it in biases)
+        )
+
+    def replace(self, expert: int, rows: ExpertRows) -> None:
+        for own, new in zip(self.rows(expert), rows, strict=True):
+            if own is not None:
+                assert new is not None
+                own.copy_(new, non_blocking=True)
+
     def _compute(self, x: Tensor, routing: Routing, out: Tensor, *, is_added: bool) -> None:
         num_pairs = routing.experts.numel()
         if not num_pairs:
             return
         tile = self._few_tile if num_pairs <= _FEW_ROWS * self.num_experts else self._many_tile
-        order = kernels.sort_rows(routing.experts, self.num_experts, tile)
+        order = kernels.sort_rows(routing.experts, self.counts, tile)
         if self._has_grouped and num_pairs >= _GROUPED_ROWS * self.num_experts:
             results = self._grouped(x, routing, order)
         else:
@@ -81,7 +101,7 @@ class TritonExperts(Experts):
         x = self._down.new_zeros(1, self.hidden_size)
         routing = Routing(x.new_zeros(1, 1, dtype=torch.int32), x.new_ones(1, 1, dtype=torch.float32))
         for tile in {self._few_tile, self._many_tile}:
-            order = kernels.sort_rows(routing.experts, self.num_experts, tile)
+            order = kernels.sort_rows(routing.experts, self.counts, tile)
             self._tiled(x, routing, order, tile)
         if self._has_grouped:
             self._grouped(x, routing, order)
