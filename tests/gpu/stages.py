@@ -26,7 +26,7 @@ ROOT = HERE.parent.parent
 SIDE_BY_SIDE = (
     "attention", "decoder", "experts", "engine", "products", "graphs", "warm_up", "sampling", "layer_ops",
     "checksum", "kernel_noise", "layer_launches", "compiled_attention", "compiled_layer_kernels",
-    "compiled_experts",
+    "compiled_experts", "host_experts",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")
 FIGURES = ("decode", "prefill", "experts")
