@@ -18,12 +18,14 @@ from pydantic import (
 
 class Parallel(NamedTuple):
     """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
-    `devices` is one torch device a stage; `layers` how many each stage has (empty: by measured cost)."""
+    `devices` is one torch device a stage; `layers` how many each stage has (empty: by measured cost). The
+    experts of a layer are divided into `ep` parts, each of them shared by `tp / ep` ranks."""
 
     tp: int = 1
     pp: int = 1
     devices: tuple[str, ...] = ("cpu",)
     layers: tuple[int, ...] = ()
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:

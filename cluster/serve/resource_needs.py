@@ -163,8 +163,9 @@ def _pool_need(
     first = 0
     for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
         for tp_rank in range(pool.tp):
+            layers = (first, first + num_layers)
             shape = RankShape(
-                model, first, first + num_layers, tp_rank, pool.tp, expert_offload=engine.expert_offload
+                model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
             )
             shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
             layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)

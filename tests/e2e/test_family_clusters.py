@@ -20,7 +20,7 @@ from e2e_harness import (
     stored_blocks,
     until,
 )
-from family_checkpoints import GEMMA4_SHAPE
+from family_checkpoints import GEMMA4_SHAPE, write_family_checkpoint
 from paged_model import continued
 from store_harness import StoreHarness
 
@@ -69,14 +69,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Families with experts, of which the ranks of a prefill replica hold different ones.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 37, "num_experts": 7, "num_experts_per_tok": 3},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 37,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+
 
 class Cluster:
     """A prefill replica of two ranks, a decode replica of two stages, one of one rank, and their store."""
 
     def __init__(
-        self, harness: E2eHarness, store: StoreHarness, num_layers: int, expected: list[int]
+        self,
+        harness: E2eHarness,
+        store: StoreHarness,
+        num_layers: int,
+        expected: list[int],
+        two_ranks: Parallel,
     ) -> None:
         self._harness, self._store = harness, store
+        self._two_ranks = two_ranks
         self._two_stages = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, num_layers - 1))
         self._expected = expected
         self.prefill: Replica
@@ -86,7 +104,7 @@ class Cluster:
     async def start(self) -> None:
         await self._store.start()
         add, how = self._harness, self._store
-        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=Parallel(tp=2))
+        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks)
         self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages)
         self.single = await add_with_store(add, how, "s")
 
@@ -139,16 +157,20 @@ class Cluster:
         return heard
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 async def test_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    keys = SHAPE | FAMILIES[family]
-    write_random_checkpoint(model_dir, family, seed=7, **keys)
+    keys, two_ranks = SHAPE | FAMILIES.get(family, EXPERTS.get(family, {})), Parallel(tp=2)
+    if family in EXPERTS:
+        two_ranks = Parallel(tp=2, ep=2)
+        write_family_checkpoint(model_dir, family, seed=7, head_dim=16, **keys)
+    else:
+        write_random_checkpoint(model_dir, family, seed=7, **keys)
     expected = continued(model_dir, PROMPT, NUM_TOKENS)
     assert len(set(expected)) >= 15, "a stream that repeats itself shows little"
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
-        cluster = Cluster(harness, store, keys["num_hidden_layers"], expected)
+        cluster = Cluster(harness, store, keys["num_hidden_layers"], expected, two_ranks)
         await cluster.start()
         await cluster.check_hand_over()
         await cluster.check_store()

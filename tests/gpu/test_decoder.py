@@ -140,7 +140,7 @@ class Stage:
 class OneOfTwo:
     """Stands for the collectives of a stage of two ranks, of which the other one contributes nothing."""
 
-    tp, tp_rank = 2, 0
+    tp, tp_rank, shares_memory = 2, 0, False
 
     def __init__(self) -> None:
         self.num_sums = 0
@@ -148,6 +148,9 @@ class OneOfTwo:
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         self.num_sums += 1
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        raise AssertionError("no layer sends rows to others")
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return tensor

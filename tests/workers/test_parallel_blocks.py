@@ -108,13 +108,16 @@ def test_any_split_of_such_layers_equals_one_rank(
 class _Recorded:
     """Collectives of the first of two ranks, which only record the shapes of what would be added up."""
 
-    tp, tp_rank = 2, 0
+    tp, tp_rank, shares_memory = 2, 0, True
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.shapes.append(tuple(tensor.shape))
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        raise AssertionError("no layer sends rows to others")
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return None

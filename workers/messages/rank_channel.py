@@ -67,6 +67,8 @@ class RankSpec(Message, frozen=True):
     model_cache: str = ""
     # The experts of each layer that the CPU computes.
     expert_offload: int = 0
+    # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:

@@ -76,6 +76,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.shard = shard
+        self.device = reader.device
         self.embedding: Product | None = None
         self.head: Product | None = None
         # Rounded as transformers rounds it.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
+from workers.model.expert_rows import RowProducts
 from workers.model.experts.mixture import Mixture
 from workers.model.head_norms import HeadNorms
 from workers.model.latent_projection import LatentProjection, without_padding
@@ -98,6 +99,8 @@ class DecoderLayer:
             mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
             self.mixture, self.expert_counts = mixture, mixture.counts
         self._branch_norms = None if weights.mixture is None else weights.mixture.branch_norms
+        # Computes the rank's rows alone, in steps of many rows, of which `workers.model.parallel` makes use.
+        self.expert_rows: RowProducts | None = None
         # Adds both, in a layer of parallel attention and feed-forward.
         self.parallel_sum: ParallelSum | None = None
         if config.is_parallel:
@@ -197,6 +200,9 @@ class DecoderLayer:
             residual = self.parallel_sum.add_to(hidden, mixed, activated)
             plan.marks.mark()
             return residual
+        if self.expert_rows is not None and self.expert_rows.serves(len(hidden)):
+            self._add_by_rows(self.expert_rows, hidden, mixed, plan)
+            return None
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
         normed = self._normed(hidden, norms.feed_forward_input, residual)
@@ -213,6 +219,18 @@ class DecoderLayer:
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
         return residual
+
+    def _add_by_rows(self, products: RowProducts, hidden: Tensor, mixed: Tensor, plan: AttentionPlan) -> None:
+        """Add attention and experts to the rank's rows of `hidden`, and take over the others' rows."""
+        rows, norms = products.own(hidden), self._norms
+        residual = _add(rows, products.output, mixed, norms.attention_output)
+        plan.marks.mark()
+        normed = self._normed(rows, norms.feed_forward_input, residual)
+        residual = _add(rows, products.mixture, normed, norms.feed_forward_output)
+        if residual is not None:
+            rows.add_(residual)
+        products.gather(hidden)
+        plan.marks.mark()
 
     def _add_branches(self, hidden: Tensor, normed: Tensor, plan: AttentionPlan) -> None:
         """Add what the feed-forward computes of `normed`, and the experts of `hidden`, to `hidden`."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.model_config import ModelConfig, read_header, weight_files
-from workers.model.sizes import held_experts, kv_heads, layer_heads, part
+from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
@@ -48,6 +48,10 @@ _EXPERT_FLOATS = 2
 _ROUTER_FLOATS = 3
 # The bytes of a token and one of its experts by which their rows are sorted on CUDA.
 _PAIR_BYTES = 16
+# The hidden states that are held at a time where rows are sent to the ranks of their experts, if all rows are
+# sent to one: what it receives, also side by side, the results, and what it returns. An allowance, not yet
+# measured.
+_SENT_COPIES = 4
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -287,6 +291,9 @@ def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *,
     shared = 3 * len(part(shape.shared_size, rank.tp_rank, rank.tp)) + hidden_size if shape.shared_size else 0
     sums = (2 if rank.expert_offload == 0 else 3) * hidden_size  # with an offload, also those of the CPU
     floats = _ROUTER_FLOATS * (rule.num_experts + 2 * rule.num_chosen) + _EXPERT_FLOATS * hidden_size
+    num_sent = _SENT_COPIES if sends_rows(shape, rank.tp, rank.ep) else 0
+    floats += 2 * num_sent * rule.num_chosen
+    sums += num_sent * hidden_size
     return item_bytes * (inner + shared + sums) + _FLOAT_BYTES * floats
 
 

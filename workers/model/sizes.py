@@ -79,23 +79,49 @@ def held_experts(shape: MixtureShape, tp_rank: int, tp: int, ep: int) -> HeldExp
     return HeldExperts(experts, part(shape.size, tp_rank % num_sharing, num_sharing))
 
 
-def refuse_split(config: ModelConfig, tp: int) -> None:
+def sends_rows(shape: MixtureShape, tp: int, ep: int) -> bool:
+    """Whether rows are sent to the ranks of their experts, in steps of many rows, and not added up over all
+    ranks. Every row would go to every rank where each holds a slice of all experts, or of shared ones; and
+    between two ranks, too few rows stay where they are."""
+    return ep > 1 and tp > 2 and not shape.shared_size and not shape.has_dense_branch
+
+
+def refuse_split(config: ModelConfig, tp: int, ep: int = 1) -> None:
     """Raise CheckpointError if the layers cannot be split over so many ranks: some rank would hold nothing of
     a layer, or a part of its key-value heads that is none of its cells."""
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
+    sizes = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
+    if any(map(config.intermediate_size_of, range(config.num_layers))):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.mixture is not None and config.mixture.shared_size:
+        sizes["the size of shared experts"] = config.mixture.shared_size
     for name, size in sizes.items():
         if tp > size:
             raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
+    _refuse_expert_split(config.mixture, tp, ep)
     num_cells = config.kv_cells.num_cells
     most = max(config.heads_of(layer).num_kv_heads for layer in range(config.num_layers))
     if tp > num_cells and most > num_cells:
         raise CheckpointError(
             f"tp {tp} is more than {num_cells}: layers have key-value heads of several sizes, which are "
             f"split over at most {num_cells} ranks; take tp {num_cells} and a pp above 1"
+        )
+
+
+def _refuse_expert_split(shape: MixtureShape | None, tp: int, ep: int) -> None:
+    if tp % ep:
+        raise CheckpointError(f"ep {ep} does not divide tp {tp}")
+    if shape is None:
+        if ep > 1:
+            raise CheckpointError(f"ep {ep}: the model has no experts to divide; leave ep out")
+        return
+    if ep > shape.rule.num_experts:
+        raise CheckpointError(
+            f"ep {ep} is more than the {shape.rule.num_experts} experts of a layer: a rank would hold none"
+        )
+    if (num_sharing := tp // ep) > shape.size:
+        raise CheckpointError(
+            f"tp {tp} with ep {ep} divides each expert over {num_sharing} ranks, and its size is "
+            f"{shape.size}: a rank would hold nothing"
         )
 
 

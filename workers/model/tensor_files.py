@@ -37,6 +37,8 @@ class TensorFiles:
         self._amount = _Amount()
         # The names of the tensors that were read.
         self.read: set[str] = set()
+        # The names of those that other ranks read.
+        self.left: set[str] = set()
         self._dir = model_dir
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}

@@ -291,7 +291,7 @@ class WeightReader:
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
         names, config = self._names, self._config
-        known = self._files.read | {names.embedding, names.norm, names.head}
+        known = self._files.read | self._files.left | {names.embedding, names.norm, names.head}
         if config.layer_shapes.input_size:
             known |= {names.input_embedding, names.input_projection, names.input_norm}
         if config.traits.has_norm_bias:
@@ -466,4 +466,4 @@ class WeightReader:
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:
     assert 0 <= shard.tp_rank < shard.tp_size, shard
     assert 0 <= shard.layer_start < shard.layer_end <= config.num_layers, shard
-    refuse_split(config, shard.tp_size)
+    refuse_split(config, shard.tp_size, shard.ep_size)

@@ -34,7 +34,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
-from workers.model.sizes import layer_heads, part
+from workers.model.sizes import held_experts, layer_heads, part
 from workers.model.weights import BlockNorms, LayerWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
@@ -89,6 +89,7 @@ class Probe:
         *,
         tp: int,
         tp_rank: int,
+        ep: int = 1,
         dtype: torch.dtype,
         device: torch.device,
         block_tokens: int,
@@ -99,7 +100,7 @@ class Probe:
         self._head_dim = config.heads_of(0).head_dim
         # The layer that is measured: one with experts where there are any, as most layers are such then.
         self._layer = config.mixture.layers[0] if config.mixture is not None else 0
-        self._tp_rank, self._tp = tp_rank, tp
+        self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
         self._vocab_size = len(part(config.vocab_size, tp_rank, tp))
         self._dtype = dtype
         self._device = device
@@ -201,19 +202,21 @@ class Probe:
 
     def _mixture_weights(self, shape: MixtureShape) -> MixtureWeights:
         """Return experts of which all take the same pattern for weights, and a router that chooses evenly."""
-        hidden, size, rule = self._config.hidden_size, self._part(shape.size), shape.rule
+        hidden, rule = self._config.hidden_size, shape.rule
+        held = held_experts(shape, self._tp_rank, self._tp, self._ep)
+        size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
         assert activation != "xielu"
-        gates, downs = (self._random(size, hidden),) * rule.num_experts, self._random(hidden, size)
-        experts = ExpertWeights(gates, gates, (downs,) * rule.num_experts, activation)
+        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        experts = ExpertWeights(gates, gates, downs, activation)
         shared = None
         if shape.shared_size:
-            held = self._part(shape.shared_size)
-            gate_up = LinearWeights((self._random(held, hidden),) * 2, None)
-            shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, held),), None), None)
+            num_columns = self._part(shape.shared_size)
+            gate_up = LinearWeights((self._random(num_columns, hidden),) * 2, None)
+            shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, num_columns),), None), None)
         router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
         weights = router.to(self._device, self._dtype)
-        return MixtureWeights(LinearWeights((weights,), None), None, range(rule.num_experts), experts, shared)
+        return MixtureWeights(LinearWeights((weights,), None), None, held.experts, experts, shared)
 
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits

@@ -244,7 +244,7 @@ class _Rank:
                 auto_kv=auto,
             ),
             self._clock,
-            place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp), groups),
+            place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
             faults=self._faults,
             progress=self._enter,
             grammars=grammars,
@@ -362,6 +362,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
             config,
             tp=spec.tp,
             tp_rank=spec.tp_rank,
+            ep=spec.ep,
             dtype=dtype,
             device=device,
             block_tokens=spec.block_tokens,
@@ -377,7 +378,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 
 
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
-    refuse_split(config, spec.tp)
+    refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic

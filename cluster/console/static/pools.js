@@ -70,7 +70,8 @@ const loadOf = (replica) => replica.load || EMPTY;
 function shapeOf(replica) {
   const layers = replica.stage_layers || [];
   if (replica.tp * layers.length <= 1) return "";
-  return `${replica.tp}x${layers.length}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
+  const parts = replica.ep > 1 ? ` ep ${replica.ep}` : "";
+  return `${replica.tp}x${layers.length}${parts}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
 }
 
 // `experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %`; "": there are none, or their loads are not known.

@@ -121,19 +121,28 @@ class Mixture:
         if self._packed is not None:
             self._packed.add_to(hidden, x)
             return None
-        return self._experts.add_to(hidden, self._normed(x), self._route(x))
+        return self._experts.add_to(hidden, self._normed(x), self._of_rank(self.route(x)))
+
+    def route(self, x: Tensor) -> Routing:
+        """Choose experts, by the numbers that they have in the layer."""
+        return self._router(x)
+
+    def sum_held(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute the weighted sums of the results of the experts that this rank holds, without shared
+        ones."""
+        return self._experts(self._normed(x), self._of_rank(routing))
 
     def _of_experts(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             return self._packed(x)
-        return self._experts(self._normed(x), self._route(x))
+        return self.sum_held(x, self.route(x))
 
     def _normed(self, x: Tensor) -> Tensor:
         return x if self._norm is None else apply_norm(x, self._norm)
 
-    def _route(self, x: Tensor) -> Routing:
-        """Choose experts by the numbers that they have at this rank; -1 for those of others."""
-        routing = self._router(x)
+    def _of_rank(self, routing: Routing) -> Routing:
+        """Return the experts by the numbers that they have at this rank, which computes them: -1 for those of
+        others."""
         if not self._holds_all:
             experts = routing.experts - self._first
             is_foreign = (experts < 0) | (experts >= self._num_held)

@@ -96,6 +96,7 @@ class StoredExperts:
         return slice(self._held.start, self._held.stop)
 
     def _each(self) -> ExpertProducts:
+        self._leave_others()
         inner, outer = (self._size, self._hidden_size), (self._hidden_size, self._size)
 
         def each(name: str, shape: tuple[int, int], *slices: slice) -> list[Tensor]:
@@ -107,6 +108,12 @@ class StoredExperts:
             each(self._names.each_up, inner, self._columns),
             each(self._names.each_down, outer, slice(None), self._columns),
         )
+
+    def _leave_others(self) -> None:
+        names = self._names
+        for expert in set(range(self._num_experts)).difference(self._held):
+            for name in (names.each_gate, names.each_up, names.each_down):
+                self._files.left.add(f"{self._block}{name.format(expert=expert)}")
 
     def _together(self) -> ExpertProducts:
         gate_up = self._files.tensor(

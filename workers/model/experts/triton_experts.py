@@ -68,6 +68,7 @@ class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
         num_pairs = routing.experts.numel()
         if not num_pairs:
             return
+        routing = Routing(*(it.contiguous() for it in routing))
         tile = self._few_tile if num_pairs <= _FEW_ROWS * self.num_experts else self._many_tile
         order = kernels.sort_rows(routing.experts, self.counts, tile)
         if self._has_grouped and num_pairs >= _GROUPED_ROWS * self.num_experts:

@@ -247,7 +247,7 @@ class ScalingChange(_message.Message):
     def __init__(self, at: _Optional[float] = ..., pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., by: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch", "held")
+    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch", "held", "ep")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class Replica(_message.Message):
     HOME_ROLE_FIELD_NUMBER: _ClassVar[int]
     ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    EP_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     pool: str
@@ -278,7 +279,8 @@ class Replica(_message.Message):
     home_role: ReplicaRole
     role_epoch: int
     held: Held
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping[str, object]]] = ...) -> None: ...
+    ep: int
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping[str, object]]] = ..., ep: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_prompts", "num_tokens", "num_sequences")
