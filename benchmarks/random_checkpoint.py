@@ -56,6 +56,22 @@ LLAMA_8B: dict[str, Any] = {
     "rope_theta": 500000.0,
     "vocab_size": 128256,
 }
+# The shape of Qwen3-30B-A3B, as keys of config.json, with a quarter of its 48 layers.
+QWEN3_30B_QUARTER: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+}
 # The shape of Qwen3-30B-A3B, with a fourth of its weights in half of its layers, as keys of config.json.
 QWEN3_MOE_SCALED: dict[str, Any] = {
     "hidden_size": 1024,

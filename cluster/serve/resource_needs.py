@@ -174,7 +174,11 @@ def _pool_need(
                     device=pool.stage_devices[stage],
                     weight_bytes=checkpoint.weight_bytes(shape, item_bytes),
                     activation_bytes=activation_bytes(
-                        shape, item_bytes, sizes.max_batch_tokens, engine.max_sequences
+                        shape,
+                        item_bytes,
+                        sizes.max_batch_tokens,
+                        engine.max_sequences,
+                        is_on_cuda=pool.stage_devices[stage] == "cuda",
                     ),
                     kv_bytes=0,
                     offload_bytes=engine.offload_tokens // engine.block_tokens * layout.block_bytes,

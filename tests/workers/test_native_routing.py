@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
 
-from workers.model.experts.native_routing import choose, choose_by
+from workers.model.experts.make_experts import choose
+from workers.model.experts.native_routing import choose_by
 from workers.model.experts.router_rule import GroupScore, RouterRule, Scoring
 from workers.model.experts.routing import Routing, choose_experts
 

@@ -203,6 +203,24 @@ def test_the_bundled_model_is_as_large_as_its_file() -> None:
     assert counted == pytest.approx(sum(file.stat().st_size for file in TINY.glob("*.safetensors")), rel=0.02)
 
 
+def test_experts_on_cuda_compute_for_all_pairs_at_once(tmp_path: Path) -> None:
+    """Wherever the experts are: a rank with a part of them has rows for all."""
+    keys = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    write_config(tmp_path, "qwen3_moe", "bfloat16", **keys)
+    config = read_model_config(tmp_path)
+    one, two = (
+        [
+            activation_bytes(rank, 2, num_tokens, 4, is_on_cuda=True)
+            for rank in (RankShape(config, 0, 2), RankShape(config, 0, 2, 0, 2, 2))
+        ]
+        for num_tokens in (1000, 2000)
+    )
+    pair_bytes = 2 * (config.hidden_size + 2 * 24)
+    assert two[0] - one[0] > 1000 * 4 * pair_bytes
+    assert two[1] - one[1] > 1000 * 4 * pair_bytes
+    assert activation_bytes(RankShape(config, 0, 2), 2, 1000, 4) < one[0]
+
+
 def test_activations_grow_with_rows_and_samples_and_shrink_with_ranks() -> None:
     config = read_model_config(TINY)
     whole = RankShape(config, 0, config.num_layers)

@@ -263,24 +263,6 @@ class ScaledLinear(_UnpackedLinear):
         return self._weight[ids].float() * self._scales[0, ids, None]
 
 
-class GroupedLinear(_UnpackedLinear):
-    """The products of a mixture of experts: rows of x are sorted by expert, and those before `ends[e]`, int32
-    [num_experts], that belong to no earlier expert are multiplied by `weights[e]`, of [num_experts,
-    num_outputs, num_inputs]. Made for each step; it copies nothing."""
-
-    def __init__(self, weights: Tensor, ends: Tensor) -> None:
-        self._weights, self._ends = weights, ends
-        self.num_outputs, self.num_inputs = weights.shape[1:]
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        product = F.grouped_mm(x, self._weights.transpose(1, 2), offs=self._ends)
-        return product if out is None else out.copy_(product)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows of all experts' weights, one expert after another."""
-        return F.embedding(ids, self._weights.flatten(0, 1))
-
-
 class _Weights(ctypes.Structure):
     """`LinearWeights` of `native/products.h`."""
 

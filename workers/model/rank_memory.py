@@ -46,6 +46,8 @@ _XIELU_FLOATS = 4
 _EXPERT_COPIES = 3
 _EXPERT_FLOATS = 2
 _ROUTER_FLOATS = 3
+# The bytes of a token and one of its experts by which their rows are sorted on CUDA.
+_PAIR_BYTES = 16
 # The hidden states that are held at a time where rows are sent to the ranks of their experts, if all rows are
 # sent to one: what it receives, also side by side, the results, and what it returns. An allowance, not yet
 # measured.
@@ -228,7 +230,14 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
     return 1.0
 
 
-def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, max_sequences: int) -> int:
+def activation_bytes(
+    rank: RankShape,
+    item_bytes: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+    *,
+    is_on_cuda: bool = False,
+) -> int:
     """Return the most that the activations of one step take: `max_batch_tokens` rows through a layer, and
     `max_sequences` sampled rows, or a piece of a prompt whose log-probabilities are asked for, through the
     head."""
@@ -257,7 +266,7 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     if model.latent is not None:
         row += item_bytes * model.latent.num_scratch_columns(rank.num_heads)
     if model.mixture is not None:
-        row += _mixture_row_bytes(rank, model.mixture, item_bytes)
+        row += _mixture_row_bytes(rank, model.mixture, item_bytes, is_on_cuda=is_on_cuda)
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)
@@ -267,13 +276,18 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
 
 
-def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int) -> int:
+def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *, is_on_cuda: bool) -> int:
     """Return what a token takes in a layer with experts beside its hidden states: its logits and choice, what
     its experts compute, and their sum."""
     held, rule = held_experts(shape, rank.tp_rank, rank.tp, rank.ep), shape.rule
     most_chosen = min(rule.num_chosen, len(held.experts))
     hidden_size = rank.model.hidden_size
     inner = (most_chosen + _EXPERT_COPIES) * len(held.columns)
+    if is_on_cuda:
+        # Experts compute together: of each pair of a token and an expert, wherever that is held, there are
+        # gate and up, with the hidden states or with their activation.
+        columns = 2 * len(held.columns) + max(hidden_size, len(held.columns))
+        inner = rule.num_chosen * (columns + _PAIR_BYTES // item_bytes)
     shared = 3 * len(part(shape.shared_size, rank.tp_rank, rank.tp)) + hidden_size if shape.shared_size else 0
     sums = (2 if rank.expert_offload == 0 else 3) * hidden_size  # with an offload, also those of the CPU
     floats = _ROUTER_FLOATS * (rule.num_experts + 2 * rule.num_chosen) + _EXPERT_FLOATS * hidden_size

@@ -79,6 +79,12 @@ class ReplaceableExperts(Experts):
         CUDA is pinned: the copy takes its turn in the work of the current stream, without more memory."""
 
 
+class CountingExperts(Experts):
+    """Experts that count the tokens of each, in int64 `counts` [num_experts]."""
+
+    counts: Tensor
+
+
 class TorchExperts(ReadableExperts, ReplaceableExperts):
     """Experts by torch, on any device and of any dtype, one after another."""
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.apply_norm import apply_norm
-from workers.model.experts.expert_products import Experts
+from workers.model.experts.expert_products import CountingExperts, Experts
 from workers.model.experts.host_experts import SplitExperts, split_experts
-from workers.model.experts.make_experts import make_experts
+from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
-from workers.model.experts.native_routing import choose
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.experts.router_rule import RouterRule
@@ -84,6 +83,8 @@ class Mixture:
         self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
         if self._packed is not None:
             self.counts = self._packed.counts
+        if isinstance(self._experts, CountingExperts):
+            self.counts = self._experts.counts
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
@@ -146,11 +147,12 @@ class Mixture:
             experts = routing.experts - self._first
             is_foreign = (experts < 0) | (experts >= self._num_held)
             routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
-        self._count(routing)
+        if not isinstance(self._experts, CountingExperts):
+            self._count(routing)
         return routing
 
     def _count(self, routing: Routing) -> None:
-        """Count the tokens of this rank's experts, which the CPU kernels count where they choose them."""
+        """Count the tokens of this rank's experts, which the kernels count where they choose or sort them."""
         experts = routing.experts.flatten()
         if self._holds_all:
             self.counts.index_add_(0, experts, self._one.expand(len(experts)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.experts.router_rule import RouterRule, Scoring
-from workers.model.experts.routing import Routing, choose_experts
+from workers.model.experts.routing import Routing
 
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "softmax_chosen": 1, "sigmoid": 2, "sparsemixer": 3}
 
@@ -43,20 +43,11 @@ class RuleArguments(ctypes.Structure):
         )  # fmt: skip
 
 
-def choose(logits: Tensor, rule: RouterRule, bias: Tensor | None = None) -> Routing:
-    """Choose experts as `choose_experts` does, by the kernel where there is one."""
-    if not native.serves(logits.device, logits.dtype):
-        return choose_experts(logits, rule, bias)
-    kernels = native.load()
-    assert kernels is not None
-    return choose_by(kernels, logits, rule, bias)
-
-
 def choose_by(
     kernels: native.Kernels, logits: Tensor, rule: RouterRule, bias: Tensor | None = None
 ) -> Routing:
-    """Choose experts by these kernels: the same as those of `choose_experts` but for the rounding of scores,
-    and those that it takes of equal scores."""
+    """Choose experts by these kernels: the same as those of `routing.choose_experts` but for the rounding of
+    scores, and those that it takes of equal scores."""
     assert logits.dtype == torch.float32
     assert logits.shape == (len(logits), rule.num_experts)
     logits = logits.contiguous()
