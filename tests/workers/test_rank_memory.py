@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_config, write_random_checkpoint
@@ -126,14 +127,17 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
 ]
 
 
-@pytest.mark.parametrize("case", COUNTED)
+_FAST = ("llama-2", "phi3-1", "gemma4_text-1", "stablelm-2", "qwen2_moe-3", "gpt_oss-1", "deepseek_v2-2")
+
+
+@pytest.mark.parametrize("case", slow_but(COUNTED, *_FAST))
 def test_the_weights_of_every_family_are_those_that_ranks_read(case: str, tmp_path: Path) -> None:
     write_family_checkpoint(tmp_path, **CASES[case])
     for tp in (1, 2, 3, 4 if CASES[case]["num_attention_heads"] >= 4 else 3):
         check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)])
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe-1", "granitemoe-1", "glm4_moe-2"])
+@pytest.mark.parametrize("case", slow_but(("qwen2_moe-1", "granitemoe-1", "glm4_moe-2"), "granitemoe-1"))
 def test_ranks_that_hold_other_experts_are_counted_as_they_read(case: str, tmp_path: Path) -> None:
     write_family_checkpoint(tmp_path, **CASES[case])
     for tp, ep in ((2, 2), (4, 2), (4, 4), (3, 3)) if CASES[case]["num_attention_heads"] >= 4 else ((3, 3),):
