@@ -93,6 +93,7 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
             "num_experts": 7,
             "top_k_experts": 3,
             "moe_intermediate_size": 37,
+            "tie_word_embeddings": False,
         },
     ),
 }
