@@ -1,7 +1,8 @@
 """The engine beside other engines, as JSON lines: `python -m benchmarks.engine [--model DIR] [options]`.
 
 The same as `tandem bench engine --json`, which describes the options, but for the defaults: a checkpoint of
-Qwen3-0.6B's shape with random weights, beside every peer that is installed.
+Qwen3-0.6B's shape with random weights, beside every peer that is installed. With `--experts` it is the shape
+of Qwen3-30B-A3B, scaled to 2 billion weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
+from benchmarks.random_checkpoint import QWEN3_06B, QWEN3_MOE_SCALED, write_random_checkpoint
 from cluster.bench.bench_command import cli
 from workers.engine_bench.peer_process import INSTALL
 
@@ -23,7 +24,9 @@ def main() -> None:
         cli(["engine", "--json", *arguments])
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_random_checkpoint(Path(folder), "qwen3", seed=1, dtype="bfloat16", **QWEN3_06B)
+        family, shape = ("qwen3_moe", QWEN3_MOE_SCALED) if "--experts" in arguments else ("qwen3", QWEN3_06B)
+        write_random_checkpoint(Path(folder), family, seed=1, dtype="bfloat16", **shape)
+        arguments = [it for it in arguments if it != "--experts"]
         peers = ("--peer", ",".join(INSTALL))
         cli(["engine", "--json", "--model", folder, *MEASURES, *peers, *arguments])
 

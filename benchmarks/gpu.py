@@ -4,7 +4,8 @@
 
 Without parts all run, each in a process of its own: one that fails prints its error as a line and the next
 begins. Limits are measured first: the rate of copies on the device, read and write counted, and that of large
-products in bf16. The model has the shape of Llama 3 8B with random weights, which are made on the device.
+products in bf16. The model has the shape of Llama 3 8B with random weights, which are made on the device;
+the part `experts` has a quarter of the layers of Qwen3-30B-A3B, of which a token chooses 8 of 128 experts.
 `target` is the ratio to reach. `--device cpu --model tiny` tries the benchmark itself.
 """
 
@@ -32,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.drawn_trust import draw_trust
-from benchmarks.random_checkpoint import LLAMA_8B, write_config
+from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
@@ -50,7 +51,7 @@ from kvtransfer.transports.base import TargetRank, WriterRank
 from workers.engine_bench.driver import EngineDriver
 from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.model.sizes import ModelWork
-from workers.model.weights import WeightReader
+from workers.model.tensor_files import TensorFiles
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, best_s, measure_limits
@@ -69,20 +70,25 @@ class Limits(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of everything; `shape` are keys of config.json."""
+    """The sizes of everything; `shape` and `experts`, of the model that has them, are keys of config.json."""
 
     shape: dict[str, Any]
+    experts: dict[str, Any]
     copied_bytes: int
     gemm: int
     prefill_tokens: int
     num_steps: int
     num_pushed_blocks: int
+    family: str = "llama"
 
 
+_TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODEL_TO_SIZES = {
-    "8b": Sizes(LLAMA_8B, 2 << 30, 8192, 4096, 64, 128),
-    "tiny": Sizes({}, 8 << 20, 128, 96, 8, 16),
+    "8b": Sizes(LLAMA_8B, QWEN3_30B_QUARTER, 2 << 30, 8192, 4096, 64, 128),
+    "tiny": Sizes({}, _TINY_EXPERTS, 8 << 20, 128, 96, 8, 16),
 }
+# The batches in which a model with experts decodes.
+EXPERT_BATCHES = (1, 32)
 
 
 def main() -> None:
@@ -181,14 +187,17 @@ def measure(device: torch.device, sizes: Sizes) -> Limits:
 # ------------------------------------------------------------------------------------------ the engine
 
 
-class RandomReader(WeightReader):
+class RandomFiles(TensorFiles):
     """Draws the tensors of a checkpoint on the device, instead of reading them."""
 
-    def __enter__(self) -> RandomReader:
+    def __enter__(self) -> RandomFiles:
         torch.manual_seed(0)
         return self
 
-    def _tensor(
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype
+
+    def tensor(
         self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
     ) -> Tensor:
         drawn = torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
@@ -223,15 +232,21 @@ class Bench:
         arguments = self.device, self.sizes, self.limits, self.batches, self.context
         return Bench(*arguments, is_deterministic=True)
 
+    def with_experts(self) -> Bench:
+        """Return a bench of the model with experts."""
+        sizes = self.sizes._replace(shape=self.sizes.experts, family="qwen3_moe")
+        return Bench(self.device, sizes, self.limits, EXPERT_BATCHES, self.context)
+
     @cached_property
     def driver(self) -> EngineDriver:
         """The engine, with KV for the largest batch, warmed up and its graphs recorded."""
         num_tokens = max(self.context + 2 * self.sizes.num_steps, BLOCK_TOKENS)
         num_blocks = max(self.batches) * -(-num_tokens // BLOCK_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
-            write_config(Path(folder), "llama", str(self._dtype).removeprefix("torch."), **self.sizes.shape)
+            dtype = str(self._dtype).removeprefix("torch.")
+            write_config(Path(folder), self.sizes.family, dtype, **self.sizes.shape)
             save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
-            with mock.patch("workers.model.decoder.WeightReader", RandomReader):
+            with mock.patch("workers.model.weights.TensorFiles", RandomFiles):
                 runner = ModelRunner(
                     CheckpointFolder(Path(folder)),
                     ComputeSettings(
@@ -282,6 +297,15 @@ Line = dict[str, object]
 
 def decode(bench: Bench) -> Iterator[Line]:
     """Decode steps by batch: the time to copy as many bytes as they read, over their own."""
+    yield from _decode_lines(bench, 0.75)
+
+
+def experts(bench: Bench) -> Iterator[Line]:
+    """Decode steps of a model with experts, of which those count that the tokens would choose at random."""
+    yield from _decode_lines(bench.with_experts(), 0.7)
+
+
+def _decode_lines(bench: Bench, target: float) -> Iterator[Line]:
     for batch in bench.batches:
         step_s = bench.decode_step_s(batch)
         work = bench.work.of([(bench.context - 1, 1)] * batch, batch)
@@ -291,7 +315,7 @@ def decode(bench: Bench) -> Iterator[Line]:
             "value": step_s * 1e3,
             "limit": limit_s * 1e3,
             "ratio": limit_s / step_s,
-            "target": 0.75,
+            "target": target,
         }
 
 
@@ -406,7 +430,8 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {
-    part.__name__: part for part in (decode, prefill, idle, sampling, cuda_ipc, offload, deterministic)
+    part.__name__: part
+    for part in (decode, prefill, experts, idle, sampling, cuda_ipc, offload, deterministic)
 }
 
 

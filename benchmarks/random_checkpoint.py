@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.random_experts import expert_tensors
+from benchmarks.random_latents import RandomMatrix, latent_matrices, latent_norms
 from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 
@@ -53,6 +55,38 @@ LLAMA_8B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rope_theta": 500000.0,
     "vocab_size": 128256,
+}
+# The shape of Qwen3-30B-A3B, as keys of config.json, with a quarter of its 48 layers.
+QWEN3_30B_QUARTER: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+}
+# The shape of Qwen3-30B-A3B, with a fourth of its weights in half of its layers, as keys of config.json.
+QWEN3_MOE_SCALED: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 384,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
 }
 # The shape of Qwen3-0.6B, as keys of config.json.
 QWEN3_06B: dict[str, Any] = {
@@ -112,6 +146,10 @@ def write_config(path: Path, family: str, dtype: str, **config_overrides: Any) -
         **_SHAPE,
         **config_overrides,
     }
+    if NAME_TO_FAMILY[family].has_latent_attention:
+        # Heads of keys and values are as many as those of queries, and other keys say their size.
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        del config["head_dim"]
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
@@ -144,6 +182,8 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         tensors["model.norm.bias"] = vector(hidden, 0.0, 0.1)
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = matrix(config.vocab_size, hidden, 2.0)
+    if config.head_bias:
+        tensors["lm_head.bias"] = vector(config.vocab_size, 0.0, 0.1)
     shapes = config.layer_shapes
     if size := shapes.input_size:
         all_inputs = config.num_layers * size
@@ -157,10 +197,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         (num_kv_heads, head_dim), ffn = config.heads_of(layer), config.intermediate_size_of(layer)
         num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
         matrices = {
-            "self_attn.q_proj": (num_q, hidden, 1.5, config.qkv_bias),
-            "self_attn.k_proj": (num_kv, hidden, 1.0, config.qkv_bias),
-            "self_attn.v_proj": (num_kv, hidden, 1.0, config.qkv_bias),
-            "self_attn.o_proj": (hidden, num_q, depth_gain, config.output_bias),
+            **_attention_matrices(config, layer, depth_gain),
             "mlp.gate_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.up_proj": (ffn, hidden, 1.0, config.mlp_bias),
             "mlp.down_proj": (hidden, ffn, depth_gain, config.mlp_bias),
@@ -168,14 +205,13 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if not config.traits.is_gated:
             del matrices["mlp.gate_proj"]
             tensors |= _xielu_parameters(f"{prefix}mlp.act_fn.", dtype)
-        has_own_kv = config.has_own_kv(layer)
-        if not has_own_kv:
-            del matrices["self_attn.k_proj"]
-        if not has_own_kv or config.has_key_values(layer):
-            del matrices["self_attn.v_proj"]
         if shapes.input_size:
             matrices["per_layer_input_gate"] = (shapes.input_size, hidden, 1.0, False)
             matrices["per_layer_projection"] = (hidden, shapes.input_size, depth_gain, False)
+        if not ffn:
+            matrices = {name: it for name, it in matrices.items() if not name.startswith("mlp.")}
+        if config.has_experts(layer):
+            tensors |= expert_tensors(config, prefix, depth_gain, matrix, vector)
         for name, (rows, columns, gain, has_bias) in matrices.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
@@ -184,11 +220,15 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         norms = dict.fromkeys(filter(None, names), hidden)
         if config.traits.has_norm_bias:
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
+        if config.latent is not None:
+            norms |= latent_norms(config.latent)
         if config.qk_norm:
             norms["self_attn.q_norm"] = head_dim
-            norms |= {"self_attn.k_norm": head_dim} if has_own_kv else {}
+            norms |= {"self_attn.k_norm": head_dim} if config.has_own_kv(layer) else {}
         if shapes.input_size:
             norms["post_per_layer_input_norm"] = hidden
+        if config.traits.has_sinks:
+            tensors[f"{prefix}self_attn.sinks"] = vector(config.num_heads, 0.0, 2.0)
         if config.traits.has_layer_shapes:
             tensors[f"{prefix}layer_scalar"] = vector(1, 1.0, 0.1)
         if config.qk_row_norm:
@@ -207,6 +247,21 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
         if config.traits.is_gate_up_fused:
             _fuse(tensors, f"{prefix}mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
     return tensors
+
+
+def _attention_matrices(config: ModelConfig, layer: int, depth_gain: float) -> dict[str, RandomMatrix]:
+    """Return the matrices of a layer's attention."""
+    if config.latent is not None:
+        return latent_matrices(config, config.latent, depth_gain)
+    (num_kv_heads, head_dim), hidden = config.heads_of(layer), config.hidden_size
+    num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
+    matrices = {"self_attn.q_proj": RandomMatrix(num_q, hidden, 1.5, config.qkv_bias)}
+    if config.has_own_kv(layer):
+        matrices["self_attn.k_proj"] = RandomMatrix(num_kv, hidden, 1.0, config.qkv_bias)
+        if not config.has_key_values(layer):
+            matrices["self_attn.v_proj"] = RandomMatrix(num_kv, hidden, 1.0, config.qkv_bias)
+    matrices["self_attn.o_proj"] = RandomMatrix(hidden, num_q, depth_gain, config.output_bias)
+    return matrices
 
 
 def _own_norms(name: str, weights: Tensor, head_dim: int) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.model_source.config import DownloadConfig
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
+from cluster.model_split import check_split
 from cluster.parser_names import ReasoningParserName, ToolParserName
 from cluster.scaling.config import ScalingConfig
 from cluster.setting_errors import Location, setting_lines
@@ -43,10 +44,8 @@ from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
-from workers.config import EngineSettings, PaceConfig
-from workers.errors import CheckpointError
+from workers.config import EngineSettings, PaceConfig, Parallel
 from workers.model.model_config import ModelConfig
-from workers.model.sizes import refuse_split, refuse_stages
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -101,8 +100,10 @@ class PoolConfig(_Settings):
     name: Name
     role: Role
     replicas: int = Field(default=1, ge=1)
-    # Ranks that share every layer (tensor parallelism); those of a stage are on one node.
-    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    # Parts of the experts of a layer (expert parallelism), each on other ranks of a stage.
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)
+    # Ranks that share every layer (tensor parallelism), `ep` by default; those of a stage are on one node.
+    tp: int = Field(default_factory=lambda before: before.get("ep", 1), ge=1, le=MAX_RANKS)
     # Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes.
     pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     # How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
@@ -138,6 +139,11 @@ class PoolConfig(_Settings):
         return self.tp * self.pp
 
     @property
+    def parallel(self) -> Parallel:
+        """The ranks of a replica."""
+        return Parallel(self.tp, self.pp, self.stage_devices, self.layers, self.ep)
+
+    @property
     def num_gpus_per_rank(self) -> float:
         if self.gpus_per_rank is not None:
             return self.gpus_per_rank
@@ -156,6 +162,8 @@ class PoolConfig(_Settings):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
+        if self.tp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}")
         if "cuda" in self.stage_devices and self.gpus_per_rank == 0:
             raise ValueError("device cuda needs gpus_per_rank above 0")
         for field in ("layers", "devices"):
@@ -187,20 +195,7 @@ class PoolConfig(_Settings):
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise `ConfigError` where the model cannot be split as configured."""
-        shape = f"pool {self.name}: tp {self.tp}, pp {self.pp}"
-        if self.tp > model.num_heads:
-            raise ConfigError(f"{shape}: tp is more than the model's {model.num_heads} attention heads")
-        if self.pp > model.num_layers:
-            raise ConfigError(f"{shape}: pp is more than the model's {model.num_layers} layers")
-        if self.layers and sum(self.layers) != model.num_layers:
-            raise ConfigError(
-                f"pool {self.name}: layers add up to {sum(self.layers)}, the model has {model.num_layers}"
-            )
-        try:
-            refuse_split(model, self.tp)
-            refuse_stages(model, self.pp, self.layers)
-        except CheckpointError as error:
-            raise ConfigError(f"pool {self.name}: {error}") from error
+        check_split(model, self.name, self.parallel, self.engine)
 
 
 class GatewayConfig(_Settings):

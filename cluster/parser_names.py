@@ -21,7 +21,18 @@ ToolParserName = Literal[
     "gemma3",
     "gemma4",
     "cohere2",
+    "harmony",
 ]
 ReasoningParserName = Literal[
-    "auto", "none", "think", "mistral", "seed_oss", "granite", "granite32", "apertus", "gemma4", "cohere2"
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "seed_oss",
+    "granite",
+    "granite32",
+    "apertus",
+    "gemma4",
+    "cohere2",
+    "harmony",
 ]

@@ -58,7 +58,8 @@ def setting_lines(
     error: ValidationError, model: type[BaseModel], renamed: Mapping[Location, str] | None = None
 ) -> list[str]:
     """Return a line for each setting that is wrong; `renamed` has the texts about keys with another name."""
-    items = error.errors(include_url=False)
+    # A default that follows from another setting is none where that one is wrong, which is reported.
+    items = [it for it in error.errors(include_url=False) if it["type"] != "default_factory_not_called"]
     # A union reports each of its members, and what holds it.
     implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}
     lines = []

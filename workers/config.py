@@ -18,12 +18,14 @@ from pydantic import (
 
 class Parallel(NamedTuple):
     """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
-    `devices` is one torch device a stage; `layers` how many each stage has (empty: by measured cost)."""
+    `devices` is one torch device a stage; `layers` how many each stage has (empty: by measured cost). The
+    experts of a layer are divided into `ep` parts, each of them shared by `tp / ep` ranks."""
 
     tp: int = 1
     pp: int = 1
     devices: tuple[str, ...] = ("cpu",)
     layers: tuple[int, ...] = ()
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -117,6 +119,9 @@ class EngineSettings(BaseModel):
     offload_at: float = Field(default=0.95, gt=0, le=1)
     # The most of one sequence's blocks that may lie there: every step brings all of them to the device.
     offload_share: float = Field(default=0.9, ge=0, le=1)
+    # Experts of each layer that stay in host memory, where the CPU computes them: for models whose experts do
+    # not fit on the device, which has those that tokens choose most.
+    expert_offload: int = Field(default=0, ge=0)
     # Finished blocks that may wait to be copied into the node's host tier; more are not stored.
     write_queue: int = Field(default=1024, ge=1)
     # Requests whose KV is being loaded from the store at a time; more wait their turn.

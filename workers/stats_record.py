@@ -139,3 +139,15 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     num_unstored_blocks: dict[str, int] = {}
     # Records that failed their checksum when they were read: their blocks were computed.
     num_store_checksum_failures: int = 0
+
+    # Experts, by the tokens of the last minute; 0 without experts, and until there are enough tokens. The
+    # load of a layer's busiest expert, and of its busiest rank, over that of the mean one, in the mean over
+    # layers.
+    expert_imbalance: float = 0.0
+    expert_rank_imbalance: float = 0.0
+    # Experts of all layers without tokens.
+    num_idle_experts: int = 0
+    # The expert with the largest share of its layer's tokens, and that share.
+    hottest_expert_layer: int = 0
+    hottest_expert: int = 0
+    hottest_expert_share: float = 0.0

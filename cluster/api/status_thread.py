@@ -134,6 +134,7 @@ def _replica(look: ReplicaLook) -> admin_pb.Replica:
         stage_layers=[end - start for start, end in record.stages],
         home_role=value_of(admin_pb.ReplicaRole, record.home_role or record.role),
         role_epoch=look.role_epoch,
+        ep=record.ep,
     )
 
 

@@ -57,6 +57,9 @@ def bench_engine(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Measure deterministic mode beside it, too.")
     ] = False,
+    expert_offload: Annotated[
+        int, typer.Option(min=0, help="Experts of each layer that the CPU computes, as in `engine`.")
+    ] = 0,
     peer: Annotated[
         str,
         typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
@@ -95,6 +98,7 @@ def bench_engine(
         block_tokens=block_tokens,
         device=device,
         with_deterministic=deterministic,
+        expert_offload=expert_offload,
     )
     lines: list[dict[str, Any]] = []
 

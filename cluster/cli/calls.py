@@ -285,12 +285,14 @@ def _replica_table(replicas: Sequence[admin_pb.Replica]) -> Table:
 
 
 def _shape(replica: admin_pb.Replica) -> str:
-    """Return `2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
+    """Return `2x2 (10+18)`: tp x pp and the layers of each stage, and `2x2 ep 2 (10+18)` with experts in two
+    parts; empty for a single rank."""
     layers = replica.stage_layers
     if replica.tp * len(layers) <= 1:
         return ""
     split = f" ({'+'.join(map(str, layers))})" if len(layers) > 1 else ""
-    return f"{replica.tp}x{len(layers)}{split}"
+    parts = f" ep {replica.ep}" if replica.ep > 1 else ""
+    return f"{replica.tp}x{len(layers)}{parts}{split}"
 
 
 def _replica_notes(replica: admin_pb.Replica, paths: Iterable[admin_pb.Path]) -> list[str]:

@@ -53,6 +53,9 @@ class ServeOptions:
     ] = None
     device: Annotated[str | None, typer.Option(help="Of all ranks: cpu or cuda.")] = None
     tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica that share every layer.")] = None
+    ep: Annotated[
+        int | None, typer.Option(min=1, help="Parts of the experts of a layer; without --tp, also that.")
+    ] = None
     pp: Annotated[int | None, typer.Option(min=1, help="Stages of a replica, each with some layers.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")] = None
     prefill: Annotated[
@@ -207,6 +210,7 @@ def config_yaml(config: ClusterConfig) -> str:
 _POOL_OPTIONS = {
     "device": ("device",),
     "tp": ("tp",),
+    "ep": ("ep",),
     "pp": ("pp",),
     "dtype": ("dtype",),
     "kv_tokens": ("engine", "kv_tokens"),

@@ -229,7 +229,7 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
             yield error(
                 f"pool {pool.name}: a rank takes {gb(needed)}; a GPU has {gb(min(sizes))}",
                 "the rank cannot load",
-                "raise tp or pp, or lower kv_tokens of the pool",
+                f"raise tp or pp, or lower kv_tokens of the pool{_offload_remedy(context)}",
                 needed_bytes=needed,
                 device_bytes=min(sizes),
             )
@@ -287,8 +287,15 @@ def _breakdown(needs: ClusterNeed) -> str:
             sum(getattr(rank, name) for rank in pool.ranks) for name in ("weight_bytes", "kv_bytes")
         )
         inside = f"weights {gb(weights)}, KV {gb(kv)}"
+        if experts := sum(rank.expert_bytes for rank in pool.ranks):
+            inside += f", experts in host memory {gb(experts)}"
         parts.append(f"{pool.num_replicas} x {gb(pool.replica_bytes)} of pool {pool.name} ({inside})")
     return "; ".join([*parts, f"store {gb(needs.store_bytes)}", "Ray and gateways"])
+
+
+def _offload_remedy(context: CheckContext) -> str:
+    has_experts = read_model_config(described_model(context.config)).mixture is not None
+    return ", or raise engine.expert_offload, which leaves experts to the CPU" if has_experts else ""
 
 
 def _count(value: float) -> str:

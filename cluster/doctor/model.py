@@ -127,7 +127,7 @@ def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]
         pool.check_model(model)
     except ConfigError as problem:
         yield error(
-            str(problem), "`tandem serve` refuses it", f"correct tp, pp or layers of pool {pool.name}"
+            str(problem), "`tandem serve` refuses it", f"correct tp, ep, pp or layers of pool {pool.name}"
         )
         return
     if pool.tp > model.kv_cells.num_cells:
@@ -166,7 +166,9 @@ CHECKS = (
         weights,
     ),
     Check("model-tokenizer", GROUP, "Whether there are a tokenizer.json and a chat template", tokenizer),
-    Check("model-split", GROUP, "tp, pp, layers, kv_tokens and dtype of each pool against the model", split),
+    Check(
+        "model-split", GROUP, "tp, ep, pp, layers, kv_tokens and dtype of each pool against the model", split
+    ),
 )
 
 

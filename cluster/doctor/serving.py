@@ -196,6 +196,38 @@ def preemptions(live: Live) -> Iterator[CheckResult]:
         )
 
 
+# The tokens of the busiest rank over those of the mean one, above which the others wait for it too long.
+_UNEVEN = 2.0
+
+
+def expert_load(live: Live) -> Iterator[CheckResult]:
+    """Check the loads of ranks that hold different experts, which are those of the last minute."""
+    for replica in live.status.replicas:
+        load = replica.load
+        if not load.expert_imbalance:
+            continue
+        seen = (
+            f"{replica.replica_id}: the busiest rank has {load.expert_rank_imbalance:.1f} times the tokens "
+            f"of the mean rank, the busiest expert {load.expert_imbalance:.1f} times those of the mean expert"
+        )
+        figures: Figures = {
+            "rank_imbalance": round(load.expert_rank_imbalance, 2),
+            "expert_imbalance": round(load.expert_imbalance, 2),
+            "num_idle_experts": load.num_idle_experts,
+        }
+        if load.expert_rank_imbalance <= _UNEVEN:
+            yield ok(seen, **figures)
+            continue
+        yield warning(
+            f"{seen}: experts are unevenly loaded",
+            f"ranks wait for the busiest one in every layer; layer {load.hottest_expert_layer} sends "
+            f"{load.hottest_expert_share:.0%} of its tokens to expert {load.hottest_expert}",
+            "a smaller ep of the pool, so that more ranks share each expert; requests of other kinds on the "
+            "same replicas spread the tokens as well",
+            **figures,
+        )
+
+
 def failures(live: Live) -> Iterator[CheckResult]:
     """Check the counters of failed requests of the gateway at the given address."""
     num_failed = live.status.num_failed_requests - live.before.num_failed_requests
@@ -326,6 +358,9 @@ CHECKS = (
     ),
     Check("offloading", GROUP, "Blocks of running sequences in host memory", offloading),
     Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
+    Check(
+        "expert-load", GROUP, "Whether some ranks have much more work for experts than others", expert_load
+    ),
     Check("failures", GROUP, "Requests that failed", failures),
     Check(
         "hit-rate",

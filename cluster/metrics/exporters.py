@@ -144,9 +144,18 @@ class ReplicaMetrics:
         if stats.num_steps_by_batch:
             batches = cumulative(BATCH_SIZE, stats.num_steps_by_batch)
             registry.histogram("batch_size", batches, stats.num_batched_sequences)
+        self._update_experts(stats)
         self._update_kv(stats)
         self._update_role(role)
         self._update_paths(stats)
+
+    def _update_experts(self, stats: ReplicaStats) -> None:
+        if not stats.expert_imbalance:  # there are no experts, or their loads are not known yet
+            return
+        self._registry.set("expert_imbalance_ratio", stats.expert_imbalance)
+        self._registry.set("expert_rank_imbalance_ratio", stats.expert_rank_imbalance)
+        self._registry.set("hottest_expert_ratio", stats.hottest_expert_share)
+        self._registry.set("idle_experts", stats.num_idle_experts)
 
     def _update_kv(self, stats: ReplicaStats) -> None:
         num_held = stats.num_total_blocks - stats.num_free_blocks - stats.num_quarantined_blocks

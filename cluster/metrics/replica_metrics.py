@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.metrics.metric import (
     BATCH_SIZE,
     GB,
+    NEEDS_EXPERTS,
     NEEDS_FAULT,
     NEEDS_FULL_STORE,
     NEEDS_HAND_OVER,
@@ -151,6 +152,35 @@ ENGINES = (
         "num_failed_moves",
         "streams",
         "Streams whose move failed: they stayed or were placed again.",
+    ),
+    of_replica(
+        "expert_imbalance_ratio",
+        "",
+        "",
+        "Tokens of a layer's busiest expert over those of its mean expert, in the last minute.",
+        why_empty=NEEDS_EXPERTS,
+    ),
+    of_replica(
+        "expert_rank_imbalance_ratio",
+        "",
+        "",
+        "Tokens of a layer's busiest rank over those of its mean rank, in the last minute; 1: all ranks "
+        "have the same experts.",
+        why_empty=NEEDS_EXPERTS,
+    ),
+    of_replica(
+        "hottest_expert_ratio",
+        "",
+        "",
+        "Largest share of a layer's tokens that one expert had in the last minute.",
+        why_empty=NEEDS_EXPERTS,
+    ),
+    of_replica(
+        "idle_experts",
+        "",
+        "experts",
+        "Experts of all layers that had no token in the last minute.",
+        why_empty=NEEDS_EXPERTS,
     ),
 )
 

@@ -28,6 +28,8 @@ class ReplicaRecord(Message, frozen=True):
     home_role: str = ""
     # The epoch of the lease that `role` follows; 0: none yet.
     role_epoch: int = 0
+    # The parts into which the experts of a layer are divided.
+    ep: int = 1
 
     @property
     def member_id(self) -> str:

@@ -50,7 +50,7 @@ from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.config import PaceConfig, Parallel
+from workers.config import PaceConfig
 from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
 from workers.messages.rank_channel import StepPace
@@ -185,7 +185,7 @@ class ReplicaActor:
             role=self._pool.role,
             model_dir=str(model_dir),
             dtype=dtype,
-            parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
+            parallel=self._pool.parallel,
             engine=engine,
             kv_share=self._pool.device_kv_share,
             group_shares=config.auth.shares("device_kv_share"),
@@ -286,6 +286,7 @@ class ReplicaActor:
                 stages=self._engine_core.stages,
                 home_role=self._pool.role,
                 role_epoch=self._engine_core.role_epoch,
+                ep=self._pool.ep,
             )
         )
 

@@ -47,6 +47,7 @@ def host_parts(ranks: Sequence[RankNeed], store_bytes: int) -> dict[str, int]:
         "store.dram_gb": store_bytes,
         "weights": sum(rank.weight_bytes for rank in on_cpu),
         "engine.kv_tokens": sum(rank.kv_bytes for rank in on_cpu),
+        "engine.expert_offload": sum(rank.expert_bytes for rank in ranks),
         "engine.offload_tokens": sum(rank.offload_bytes for rank in ranks),
         "activations": sum(rank.activation_bytes for rank in on_cpu),
         "processes": ENGINE_CORE_BYTES + len(ranks) * PROCESS_BYTES,

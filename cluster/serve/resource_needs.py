@@ -33,8 +33,8 @@ FILES_OF_A_PROCESS = 256
 
 
 class RankNeed(NamedTuple):
-    """Represents the memory of one rank. `offload_bytes` are in host memory whatever the device.
-    `kv_token_bytes` is the KV of one token."""
+    """Represents the memory of one rank. `offload_bytes` of KV and `expert_bytes` of weights are in host
+    memory whatever the device. `kv_token_bytes` is the KV of one token."""
 
     device: str
     weight_bytes: int
@@ -42,6 +42,7 @@ class RankNeed(NamedTuple):
     kv_bytes: int
     offload_bytes: int
     kv_token_bytes: int
+    expert_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -51,7 +52,7 @@ class RankNeed(NamedTuple):
     @property
     def host_bytes(self) -> int:
         on_host = self.device_bytes if self.device == "cpu" else 0
-        return PROCESS_BYTES + on_host + self.offload_bytes
+        return PROCESS_BYTES + on_host + self.offload_bytes + self.expert_bytes
 
 
 class PoolNeed(NamedTuple):
@@ -162,7 +163,10 @@ def _pool_need(
     first = 0
     for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
         for tp_rank in range(pool.tp):
-            shape = RankShape(model, first, first + num_layers, tp_rank, pool.tp)
+            layers = (first, first + num_layers)
+            shape = RankShape(
+                model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
+            )
             shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
             layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)
             ranks.append(
@@ -170,11 +174,16 @@ def _pool_need(
                     device=pool.stage_devices[stage],
                     weight_bytes=checkpoint.weight_bytes(shape, item_bytes),
                     activation_bytes=activation_bytes(
-                        shape, item_bytes, sizes.max_batch_tokens, engine.max_sequences
+                        shape,
+                        item_bytes,
+                        sizes.max_batch_tokens,
+                        engine.max_sequences,
+                        is_on_cuda=pool.stage_devices[stage] == "cuda",
                     ),
                     kv_bytes=0,
                     offload_bytes=engine.offload_tokens // engine.block_tokens * layout.block_bytes,
                     kv_token_bytes=layout.block_bytes // engine.block_tokens,
+                    expert_bytes=checkpoint.host_expert_bytes(shape, item_bytes),
                 )
             )
         first += num_layers

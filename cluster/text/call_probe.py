@@ -61,6 +61,7 @@ _NOTATIONS: Mapping[str, re.Pattern[str]] = {
     "gemma4": re.compile(
         rf'<\|tool_call>call:{_NAME}\{{\s*{_KEY}:<\|"\|>{_VALUES[0]}<\|"\|>\s*\}}\s*<tool_call\|>'
     ),
+    "harmony": re.compile(rf"to=functions\.{_NAME}\b[^{{]*<\|message\|>\s*{_ARGUMENTS}"),
     "glm4": re.compile(rf"{_NAME} *\n\s*{_ARGUMENTS}"),
 }
 

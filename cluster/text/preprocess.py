@@ -191,7 +191,7 @@ class Preprocessor:
                 special = SpecialText.of(tokens, in_answers)
                 self._marked_prompts = self._text.marked_prompt_encoder(tokens)
             self._chat = ChatRenderer(template, special)
-            self._turn_end = TurnEnd(self._chat, self._text.token_ids(tokens))
+            self._turn_end = TurnEnd(self._chat, self._text.token_ids(tokens), self._parsers.answer_ends)
         self._calls = CallProbe(self._parsers, self._chat, finds_notation=gateway.tool_parser == "auto")
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
@@ -415,7 +415,7 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
     separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
     may_call = is_chat and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
     tools = {tool.name: tool.parameters_json for tool in request.chat.tools} if may_call else {}
-    return ParserNeeds(tools, separates_reasoning=separates)
+    return ParserNeeds(tools, separates_reasoning=separates, is_turn=is_chat)
 
 
 def _continued_text(chat: pb.ChatPrompt) -> str:

@@ -1,7 +1,8 @@
 """Chats for templates that show tools, calls or results in another way than most, or not at all.
 
 Most templates read the list `tools`, `tool_calls` of the assistant, and turns of the role `tool`. Where a
-family's template does not, the same is written here in the words of that family.
+family's template does not, or drops or refuses a part of that, the same is written here in the words of that
+family.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from cluster.text.output_parsers.choose import marked_tool_parser
 _Message = dict[str, Any]
 # The list of tools is a text in the system's turn there.
 _TOOLS_IN_SYSTEM = re.compile(r"""['"]tools['"]\s+in\s+message\b""")
+_INSTRUCTING = "system", "developer"
 _SYSTEM_WITH_TOOLS = "You are a helpful assistant with some tools."
 _TOOL_CODE = (
     "You can call functions. These are the functions, one a line:\n{}\n"
@@ -28,6 +30,8 @@ def in_dialect(
     messages: list[_Message], tools: list[_Message] | None, source: str
 ) -> tuple[list[_Message], list[_Message] | None]:
     """Return messages and tools as the template with this source shows them; the same for most."""
+    if marked_tool_parser(source) == "harmony":
+        return _with_single_calls(_with_thinking(_instructed(messages))), tools
     if tools and _TOOLS_IN_SYSTEM.search(source):
         messages = _with_tools_in_system(messages, tools)
     if "tool_calls" in source:
@@ -112,6 +116,60 @@ def _merged(messages: list[_Message]) -> list[_Message]:
         else:
             found.append(message)
     return found
+
+
+def _instructed(messages: list[_Message]) -> list[_Message]:
+    """Return the messages with all instructions in the first one: the template of gpt-oss shows no others."""
+    given = [message for message in messages if message["role"] in _INSTRUCTING]
+    if not given:
+        return messages
+    others = [message for message in messages if message["role"] not in _INSTRUCTING]
+    return [{**given[0], "content": "\n\n".join(message["content"] for message in given)}, *others]
+
+
+def _with_thinking(messages: list[_Message]) -> list[_Message]:
+    """Return the messages with reasoning under the name that the template of gpt-oss has for it. That refuses
+    a call with other text beside reasoning, so the text becomes a part of the reasoning."""
+    found: list[_Message] = []
+    for message in messages:
+        if thinking := message.get("reasoning_content"):
+            if message.get("tool_calls") and message["content"]:
+                thinking = f"{thinking}\n{message['content']}"
+                message = {**message, "content": "", "reasoning_content": thinking}
+            message = {**message, "thinking": thinking}
+        found.append(message)
+    return found
+
+
+def _with_single_calls(messages: list[_Message]) -> list[_Message]:
+    """Return the messages with each call in a turn of its own, followed by its result: the template of
+    gpt-oss shows one call a turn, and takes a result for one of the last call."""
+    found: list[_Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if len(message.get("tool_calls") or ()) < 2:
+            found.append(message)
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        found += _with_own_results(message, messages[place:end])
+        place = end
+    return found
+
+
+def _with_own_results(message: _Message, results: list[_Message]) -> list[_Message]:
+    """Return the calls of a message as turns, each with its results behind it; those that belong to none of
+    them come last."""
+    silent = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
+    found: list[_Message] = []
+    for number, call in enumerate(message["tool_calls"]):
+        found.append({**(message if not number else {**silent, "content": ""}), "tool_calls": [call]})
+        found += [result for result in results if result.get("tool_call_id") == call["id"]]
+        results = [result for result in results if result.get("tool_call_id") != call["id"]]
+    return found + results
 
 
 def _without_calls(message: _Message) -> _Message:

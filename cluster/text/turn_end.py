@@ -7,7 +7,7 @@ model were to write the user's next turn too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cluster.text.bounded_process import BoundsBrokenError
 from cluster.text.chat_template import Chat, ChatRenderer, ChatTurn, Rendered
@@ -19,15 +19,21 @@ _MAX_CHARS = 1 << 18
 class TurnEnd:
     """Finds the token out by letting the template render a chat, when that is first needed."""
 
-    def __init__(self, renderer: ChatRenderer, token_to_id: Mapping[str, int]) -> None:
-        """`token_to_id` has the tokens that may end a turn by their texts."""
+    def __init__(
+        self, renderer: ChatRenderer, token_to_id: Mapping[str, int], answer_ends: Sequence[str] = ()
+    ) -> None:
+        """`token_to_id` has the tokens that may end a turn by their texts. Where the notation of answers has
+        `answer_ends`, these count, and not what the template writes: it may be a mark within answers."""
         self._renderer = renderer
         self._token_to_id = token_to_id
         self._turn = asyncio.Lock()
         self._found: tuple[int, ...] | None = None
+        if answer_ends:
+            self._found = tuple(token_to_id[it] for it in answer_ends if it in token_to_id)
 
     async def token_ids(self, wall_s: float) -> tuple[int, ...]:
-        """Return the token, if there is one; `wall_s` is the time that a template has for a date."""
+        """Return the token, if there is one, or those of the notation; `wall_s` is the time that a template
+        has for a date."""
         if self._found is not None:
             return self._found
         async with self._turn:

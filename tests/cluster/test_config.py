@@ -20,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.secret_files import read_trust, trust_files
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.mutual_tls import TlsFiles
+from workers.config import Parallel
 from workers.model.model_config import read_model_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -58,6 +59,8 @@ def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
     ("change", "path"),
     [
         ({"tp": 0}, "pools[1].tp: must be at least 1, not 0"),
+        ({"ep": 0}, "pools[1].ep: must be at least 1, not 0"),
+        ({"ep": 2, "tp": 3}, "pools[1]: ep 2 does not divide tp 3"),
         ({"pp": 0}, "pools[1].pp: must be at least 1, not 0"),
         ({"tp": 1 << 70}, "pools[1].tp: must be at most"),
         ({"pp": 1 << 70}, "pools[1].pp: must be at most"),
@@ -271,6 +274,31 @@ def test_a_split_that_the_model_does_not_allow_is_named(change: dict[str, Any], 
     pool = PoolConfig.model_validate({**POOLS[0], **change})
     with pytest.raises(ConfigError, match=re.escape(message)):
         pool.check_model(read_model_config(TINY))
+
+
+def test_ranks_of_experts_are_as_many_as_their_parts_unless_tp_is_given() -> None:
+    for settings, tp, ep in (({"ep": 4}, 4, 4), ({"ep": 2, "tp": 6}, 6, 2), ({"tp": 3}, 3, 1)):
+        pool = PoolConfig.model_validate({**POOLS[0], **settings})
+        assert (pool.tp, pool.ep) == (tp, ep)
+        assert pool.parallel == Parallel(tp, 1, ("cpu",), (), ep)
+
+
+def test_parts_of_experts_that_are_wrong_are_reported_once() -> None:
+    message = refused({"model": "m", "pools": [POOLS[0], {**POOLS[1], "ep": 0}]})
+    assert message == "cluster.yaml: pools[1].ep: must be at least 1, not 0"
+
+
+def test_experts_that_cannot_be_divided_are_named_before_anything_starts(tmp_path: Path) -> None:
+    pool = PoolConfig.model_validate({**POOLS[0], "ep": 2})
+    with pytest.raises(ConfigError, match="pool p: ep 2: the model has no experts to divide"):
+        pool.check_model(read_model_config(TINY))
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_config(tmp_path, "qwen3_moe", "float32", **experts)
+    model = read_model_config(tmp_path)
+    pool.check_model(model)
+    pool = PoolConfig.model_validate({**POOLS[0], "ep": 4})
+    with pytest.raises(ConfigError, match="pool p: ep 4 is more than the 3 experts of a layer"):
+        pool.check_model(model)
 
 
 def test_a_tp_above_the_cells_of_kv_is_named_before_anything_starts(tmp_path: Path) -> None:

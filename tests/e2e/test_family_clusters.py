@@ -20,7 +20,7 @@ from e2e_harness import (
     stored_blocks,
     until,
 )
-from family_checkpoints import GEMMA4_SHAPE
+from family_checkpoints import GEMMA4_SHAPE, write_family_checkpoint
 from paged_model import continued
 from store_harness import StoreHarness
 
@@ -51,6 +51,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 20, "layer_types": KINDS},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "apertus": {"hidden_act": "xielu"},
+    "deepseek_v2": {
+        "q_lora_rank": None,
+        "kv_lora_rank": 22,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 37,
+        "first_k_dense_replace": 1,
+    },
     "phi3": {
         "sliding_window": 20,
         "original_max_position_embeddings": 32,
@@ -58,14 +69,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+_CHOSEN = {"num_experts_per_tok": 3, "moe_intermediate_size": 37}
+# Families with experts, and how a prefill replica of two ranks splits them: each expert, or by their numbers.
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen3_moe": (2, {**_CHOSEN, "num_experts": 7}),
+    "glm4_moe": (2, {**_CHOSEN, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "qwen2_moe": (1, {**_CHOSEN, "num_experts": 7, "shared_expert_intermediate_size": 51}),
+    "mixtral": (2, {"num_local_experts": 5}),
+    "minimax_m2": (1, {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 8}),
+    "phimoe": (2, {"num_local_experts": 5, "lm_head_bias": True}),
+    "olmoe": (1, {"num_experts": 7, "num_experts_per_tok": 3}),
+    "granitemoe": (2, {"num_local_experts": 7, "num_experts_per_tok": 3, "attention_multiplier": 0.2}),
+    "ernie4_5_moe": (2, {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 37}),
+    "gpt_oss": (2, {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 20}),
+    "gemma4_text": (
+        2,
+        {
+            "sliding_window": 20,
+            "layer_types": KINDS,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 37,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
 
 class Cluster:
     """A prefill replica of two ranks, a decode replica of two stages, one of one rank, and their store."""
 
     def __init__(
-        self, harness: E2eHarness, store: StoreHarness, num_layers: int, expected: list[int]
+        self,
+        harness: E2eHarness,
+        store: StoreHarness,
+        num_layers: int,
+        expected: list[int],
+        two_ranks: Parallel,
     ) -> None:
         self._harness, self._store = harness, store
+        self._two_ranks = two_ranks
         self._two_stages = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, num_layers - 1))
         self._expected = expected
         self.prefill: Replica
@@ -75,7 +121,7 @@ class Cluster:
     async def start(self) -> None:
         await self._store.start()
         add, how = self._harness, self._store
-        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=Parallel(tp=2))
+        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks)
         self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages)
         self.single = await add_with_store(add, how, "s")
 
@@ -128,19 +174,30 @@ class Cluster:
         return heard
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    model_dir = tmp_path / "model"
-    keys = SHAPE | FAMILIES[family]
-    write_random_checkpoint(model_dir, family, seed=7, **keys)
+async def check_tokens(model_dir: Path, tmp_path: Path, two_ranks: Parallel, num_layers: int) -> None:
+    """Compare the tokens of a cluster with what transformers generates."""
     expected = continued(model_dir, PROMPT, NUM_TOKENS)
     assert len(set(expected)) >= 15, "a stream that repeats itself shows little"
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
-        cluster = Cluster(harness, store, keys["num_hidden_layers"], expected)
+        cluster = Cluster(harness, store, num_layers, expected, two_ranks)
         await cluster.start()
         await cluster.check_hand_over()
         await cluster.check_store()
         await cluster.check_resumption(40)
         await cluster.check_migration(25)
         await harness.quiet()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    keys = SHAPE | FAMILIES[family]
+    write_random_checkpoint(tmp_path / "model", family, seed=7, **keys)
+    await check_tokens(tmp_path / "model", tmp_path, Parallel(tp=2), keys["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+async def test_experts_in_mixed_shapes_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    ep, keys = EXPERTS[family]
+    write_family_checkpoint(tmp_path / "model", family, seed=7, head_dim=16, **(SHAPE | keys))
+    await check_tokens(tmp_path / "model", tmp_path, Parallel(tp=2, ep=ep), SHAPE["num_hidden_layers"])

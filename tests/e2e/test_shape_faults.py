@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from e2e_harness import E2eHarness, Heard, Replica, until
+from family_checkpoints import CASES, write_family_checkpoint
 
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
@@ -84,6 +85,25 @@ async def test_a_writer_rank_killed_in_mid_push(
     await harness.quiet(decode, spare)
     lost = decode.core.reports.load().num_lost_landings
     assert sum(lost.values()) == 1, "the reason is counted"
+
+
+@pytest.mark.parametrize("after", [1, 3])
+async def test_a_rank_killed_that_alone_has_some_experts(tmp_path: Path, after: int) -> None:
+    """In the first step of a prompt, and in a later one."""
+    model_dir = tmp_path / "model"
+    write_family_checkpoint(model_dir, **CASES["qwen3_moe-1"])
+    kill = rule("rank.step.prefill", "kill", tmp_path, after=after)
+    async with E2eHarness(model_dir) as harness:
+        prefill = await harness.add("p0", "prefill", parallel=Parallel(tp=2, ep=2), faults=[kill])
+        decode = await harness.add("d0", "decode", parallel=Parallel(tp=2, ep=2))
+        spare = await harness.add("p1", "prefill")
+        wanted = await tokens_alone(harness, prompt(4))
+        first = await harness.run(
+            prefill, harness.submission("r", prompt(4), decode=decode, max_tokens=16, **SAMPLING)
+        )
+        assert await run_again(harness, first, prompt(4), spare, decode) == wanted
+        await all_ranks_end(prefill)
+        await harness.quiet(decode, spare)
 
 
 async def test_a_target_rank_killed_while_it_verifies(harness: E2eHarness, tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "stablelm-parallel": {"family": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
     # Its last two layers attend to the KV of the two before, and so are on the second of the stages.
     "gemma4": {"family": "gemma4_text", **GEMMA4_SHAPE},
+    "latent": {
+        "family": "deepseek_v3",
+        "q_lora_rank": 29,
+        "kv_lora_rank": 22,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 37,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
     "yarn": {
         "family": "llama",
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

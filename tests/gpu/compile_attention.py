@@ -19,7 +19,13 @@ from workers.model.cuda.attention import (
 
 
 def compile_step(
-    head_dim: int, group: int, block_tokens: int, window: int, has_host: bool, softcap: float = 0.0
+    head_dim: int,
+    group: int,
+    block_tokens: int,
+    window: int,
+    has_host: bool,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> None:
     """Compile what a mixed step of 8 key-value heads in bfloat16 launches."""
 
@@ -31,7 +37,7 @@ def compile_step(
     queries = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
     sequences = PagedSequences(ids(2, 4), ids(2), ids(2), ids(2))
     partials = Partials.allocate(2, 8 * group, head_dim, 8192, queries.device)
-    scoring = Scoring(head_dim**-0.5, softcap)
+    scoring = Scoring(head_dim**-0.5, softcap, torch.zeros(8 * group) if has_sinks else None)
     attend_decodes(queries, kv, sequences, None, window, scoring, partials, torch.empty_like(queries))
     attend_chunks(queries, kv, sequences, ids(2, 3), window, scoring, torch.empty_like(queries))
 
@@ -42,6 +48,7 @@ if __name__ == "__main__":
     with compiled_for_hopper() as kernels:
         compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False)
         compile_step(head_dim=128, group=2, block_tokens=64, window=0, has_host=False, softcap=50.0)
+        compile_step(head_dim=128, group=8, block_tokens=64, window=128, has_host=False, has_sinks=True)
         compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
         compile_step(head_dim=512, group=8, block_tokens=16, window=0, has_host=False)
     print_kernels(kernels)

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu import MODEL_TO_SIZES, RandomReader
+from benchmarks.gpu import MODEL_TO_SIZES, RandomFiles
 from benchmarks.random_checkpoint import write_config
 from kvtransfer.common.clock import SystemClock
 from workers.rank.model_runner import ModelRunner
@@ -35,7 +35,7 @@ def main(share: float, go: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), "llama", "bfloat16", **MODEL_TO_SIZES["8b"].shape)
         save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
-        with mock.patch("workers.model.decoder.WeightReader", RandomReader):
+        with mock.patch("workers.model.weights.TensorFiles", RandomFiles):
             runner = ModelRunner(
                 CheckpointFolder(Path(folder)),
                 ComputeSettings(torch.bfloat16, device, num_threads=1),

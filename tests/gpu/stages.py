@@ -24,11 +24,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # By how long their compilation takes, longest first.
 SIDE_BY_SIDE = (
-    "attention", "decoder", "engine", "products", "graphs", "warm_up", "sampling", "layer_ops", "checksum",
-    "kernel_noise", "layer_launches", "compiled_attention", "compiled_layer_kernels",
+    "attention", "decoder", "experts", "engine", "products", "graphs", "warm_up", "sampling", "layer_ops",
+    "checksum", "kernel_noise", "layer_launches", "compiled_attention", "compiled_layer_kernels",
+    "compiled_experts", "host_experts",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")
-FIGURES = ("decode", "prefill")
+FIGURES = ("decode", "prefill", "experts")
 NUM_AT_ONCE = 8
 TOTAL_S = 360.0
 FILE_S = 170.0

@@ -86,6 +86,7 @@ def make_step(
     is_rounded_first: bool = True,
     score_scale: float | None = None,
     softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> DrawnStep:
     """Sequences with (tokens before, new tokens), in blocks of a drawn order. Each layer has its own
     rotary embedding; that of the first one lengthens what it rotates."""
@@ -116,12 +117,16 @@ def make_step(
     rotations = tuple(
         Rotation((torch.rand(head_dim // 2, generator=draw) / 10).to(device), scale) for scale in (1.1, 1.0)
     )
+    sinks = [(torch.randn(num_heads, generator=draw) * 2).to(device) if has_sinks else None for _ in windows]
     return DrawnStep(
         AttentionShape(num_heads, windows, rotations, score_scale, softcap),
         kv.to(device),
         spans,
         [normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(device) for _ in windows],
-        [LayerAttention(layer, window, q_norm, k_norm, layer) for layer, window in enumerate(windows)],
+        [
+            LayerAttention(layer, window, q_norm, k_norm, sinks[layer], rotation=layer)
+            for layer, window in enumerate(windows)
+        ],
     )
 
 
@@ -152,6 +157,7 @@ def draw_step(device: torch.device, seed: int, kind: str) -> DrawnStep:
         is_rounded_first=bool(one(0, 1)),
         score_scale=0.4 if one(0, 1) else None,
         softcap=float(draw.choice([0.0, 0.0, 1.5, 20.0])),
+        has_sinks=bool(one(0, 1)),
     )
 
 
@@ -201,6 +207,10 @@ def test_rows_are_computed_in_pieces(
         device, [(1300, 1), (511, 1), (512, 1), (3, 1)], group=8, windows=(0, 600), block_tokens=64
     )
     assert_equal(case.run(case.triton()), case.expected())
+    sinks = torch.linspace(-8, 12, 8, device=device)
+    with_sinks = [dataclasses.replace(layer, sinks=sinks) for layer in case.layers]
+    case = dataclasses.replace(case, layers=with_sinks)
+    assert_equal(case.run(case.triton()), case.expected())
 
 
 @pytest.mark.parametrize(
@@ -211,9 +221,24 @@ def test_rows_are_computed_in_pieces(
         pytest.param(torch.bfloat16, 3e-3, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize(("score_scale", "softcap"), [(None, 0.0), (0.2, 0.0), (0.2, 5.0), (0.125, 50.0)])
+@pytest.mark.parametrize(
+    ("score_scale", "softcap", "sinks"),
+    [
+        (None, 0.0, None),
+        (0.2, 0.0, None),
+        (0.2, 5.0, None),
+        (0.125, 50.0, None),
+        (None, 0.0, (9.0, -torch.inf)),
+        (0.2, 5.0, (3.0, 8.0)),
+    ],
+)
 def test_scores_and_probabilities_are_float32(
-    device: torch.device, dtype: torch.dtype, most: float, score_scale: float | None, softcap: float
+    device: torch.device,
+    dtype: torch.dtype,
+    most: float,
+    score_scale: float | None,
+    softcap: float,
+    sinks: tuple[float, float] | None,
 ) -> None:
     """Of peaked scores, against float64. The result alone rounds by 2e-4 in float16 and by 1.7e-3 in
     bfloat16; scores rounded to bfloat16 err by more than 4.5e-3."""
@@ -223,6 +248,8 @@ def test_scores_and_probabilities_are_float32(
     )  # fmt: skip
     still = Rotation(torch.zeros(32, device=device))
     step.qkv[0][:, : 2 * 64] *= 8
+    if sinks is not None:
+        step.layers[0] = dataclasses.replace(step.layers[0], sinks=torch.tensor(sinks, device=device))
     backend = TritonAttention(dataclasses.replace(step.shape, rotations=(still, still)), step.kv)
     actual, _ = step.run(backend)
     row = 0
@@ -236,7 +263,11 @@ def test_scores_and_probabilities_are_float32(
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(span.start, end, device=device)
         is_hidden = torch.arange(end, device=device) > positions[:, None, None]
-        right = (scores.masked_fill(is_hidden, -torch.inf).softmax(-1) @ values).flatten(1)
+        powers = torch.exp(scores.masked_fill(is_hidden, -torch.inf))
+        total = powers.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += torch.tensor(sinks, dtype=torch.float64, device=device).exp()[:, None]
+        right = (powers / total @ values).flatten(1)
         assert float((actual[rows].double() - right).norm() / right.norm()) < most
         row = rows.stop
 
@@ -264,7 +295,8 @@ def test_blocks_in_host_memory_are_read(device: torch.device, mode: OffloadMode)
 
 
 def test_a_row_depends_on_no_other_sequence(device: torch.device) -> None:
-    case = make_step(device, [(600, 1), (30, 20), (7, 1), (90, 50)], windows=(0, 40), softcap=3.0)
+    work = [(600, 1), (30, 20), (7, 1), (90, 50)]
+    case = make_step(device, work, windows=(0, 40), softcap=3.0, has_sinks=True)
     together = [torch.split(result, [1, 20, 1, 50]) for result in case.run(case.triton())]
     for index in range(4):
         alone = case.only([index])
@@ -277,7 +309,7 @@ def test_a_row_depends_on_no_chunk(
     device: torch.device, sizes: tuple[int, ...], is_deterministic: bool
 ) -> None:
     """A prompt is computed at once and in chunks; in deterministic mode, also token by token."""
-    case = make_step(device, [(0, 60)], windows=(25, 0), group=3, softcap=3.0)
+    case = make_step(device, [(0, 60)], windows=(25, 0), group=3, softcap=3.0, has_sinks=True)
     at_once = case.run(case.triton(is_deterministic=is_deterministic))
     backend = case.triton(is_deterministic=is_deterministic)
     table = case.spans[0].block_ids

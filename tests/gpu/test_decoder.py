@@ -44,8 +44,8 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Keys of config.json of families that compute what the others do not: caps of scores and logits, a scale of
 # scores, norms of rows and of what a layer adds, a feed-forward without a gate, kinds of layers that rotate
-# in their own ways or not; and, in one family, heads of two sizes, normed values, layers that attend to the
-# KV of others, and inputs of layers.
+# in their own ways or not; in one family, heads of two sizes, normed values, layers that attend to the KV of
+# others, and inputs of layers; and experts, with a dense layer, with shared ones, or with biases and sinks.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},
@@ -62,6 +62,19 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "apertus": {"hidden_act": "xielu"},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 
 
@@ -127,7 +140,7 @@ class Stage:
 class OneOfTwo:
     """Stands for the collectives of a stage of two ranks, of which the other one contributes nothing."""
 
-    tp, tp_rank = 2, 0
+    tp, tp_rank, shares_memory = 2, 0, False
 
     def __init__(self) -> None:
         self.num_sums = 0
@@ -135,6 +148,9 @@ class OneOfTwo:
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         self.num_sums += 1
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        raise AssertionError("no layer sends rows to others")
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return tensor

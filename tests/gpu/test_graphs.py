@@ -132,12 +132,18 @@ GEMMA_4: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("family", "keys"), [("gemma2", {}), ("olmo2", {}), ("gemma4_text", GEMMA_4)])
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("gemma2", {}), ("olmo2", {}), ("gemma4_text", GEMMA_4), ("qwen3_moe", EXPERTS)],
+)
 def test_a_graph_caps_and_normalizes_as_steps_do(
     device: torch.device, tmp_path: Path, family: str, keys: dict[str, Any]
 ) -> None:
-    """Families whose logits are capped in place, whose queries and keys are normalized by rows, and whose
-    layers have heads of two sizes and inputs of their own."""
+    """Families whose logits are capped in place, whose queries and keys are normalized by rows, whose layers
+    have heads of two sizes and inputs of their own, and whose layers have experts."""
     write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128, **keys)
     queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
     runners = [make_runner(tmp_path, device, queue) for _ in range(2)]

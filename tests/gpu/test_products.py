@@ -1,4 +1,4 @@
-"""Linear products on CUDA: by torch, without dependence on the batch, of float8 weights, and of experts."""
+"""Linear products on CUDA: by torch, without dependence on the batch, and of float8 weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from workers.model import cuda, native
 from workers.model.products import (
-    GroupedLinear,
     InvariantLinear,
     Linear,
     ScaledLinear,
@@ -131,21 +130,3 @@ def test_float8_weights(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         linear.lookup(torch.tensor([5], device=device)), weight[[5]], rtol=0.07, atol=1e-3
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_experts_take_the_rows_of_theirs(device: torch.device, dtype: torch.dtype) -> None:
-    """One has no row at all."""
-    num_rows = [3, 0, 4, 1]
-    x, weights, _ = problem(8, 4 * 16, 32, dtype, device)
-    stacked = weights.view(4, 16, 32)
-    ends = torch.tensor(num_rows, device=device).cumsum(0, dtype=torch.int32)
-    linear: Linear = GroupedLinear(stacked, ends)
-    expected = torch.cat(
-        [F.linear(rows, weight) for rows, weight in zip(torch.split(x, num_rows), stacked, strict=True)]
-    )
-    check(linear(x), expected)
-    check(linear.floats(x).to(dtype), expected)
-    gate, up = expected.chunk(2, -1)
-    check(linear.gated(x), F.silu(gate) * up)
-    assert torch.equal(linear.lookup(torch.tensor([17], device=device)), stacked[1, 1:2])

@@ -60,10 +60,14 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
     runners: list[ModelRunner] = []
 
     def make(
-        mode: OffloadMode = "in_place", *, num_offload_blocks: int = 0, is_deterministic: bool = False
+        mode: OffloadMode = "in_place",
+        *,
+        num_offload_blocks: int = 0,
+        is_deterministic: bool = False,
+        folder: Path = model_dir,
     ) -> ModelRunner:
         runner = ModelRunner(
-            CheckpointFolder(model_dir),
+            CheckpointFolder(folder),
             by_kernels(device, is_deterministic=is_deterministic),
             RankCapacity(
                 BLOCK,
@@ -129,6 +133,26 @@ def test_every_kernel_is_compiled_by_then(
         run(runner, steps())
     assert met - known == set()
     assert {name for name, *_ in met} >= {"_rotate_and_write_kernel", "_rms_norm_kernel", "_rows_kernel"}
+
+
+def test_so_are_those_of_experts(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few rows and of many, whatever the lengths of the warm-up's own chunks."""
+    from workers.model.experts import triton_experts
+
+    monkeypatch.setattr(StepRunner, "graph_sizes", ())
+    monkeypatch.setattr(triton_experts, "_FEW_ROWS", 1)
+    write_random_checkpoint(
+        tmp_path, "qwen3_moe", seed=3, vocab_size=VOCAB, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    )  # fmt: skip
+    with launched_variants() as known:
+        runner = make(folder=tmp_path)
+        runner.warm_up(9)
+    with launched_variants() as met:
+        run(runner, steps())
+    assert met - known == set()
+    of_products = {variant for variant in met if variant[0] == "_gate_up_kernel"}
+    assert len({dict(described)["ROWS"] for _, *described in of_products}) == 2
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -111,6 +111,7 @@ def test_no_gpu_stays_idle() -> None:
         return [int(group["rayStartParams"]["num-gpus"])] * group["replicas"]
 
     assert gpus({"config": {"replicas": 3, "tp": 4}}) == [4, 4, 4]
+    assert gpus({"config": {"replicas": 3, "ep": 4}}) == [4, 4, 4]
     assert gpus({"config": {"replicas": 2, "tp": 2, "pp": 2}}) == [4, 4]
     assert gpus({"config": {"replicas": 2, "tp": 2, "pp": 2}, "stagesPerPod": 1}) == [2, 2, 2, 2]
     assert gpus({"config": {"replicas": 6, "tp": 1}, "replicasPerPod": 3}) == [3, 3]

@@ -44,6 +44,15 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the probabilities of scores [..., keys]; `sinks` [..., 1] are in the sums too."""
+    if sinks is None:
+        return scores.softmax(-1)
+    most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    powers = torch.exp(scores - most)
+    return powers / (powers.sum(-1, keepdim=True) + torch.exp(sinks - most))
+
+
 def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> None:
     """Write the keys and values [T, 2K, D] of a sequence to its blocks."""
     for position, heads in enumerate(keys_values):
@@ -66,15 +75,16 @@ def attend(
     queries: Sequence[Tensor] | Tensor,
     host: HostReader | None = None,
     marks: Marks = NO_MARKS,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """Attend from a query [T, H, D] in each layer of one step; return the results [T, H * D] of each
-    layer."""
+    """Attend from a query [T, H, D] in each layer of one step, all with `sinks` [H]; return the results
+    [T, H * D] of each layer."""
     kv = backend.kv
     step = StepInput.of(spans, kv_shape(kv).block_tokens, host, marks)
     products = [qkv_of(query, kv, layer, step) for layer, query in enumerate(queries)]
     plan = backend.plan(step)
     return [
-        plan.run(LayerAttention(layer, backend.shape.windows[layer]), qkv)
+        plan.run(LayerAttention(layer, backend.shape.windows[layer], sinks=sinks), qkv)
         for layer, qkv in enumerate(products)
     ]
 
@@ -95,7 +105,8 @@ def attend_once(
     query: Tensor,
     window: int = 0,
     marks: Marks = NO_MARKS,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend in layer 0 by the backend of that name."""
     shape = unrotated(query.shape[1], query.shape[2], (window,) * kv.shape[1], kv.device)
-    return attend(make_backend(name, shape, kv), spans, [query], marks=marks)[0]
+    return attend(make_backend(name, shape, kv), spans, [query], marks=marks, sinks=sinks)[0]

@@ -23,6 +23,7 @@ import kubernetes_validate
 import psutil
 import yaml
 from chart_schema import CHART
+from child_processes import kill_family
 from patience import START_S
 from serving import environment, free_port
 
@@ -294,13 +295,7 @@ class RayGroups:
     def close(self) -> None:
         """Kill them: an orderly end is drained for half a minute."""
         for _, process in reversed(self._processes):
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            process.wait()
-            for each in family:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            psutil.wait_procs(family, timeout=20)
+            kill_family(process)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _group(self, name: str) -> Object:

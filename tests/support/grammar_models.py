@@ -19,8 +19,10 @@ END = 0
 class Model:
     """A vocabulary in which the markers are tokens, or text as any other."""
 
-    def __init__(self, *, has_tokens: bool) -> None:
+    def __init__(self, *, has_tokens: bool, ends: Sequence[str] = ("<|end|>",)) -> None:
+        """The tokens `ends` end an answer, and are tokens in any case."""
         self.tokenizer = train_tokenizer()
+        self.tokenizer.add_special_tokens(list(ends))
         if has_tokens:
             self.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"])
             self.tokenizer.add_special_tokens(["<|tool_call|>", "<|/tool_call|>", "<|tools_prefix|>"])
@@ -31,7 +33,9 @@ class Model:
             markers = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>")
             self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])
             self.tokenizer.add_tokens([AddedToken(f"<{end}arg_value>", special=False) for end in ("", "/")])
-        self.library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=[END])
+            self.tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"])
+        self.ends = [self.tokenizer.get_vocab(with_added_tokens=True)[end] for end in ends]
+        self.library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=self.ends)
 
     def special_token(self, marker: str) -> int | None:
         ids = self.library.tokenize_str(marker, parse_special=True)
@@ -63,7 +67,8 @@ def random_answer(model: Model, order: OutputConstraint, randomness: random.Rand
     assert matcher.consume_tokens(ids)
     for _ in range(250):
         allowed = allowed_tokens(matcher)
-        if END in allowed and (len(allowed) == 1 or randomness.random() < 0.3):
+        may_end = not set(model.ends).isdisjoint(allowed)
+        if may_end and (len(allowed) == len(model.ends) or randomness.random() < 0.3):
             return str(model.tokenizer.decode(ids, skip_special_tokens=False))
         rare = [index for index in allowed if index >= model.tokenizer.get_vocab_size() - 8]
         # Whatever closes something is likelier than by the count of tokens alone.
@@ -71,7 +76,7 @@ def random_answer(model: Model, order: OutputConstraint, randomness: random.Rand
             index for index in allowed if (model.tokenizer.id_to_token(index) or "x") in ('"', "}", "]")
         ]
         chosen = randomness.choice([allowed, rare or allowed, closing or allowed, closing or allowed])
-        token = randomness.choice([index for index in chosen if index != END] or chosen)
+        token = randomness.choice([index for index in chosen if index not in model.ends] or chosen)
         assert matcher.consume_token(token), matcher.get_error()
         ids.append(token)
     return None

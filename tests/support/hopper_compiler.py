@@ -1,5 +1,5 @@
-"""Compiles Triton kernels for Hopper, on any machine, and reports what the compiler made of them. This needs
-a process in which Triton does not interpret (`TRITON_INTERPRET`)."""
+"""Compiles Triton kernels for Hopper, or another device, on any machine, and reports what the compiler made
+of them. This needs a process in which Triton does not interpret (`TRITON_INTERPRET`)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from import_path import import_path
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+# The compute capability of Hopper.
+HOPPER = 90
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -42,16 +44,21 @@ class CompiledKernel:
 
     @property
     def num_on_multiprocessor(self) -> int:
-        """The number of programs that share the 65,536 registers and 227 KiB of a multiprocessor."""
+        """The number of programs that share the 65,536 registers and 227 KiB of one of Hopper's
+        multiprocessors."""
         registers = -(-self.num_registers // 8) * 8 * 32 * self.num_warps
         return min(65_536 // registers, 232_448 // (self.shared_bytes + 1024))
 
 
-class _Hopper:
-    """Stands for the driver of a device: it knows the target, and launches nothing."""
+class _Driver:
+    """Stands for the driver of a device of a compute capability: it knows the target, and launches
+    nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -60,10 +67,15 @@ class _Hopper:
         return 0
 
 
+def compiled_for_hopper() -> contextlib.AbstractContextManager[list[CompiledKernel]]:
+    """Compile kernels for Hopper as `compiled_for` does."""
+    return compiled_for(HOPPER)
+
+
 @contextlib.contextmanager
-def compiled_for_hopper() -> Iterator[list[CompiledKernel]]:
-    """Compile kernels in place of their launches, for arguments of the same kinds: the tensors may be empty.
-    Yields a list that they are appended to."""
+def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
+    """Compile kernels for a compute capability in place of their launches, for arguments of the same kinds:
+    the tensors may be empty. Yields a list that they are appended to."""
     kernels: list[CompiledKernel] = []
 
     def compile_only(kernel: Any, grid: Any) -> Any:
@@ -75,17 +87,18 @@ def compiled_for_hopper() -> Iterator[list[CompiledKernel]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", compile_only)
-        patch.setattr(triton.runtime.driver, "_active", _Hopper())
+        patch.setattr(triton.runtime.driver, "_active", _Driver(capability))
         yield kernels
 
 
-def compile_by_script(script: Path, cache: Path) -> list[dict[str, Any]]:
-    """Run a script of `tests/gpu` that prints a JSON line about each kernel; `cache` is a folder for compiled
-    code. Return the lines."""
+def compile_by_script(script: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script of `tests/gpu`, with these arguments, that prints a JSON line about each kernel; `cache`
+    is a folder for compiled code. Return the lines."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = import_path(_ROOT, _ROOT / "tests" / "support")
     env["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

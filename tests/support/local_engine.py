@@ -94,7 +94,9 @@ class LocalEngine:
             )
             runner = ModelRunner(
                 CheckpointFolder(model_dir),
-                ComputeSettings(dtype, CPU, config.num_threads, config.deterministic, queue),
+                ComputeSettings(
+                    dtype, CPU, config.num_threads, config.deterministic, queue, config.expert_offload
+                ),
                 RankCapacity(
                     BLOCK, num_blocks * BLOCK, config.max_sequences, num_offload_blocks * BLOCK, mode
                 ),

@@ -60,7 +60,7 @@ class PagedModel:
 def reference_of(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="eager"
+        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 

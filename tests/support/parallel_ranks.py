@@ -38,7 +38,8 @@ CPU = torch.device("cpu")
 
 class ParallelCase(msgspec.Struct, frozen=True):
     """A greedy generation of `num_steps` tokens after each of `prompts`, whose chunk sizes are `chunks[i]`;
-    every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`.
+    every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`, and
+    experts into `ep` parts.
     Rank r leaves its results in `output_dir`/r.safetensors."""
 
     name: str
@@ -49,6 +50,7 @@ class ParallelCase(msgspec.Struct, frozen=True):
     chunks: list[list[int]]
     num_steps: int
     output_dir: str
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -63,10 +65,12 @@ class ParallelCase(msgspec.Struct, frozen=True):
 
 
 def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
-    """Return `kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows."""
+    """Return `kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows, and
+    how many bytes of rows the rank has `exchanged`."""
     model_dir = Path(case.model_dir)
     config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
-    decoder = load_decoder(model_dir, torch.float32, CPU, ShardSpec(first, end, groups.tp_rank, case.tp))
+    shard = ShardSpec(first, end, groups.tp_rank, case.tp, case.ep)
+    decoder = load_decoder(model_dir, torch.float32, CPU, shard)
     parallelize(decoder, groups)
     cells = config.kv_cells
     num_cells, num_layers = (
@@ -107,6 +111,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
             chosen.append(tokens)
         positions = [position + count for position, count in zip(positions, counts, strict=True)]
     results = {"kv": kv, "tokens": torch.from_numpy(np.array(chosen, dtype=np.int64))}
+    results["exchanged"] = torch.tensor(groups.num_exchanged_bytes)
     return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})
 
 

@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
+from child_processes import kill_family
 from optional_programs import find_program
 from serving import environment, free_port
 
@@ -61,13 +61,7 @@ class RayNodes:
     def close(self) -> None:
         """Kill them: an orderly end is drained for half a minute."""
         for process in reversed(self._processes):
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            process.wait()
-            for each in family:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            psutil.wait_procs(family, timeout=20)
+            kill_family(process)
 
 
 _PREFIX = 24

@@ -116,6 +116,27 @@ GEMMA4 = """{% macro shown(value) %}{% if value is string %}<|"|>{{ value }}<|"|
 <channel|>{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}\
 <|tool_call>call:{{ call.function.name }}{{ shown(call.function.arguments) }}<tool_call|>{% endfor %}<turn|>
 {% endfor %}"""
+# As gpt-oss: one call a turn, reasoning that is dropped where a final message follows, and none beside text.
+HARMONY = """{% if reasoning_effort is defined %}<|start|>system<|message|>Reasoning: {{ reasoning_effort }}\
+<|end|>{% endif %}{% set called = namespace(name='') %}{% for message in messages %}\
+{% if message.role == 'developer' or message.role == 'system' %}{% if loop.first %}\
+<|start|>developer<|message|>{{ message.content }}<|end|>{% endif %}\
+{% elif message.role == 'assistant' and 'tool_calls' in message %}\
+{% if message.content and message.thinking %}{{ raise_exception('text beside thinking') }}{% endif %}\
+{% set later = namespace(is_final=false) %}{% for other in messages[loop.index:] %}\
+{% if other.role == 'assistant' and 'tool_calls' not in other %}{% set later.is_final = true %}{% endif %}\
+{% endfor %}{% set thought = message.thinking or message.content %}{% if thought and not later.is_final %}\
+<|start|>assistant<|channel|>analysis<|message|>{{ thought }}<|end|>{% endif %}\
+{% set call = message.tool_calls[0].function %}{% set called.name = call.name %}\
+<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>\
+{{ call.arguments | tojson }}<|call|>{% elif message.role == 'assistant' %}\
+{% if loop.last and message.thinking %}<|start|>assistant<|channel|>analysis<|message|>\
+{{ message.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}\
+{{ '<|return|>' if loop.last else '<|end|>' }}{% elif message.role == 'tool' %}\
+<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>\
+{{ message.content | tojson }}<|end|>{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}\
+<|end|>{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'assistant' %}\
+<|start|>assistant{% endif %}"""
 FAMILIES = {
     "hermes": HERMES,
     "llama3": LLAMA3,
@@ -133,6 +154,7 @@ FAMILIES = {
     "olmo3": OLMO3,
     "gemma4": GEMMA4,
     "cohere2": COHERE2,
+    "harmony": HARMONY,
 }
 # What the template writes before an answer, and behind it.
 TURN_STARTS = (
@@ -146,6 +168,7 @@ TURN_STARTS = (
     "<|START_OF_TURN_TOKEN|><|assistant_TOKEN|>",
     "<|assistant|>\n",
     "<|assistant|>",
+    "<|start|>assistant",
 )
 TURN_ENDS = (
     "<|im_end|>\n",
@@ -157,6 +180,8 @@ TURN_ENDS = (
     "<turn|>\n",
     "<|END_OF_TURN_TOKEN|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
 )
 
 

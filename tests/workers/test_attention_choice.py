@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from attention_steps import unrotated
@@ -24,6 +26,7 @@ class TimedPlan(AttentionPlan):
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         backend, times = self._backend, self._backend.times
+        backend.seen_sinks.append(layer.sinks)
         backend.kv[:64] += 1  # of 1,024 tokens in blocks of 16
         backend.clock.advance((times.chunk_s if self._is_chunk else times.decode_s) * backend.slowdowns.pop())
         return qkv
@@ -39,6 +42,7 @@ class Timed(AttentionBackend):
         super().__init__(SHAPE, kv)
         self.name, self.clock, self.times = name, clock, times
         self.slowdowns = [1.0, 5.0] * 8
+        self.seen_sinks: list[Tensor | None] = []
 
     def plan(self, step: StepInput) -> AttentionPlan:
         return TimedPlan(step, self)
@@ -63,6 +67,23 @@ def test_the_fastest_is_chosen(
     assert choose_attention(SHAPE, kv, clock).name == chosen
     assert not kv.any(), "what the measurement wrote is gone"
     assert choose_attention(SHAPE, kv).name == "first", "nothing is measured without a clock"
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_backends_are_compared_with_the_sinks_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, has_sinks: bool
+) -> None:
+    """Sinks take what is fastest in torch, its fused attention, out of the choice."""
+    kv, clock = torch.zeros(80, 1, 2, 2, 16, 16), ManualClock(5.0)
+    shape = dataclasses.replace(SHAPE, has_sinks=has_sinks)
+    backends = [Timed(name, kv, clock, AttentionTimes(1.0, 1.0)) for name in ("first", "second")]
+    for backend in backends:
+        backend.shape = shape
+    monkeypatch.setattr(choice, "candidate_backends", lambda *_, **__: backends)
+    choose_attention(shape, kv, clock)
+    for sinks in backends[0].seen_sinks + backends[1].seen_sinks:
+        assert (sinks is not None) == has_sinks
+        assert sinks is None or sinks.shape == (4,)
 
 
 @needs_compiler

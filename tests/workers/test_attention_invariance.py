@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_steps import attend, capped, make_backend, unrotated
+from attention_steps import attend, capped, make_backend, softmax_with_sinks, unrotated
 from compiled_kernels import KERNELS, TILED_KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +45,7 @@ class Sequences:
         is_deterministic: bool = True,
         score_scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // block_tokens) for length in lengths]
@@ -70,7 +71,7 @@ class Sequences:
                 kv[table[at // block_tokens], 0, :, :, : both.shape[1]] = both.transpose(1, 2)
         self._whole = kv
         self.scale = head_dim**-0.5 if score_scale is None else score_scale
-        self.softcap = softcap
+        self.softcap, self.sinks = softcap, sinks
         attention = unrotated(
             num_kv_heads * group, head_dim, (window,), score_scale=score_scale, softcap=softcap
         )
@@ -92,7 +93,7 @@ class Sequences:
                     kv[table[place]] = float("nan")
             spans.append(SequenceSpan(start, end - start, table[: -(-end // size)]))
         query = torch.cat([self.queries[number][start:end] for number, start, end in work])
-        (mixed,) = attend(self.backend, spans, [query])
+        (mixed,) = attend(self.backend, spans, [query], sinks=self.sinks)
         return list(torch.split(mixed, [end - start for _, start, end in work]))
 
     def exact(self, number: int, position: int) -> Tensor:
@@ -104,7 +105,8 @@ class Sequences:
         group = query.shape[0] // keys.shape[1]
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         scores = capped(torch.einsum("hd,khd->hk", query, keys) * self.scale, self.softcap)
-        return torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten()
+        sinks = None if self.sinks is None else self.sinks.double()[:, None]
+        return torch.einsum("hk,khd->hd", softmax_with_sinks(scores, sinks), values).flatten()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -182,6 +184,34 @@ def test_capped_scores_depend_on_no_other_row(name: str, is_deterministic: bool,
             assert float((result.double() - expected).norm() / expected.norm()) < MOST_ERROR[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("name", KERNELS)
+def test_sinks_join_each_sum_once(name: str, group: int, is_deterministic: bool, dtype: torch.dtype) -> None:
+    """Within a piece and across pieces, by few rows and by many, whole and split over threads; sinks that
+    are nothing beside the scores, that take about half, and that take all."""
+    sinks = torch.tensor([-torch.inf, 3.0, 7.0, 60.0, -20.0, 1.0, 5.0, 6.5, 0.0, 4.0])[: 2 * group]
+    sequences = Sequences(
+        name, [1100, 90, 3], group=group, head_dim=64, dtype=dtype, window=900, sinks=sinks,
+        is_deterministic=is_deterministic,
+    )  # fmt: skip
+    (whole,) = sequences.compute([(0, 0, 1100)])
+    positions = [(0, it) for it in (0, 1, 511, 512, 1023, 1024, 1099)]
+    for number, position in (*positions, (1, 89), (2, 2)):
+        (alone,) = sequences.compute([(number, position, position + 1)])
+        batched = sequences.compute([(not number, 40, 45), (number, position, position + 1)])
+        assert torch.equal(batched[1], alone)
+        results = [alone[0]] if number else [alone[0], whole[position]]
+        assert not is_deterministic or all(torch.equal(results[0], it) for it in results)
+        expected = sequences.exact(number, position)
+        for result in results:
+            assert float((result.double() - expected).norm() / expected.norm()) < MOST_ERROR[dtype]
+    torch.set_num_threads(1)
+    (single,) = sequences.compute([(0, 0, 1100)])
+    assert torch.equal(single, whole)
+
+
 @pytest.mark.parametrize("name", TILED_KERNELS)
 @pytest.mark.parametrize("window", slow_but([0, 70, 700], 0, 70))
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -211,17 +241,24 @@ def test_a_token_that_is_decoded_depends_on_its_own_sequence(
 def test_any_step_equals_float64_and_its_tokens_alone(name: str, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    num_kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 3, 8]))
+    sinks = None
+    if data.draw(st.booleans()):
+        num_heads = num_kv_heads * group
+        values = st.lists(st.floats(-30, 8, width=32), min_size=num_heads, max_size=num_heads)
+        sinks = torch.tensor(data.draw(values), dtype=torch.float32)
     sequences = Sequences(
         name,
         lengths,
         block_tokens=data.draw(st.sampled_from([16, 32, 64, 256])),
-        num_kv_heads=data.draw(st.integers(1, 2)),
-        group=data.draw(st.sampled_from([1, 2, 3, 8])),
+        num_kv_heads=num_kv_heads,
+        group=group,
         head_dim=data.draw(st.sampled_from([16, 48, 64, 128])),
         window=data.draw(st.sampled_from([0, 1, 33, 200, 600])),
         dtype=dtype,
         seed=data.draw(st.integers(0, 100)),
         softcap=data.draw(st.sampled_from([0.0, 1.5, 30.0])),
+        sinks=sinks,
     )
     work = []
     for number, length in enumerate(lengths):

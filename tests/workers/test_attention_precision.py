@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import attend, attend_once, capped, make_backend, unrotated
+from attention_steps import attend, attend_once, capped, make_backend, softmax_with_sinks, unrotated
 from compiled_kernels import BACKENDS, backend_cases
 from slow_cases import slow_but
 from torch import Tensor
@@ -51,6 +51,21 @@ def test_so_they_are_with_a_scale_and_a_cap(name: str, window: int, softcap: flo
     _check(actual, query, kv, window, 0.3, softcap)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 4)])
+def test_so_they_are_with_sinks(
+    name: str, num_heads: int, num_kv_heads: int, window: int, softcap: float
+) -> None:
+    """From sinks that take next to nothing to one that leaves a thousandth to the keys."""
+    kv, query = _draw(num_heads, num_kv_heads, 1.0)
+    sinks = torch.linspace(-4.0, 12.0, num_heads)
+    shape = unrotated(num_heads, HEAD_DIM, (window,), softcap=softcap)
+    (actual,) = attend(make_backend(name, shape, kv), SPANS, [query], sinks=sinks)
+    _check(actual, query, kv, window, softcap=softcap, sinks=sinks)
+
+
 @pytest.mark.parametrize("spread", [1.0, 16.0])
 @pytest.mark.parametrize(("name", "mode"), backend_cases([(mode,) for mode in MODES], [("in_place",)]))
 def test_so_they_are_where_blocks_lie_in_host_memory(name: str, mode: OffloadMode, spread: float) -> None:
@@ -95,20 +110,27 @@ def _check(
     window: int,
     scale: float = HEAD_DIM**-0.5,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Every sequence's rows by themselves, so that none hides behind the others."""
     assert actual.dtype == torch.bfloat16
     row = 0
     for span in SPANS:
         rows = slice(row, row + span.num_tokens)
-        expected = _exactly(query[rows], kv, span, window, scale, softcap)
+        expected = _exactly(query[rows], kv, span, window, scale, softcap, sinks)
         error = (actual[rows].double() - expected).norm() / expected.norm()
         assert float(error) < MOST_ERROR, span
         row = rows.stop
 
 
 def _exactly(
-    query: Tensor, kv: Tensor, span: SequenceSpan, window: int, scale: float, softcap: float
+    query: Tensor,
+    kv: Tensor,
+    span: SequenceSpan,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[t, H * D] in float64."""
     keys, values = kv[list(span.block_ids), 0].double().transpose(0, 1).transpose(1, 2).flatten(2, 3)
@@ -120,6 +142,7 @@ def _exactly(
     hidden = key > position
     if window:
         hidden |= key <= position - window
-    probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    of_rows = None if sinks is None else sinks.double()[:, None, None]
+    probabilities = softmax_with_sinks(scores.masked_fill(hidden, -torch.inf), of_rows)
     mixed: Tensor = probabilities @ values
     return mixed.transpose(0, 1).flatten(1)

@@ -18,8 +18,9 @@ from workers.engine_bench import bench
 from workers.engine_bench.bench import BenchOptions, run_engine_bench
 from workers.engine_bench.peer_process import PeerSpec
 from workers.engine_bench.roofline import LayerProducts, Roofline, num_weight_copies
-from workers.errors import CapacityError
+from workers.errors import CapacityError, CheckpointError
 from workers.model.model_config import read_model_config
+from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import DeviceLimits
 
 
@@ -224,3 +225,26 @@ def test_limits_by_hand(model_dir: Path) -> None:
 def test_lengths_beyond_the_model_are_refused(model_dir: Path) -> None:
     with pytest.raises(CapacityError, match="3000 tokens exceed the model's 2048 positions"):
         run(model_dir, prefill=[3000])
+
+
+def test_experts_that_the_cpu_computes_are_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is refused, as by a rank."""
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=1, num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(CheckpointError, match=r"^engine\.expert_offload 3: on device cpu all experts are in"):
+        run(tmp_path, expert_offload=3)
+    monkeypatch.setattr(bench, "refuse_expert_offload", lambda *_, **__: None)
+    runners: list[ModelRunner] = []
+
+    class NotedRunner(ModelRunner):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            runners.append(self)
+
+    monkeypatch.setattr(bench, "ModelRunner", NotedRunner)
+    lines = run(tmp_path, expert_offload=3, prefill=[], decode=[(1, 20)])
+    assert lines[0]["what"] == "check"
+    assert lines[0]["max_error"] < 1e-5
+    (runner,) = runners
+    split = runner._model.decoder.split_experts
+    assert [int((layer.places < 0).sum()) for layer in split] == [3] * len(split)
+    assert split

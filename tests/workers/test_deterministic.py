@@ -49,6 +49,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 7,
         "vocab_size_per_layer_input": 256,
     },
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    },
+    "gpt_oss": {"sliding_window": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
 }
 
 

@@ -18,11 +18,15 @@ SPARSE = {
     "num_attention_heads": 32,
     "vocab_size": 260000,
 }
+# Keys without which `transformers` makes no model of a family.
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **SPARSE}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": name, **SPARSE, **NEEDED.get(name, {})}), encoding="utf-8"
+    )
     config, family = read_model_config(tmp_path), NAME_TO_FAMILY[name]
     expected = transformers.AutoConfig.from_pretrained(tmp_path)
     expected.allow_global_per_layer_attribute_access = True
@@ -32,7 +36,11 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
         assert config.layer_shapes.full_heads == (full_heads.num_key_value_heads, full_heads.head_dim)
         assert config.layer_shapes.input_size == getattr(expected, "hidden_size_per_layer_input", 0)
         assert not config.layer_shapes.num_shared
-    assert config.num_kv_heads == expected.num_key_value_heads
+    if (latent := config.latent) is not None:
+        head_dim = expected.qk_head_dim
+        assert latent == tuple(getattr(expected, key) for key in latent._fields)
+    # A latent is expanded to heads of keys and values for all of queries.
+    assert config.num_kv_heads == (expected.num_key_value_heads if latent is None else config.num_heads)
     assert config.head_dim == head_dim
     assert config.max_context_tokens == expected.max_position_embeddings
     assert config.rms_norm_eps == getattr(expected, family.norm_eps)
@@ -42,7 +50,7 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
     assert config.rope.rope_type == full["rope_type"]
     assert config.rope.theta == full["rope_theta"]
     part = full.get("partial_rotary_factor", 1.0)
-    rotated_dim = config.heads_of(config.num_layers - 1).head_dim
+    rotated_dim = config.heads_of(config.num_layers - 1).head_dim if latent is None else expected.head_dim
     assert (config.rope.num_rotated or rotated_dim) == int(part * rotated_dim)
     thetas = {rope.theta for rope in config.ropes if rope is not None}
     assert thetas <= {full["rope_theta"], sliding["rope_theta"]}

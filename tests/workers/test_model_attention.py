@@ -16,8 +16,10 @@ from workers.model.attention.torch_backend import TorchAttention
 LAYERS, HEAD_DIM = 2, 16
 
 
-def _reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) -> Tensor:
-    """`query` [t, H, D] at positions from `start`; `keys` and `values` [S, K, D]."""
+def _reference(
+    query: Tensor, keys: Tensor, values: Tensor, start: int, window: int, sinks: Tensor | None
+) -> Tensor:
+    """`query` [t, H, D] at positions from `start`; `keys` and `values` [S, K, D]; `sinks` [H]."""
     group = query.shape[1] // keys.shape[1]
     output = torch.empty_like(query)
     for row in range(query.shape[0]):
@@ -26,7 +28,9 @@ def _reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: 
         for head in range(query.shape[1]):
             seen = slice(first, position + 1)
             scores = keys[seen, head // group] @ query[row, head] / math.sqrt(HEAD_DIM)
-            output[row, head] = torch.softmax(scores, 0) @ values[seen, head // group]
+            powers = torch.exp(scores)
+            total = powers.sum() + (0.0 if sinks is None else torch.exp(sinks[head]))
+            output[row, head] = powers / total @ values[seen, head // group]
     return output.flatten(1)
 
 
@@ -38,8 +42,9 @@ def _reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: 
 )
 @pytest.mark.parametrize("window", [0, 1, 16, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (6, 2)])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_it_equals_a_loop_over_tokens(
-    name: str, num_heads: int, num_kv_heads: int, window: int, dtype: torch.dtype
+    name: str, has_sinks: bool, num_heads: int, num_kv_heads: int, window: int, dtype: torch.dtype
 ) -> None:
     """Decoding rows from 1 to 150 tokens long and chunks at the start, inside and across blocks."""
     generator = torch.Generator().manual_seed(num_heads + window)
@@ -47,6 +52,7 @@ def test_it_equals_a_loop_over_tokens(
     free = torch.randperm(80, generator=generator).tolist()
     kv = torch.full((80, LAYERS, 2, num_kv_heads, 16, HEAD_DIM), float("nan"), dtype=dtype)
     spans, queries, expected = [], [], []
+    sinks = torch.randn(num_heads, generator=generator) * 2 if has_sinks else None
     for start, count in work:
         table = [free.pop() for _ in range(-(-(start + count) // 16))]
         keys_values = torch.randn(start + count, 2 * num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
@@ -56,8 +62,9 @@ def test_it_equals_a_loop_over_tokens(
         spans.append(SequenceSpan(start, count, (*table, *free[:1])))
         queries.append(query)
         keys, values = keys_values.double().chunk(2, dim=1)
-        expected.append(_reference(query.double(), keys, values, start, window))
-    actual = attend_once(name, kv, spans, torch.cat(queries), window)
+        of_reference = None if sinks is None else sinks.double()
+        expected.append(_reference(query.double(), keys, values, start, window, of_reference))
+    actual = attend_once(name, kv, spans, torch.cat(queries), window, sinks=sinks)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=0, atol=tolerance)
@@ -91,8 +98,9 @@ class CountedMarks(Marks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("flops", "num_marks"), [(1.4e6, 2), (2e5, 6), (1.0, 6)])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 1.0, 2.0, 3.0])])
 def test_a_chunk_behind_a_long_prefix_is_attended_in_pieces_with_the_same_result(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, flops: float, num_marks: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, flops: float, num_marks: int, sinks: Tensor | None
 ) -> None:
     """Two heads of 2.5e6 operations together: one after the other, then 16 rows at a time."""
     generator = torch.Generator().manual_seed(3)
@@ -100,7 +108,7 @@ def test_a_chunk_behind_a_long_prefix_is_attended_in_pieces_with_the_same_result
     query = torch.randn(40, 4, HEAD_DIM, generator=generator).to(dtype)
     marks = [CountedMarks(), CountedMarks()]
     spans = [SequenceSpan(200, 40, tuple(range(15)))]
-    expected = attend_once("torch", kv, spans, query, marks=marks[0])
+    expected = attend_once("torch", kv, spans, query, marks=marks[0], sinks=sinks)
     monkeypatch.setattr("workers.model.attention.torch_backend.ATTENTION_PIECE_FLOPS", flops)
-    assert torch.equal(attend_once("torch", kv, spans, query, marks=marks[1]), expected)
+    assert torch.equal(attend_once("torch", kv, spans, query, marks=marks[1], sinks=sinks), expected)
     assert [it.num_marks for it in marks] == [1, num_marks]

@@ -135,6 +135,11 @@ def _layer(model_dir: Path, shard: ShardSpec) -> LayerWeights:
         return reader.layer(1)
 
 
+def _qkv(layer: LayerWeights) -> Tensor:
+    assert layer.qkv is not None
+    return layer.qkv.weight
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_the_shards_of_a_layer_add_up_to_the_layer(
@@ -147,9 +152,9 @@ def test_the_shards_of_a_layer_add_up_to_the_layer(
     parts = [_layer(model_dir, ShardSpec(0, 2, rank, tp_size)) for rank in range(tp_size)]
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     q_rows, kv_rows = 64, 16 * num_kv_heads
-    whole_q, whole_k, whole_v = torch.split(whole.qkv.weight, [q_rows, kv_rows, kv_rows])
+    whole_q, whole_k, whole_v = torch.split(_qkv(whole), [q_rows, kv_rows, kv_rows])
     local_q, local_kv = q_rows // tp_size, max(16, kv_rows // tp_size)
-    split = [torch.split(part.qkv.weight, [local_q, local_kv, local_kv]) for part in parts]
+    split = [torch.split(_qkv(part), [local_q, local_kv, local_kv]) for part in parts]
     assert torch.equal(torch.cat([queries for queries, _, _ in split]), whole_q)
     copies = max(1, tp_size // num_kv_heads)
     assert torch.equal(torch.cat([keys for _, keys, _ in split[::copies]]), whole_k)
@@ -158,6 +163,8 @@ def test_the_shards_of_a_layer_add_up_to_the_layer(
         assert all(torch.equal(split[first][1], other[1]) for other in split[first : first + copies])
 
     def feed_forward(weights: LayerWeights) -> Tensor:
+        assert weights.gate_up is not None
+        assert weights.down is not None
         gate, up = torch.nn.functional.linear(x, weights.gate_up.weight, weights.gate_up.bias).chunk(2, -1)
         return torch.nn.functional.linear(gate.sigmoid() * up, weights.down.weight, weights.down.bias)
 

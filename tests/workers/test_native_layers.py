@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_kernels import TILED_KERNELS, kernels_of
+from dense_sinks import register
 from optional_programs import needs_compiler
 
 from workers.model import native
@@ -49,6 +50,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Norms of rows of queries and keys, and none of what a layer reads.
     "olmo2": {"num_attention_heads": 6, "head_dim": 16},
     "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "dense_sinks": {"sliding_window": 24, "head_dim": 64},
+    # Experts in one layer of two; with some that all tokens share; and with biases and a clamped activation.
+    "qwen3_moe": {
+        "mlp_only_layers": [0],
+        "moe_intermediate_size": 40,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    },
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
 }
 
 
@@ -79,6 +103,11 @@ def run(
     tokens = torch.arange(sum(span.num_tokens for span in spans)) % decoder.config.vocab_size
     plan = attention.plan(StepInput.of(spans, BLOCK, marks=marks))
     return decoder.run_layers(decoder.embed(tokens), plan), attention.kv
+
+
+@pytest.fixture(autouse=True)
+def family_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
 
 
 @pytest.fixture(params=TILED_KERNELS)

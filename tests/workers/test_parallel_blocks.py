@@ -1,5 +1,5 @@
-"""Layers of parallel attention and feed-forward, and norms of heads by weights of their own, give on several
-ranks what they give on one, and a rank that fails makes up for their sums."""
+"""Layers of parallel attention and feed-forward, norms of heads by weights of their own, and latent attention
+give on several ranks what they give on one, and a rank that fails makes up for their sums."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
+from workers.model.model_config import read_model_config
 from workers.model.parallel import Unfinished, parallelize
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
@@ -33,14 +34,29 @@ UNEVEN: dict[str, Any] = {
     "vocab_size": 257,
     "num_hidden_layers": NUM_LAYERS,
 }
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 29,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 37,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # The keys of each family, and how many sums over the ranks one of its layers takes.
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "cohere": ({"logit_scale": 1.2, "use_qk_norm": True, "attention_bias": True}, 1),
     "cohere2": ({"logit_scale": 1.2, "sliding_window": 20, "sliding_window_pattern": 2}, 1),
     "stablelm": ({"use_qkv_bias": True, "use_parallel_residual": True, "qk_layernorm": True}, 1),
     "stablelm-sequential": ({"partial_rotary_factor": 0.5, "tie_word_embeddings": True}, 2),
+    "deepseek_v2-lite": (LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}, 2),
+    "deepseek_v3": (LATENT | {"attention_bias": True, "first_k_dense_replace": 2, "n_group": 2}, 2),
+    "glm4_moe_lite": (LATENT | {"v_head_dim": 16, "tie_word_embeddings": True}, 2),
 }
-# With four ranks, two hold a copy of a head of keys and values.
+# With four ranks, two hold a copy of a head of keys and values, unless there are as many as heads of queries.
 LAYOUTS: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "3x1": (3, [(0, 3)]),
     "4x1": (4, [(0, 3)]),
@@ -74,13 +90,14 @@ def test_any_split_of_such_layers_equals_one_rank(
 
     whole = case("1x1", 1, [(0, 3)])
     expected = run_case(whole, form(whole, None, 0))
+    num_kv_heads = read_model_config(tmp_path).num_kv_heads
     for name, (tp, stages) in LAYOUTS.items():
         split = case(name, tp, stages)
         processes.run(split)
         for rank in range(split.num_ranks):
             found = load_file(tmp_path / name / f"{rank}.safetensors")
             stage, tp_rank = divmod(rank, tp)
-            heads = kv_heads(3, tp_rank, tp)
+            heads = kv_heads(num_kv_heads, tp_rank, tp)
             own = expected["kv"][:, slice(*stages[stage]), :, heads.start : heads.stop]
             torch.testing.assert_close(found["kv"], own, rtol=1e-5, atol=2e-5)
             if stage == len(stages) - 1 and tp_rank == 0:
@@ -91,13 +108,16 @@ def test_any_split_of_such_layers_equals_one_rank(
 class _Recorded:
     """Collectives of the first of two ranks, which only record the shapes of what would be added up."""
 
-    tp, tp_rank = 2, 0
+    tp, tp_rank, shares_memory = 2, 0, True
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.shapes.append(tuple(tensor.shape))
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        raise AssertionError("no layer sends rows to others")
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return None
@@ -135,7 +155,7 @@ def test_a_rank_that_fails_makes_up_for_all_sums_of_such_layers(shape: str, tmp_
     collectives = _Recorded()
     sums = Unfinished(collectives, decoder)
     parallelize(decoder, sums)
-    kv = torch.zeros(1, NUM_LAYERS, 2, 1, BLOCK_TOKENS, 16)
+    kv = torch.zeros(1, NUM_LAYERS, 2, decoder.config.num_kv_heads // 2, BLOCK_TOKENS, 16)
     attention = choose_attention(decoder.attention_shape, kv)
     step = StepInput.of([SequenceSpan(0, 5, [0])], BLOCK_TOKENS)
     sums.begin(5, 0)

@@ -138,6 +138,43 @@ def test_sums_of_a_few_float32_values_may_lie_between_those_of_the_model(address
         assert torch.equal(squares, torch.full((5, 2), 4096.0 * tp + num_below))
 
 
+# Rows that each rank sends to each, among three: none, few, as many as fill no slot of shared memory and as
+# fill several.
+SENT = {
+    "few": [[0, 3, 0], [1, 0, 7], [0, 0, 0]],
+    "nothing": [[0] * 3] * 3,
+    "many": [[0, 2100, 5], [300, 0, 1], [4500, 2, 0]],
+}
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+@pytest.mark.parametrize("sent", SENT)
+def test_rows_go_to_the_ranks_that_they_are_for(address: str, sent: str, are_known: bool) -> None:
+    counts, num_columns = SENT[sent], 1001
+
+    def rows(rank: int, other: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * rank + other)
+        return torch.randn(counts[rank][other], num_columns, generator=generator)
+
+    def exchange(groups: RankGroups) -> tuple[list[Tensor], int, Tensor]:
+        rank = groups.tp_rank
+        received = [of_rank[rank] for of_rank in counts] if are_known else None
+        found = groups.exchange([rows(rank, other) for other in range(3)], received)
+        num_bytes = groups.num_exchanged_bytes
+        ones = torch.ones(4, 4)
+        groups.all_reduce(ones)
+        own = torch.full((2 + rank, 5), float(rank), dtype=torch.bfloat16)
+        found += groups.exchange([own] * 3, [2, 3, 4])
+        return found, num_bytes, ones
+
+    for rank, (found, num_bytes, ones) in enumerate(_together(address, 3, 1, exchange)):
+        for other in range(3):
+            assert torch.equal(found[other], rows(other, rank))
+            assert torch.equal(found[3 + other], torch.full((2 + other, 5), other).bfloat16())
+        assert num_bytes == 4 * num_columns * sum(counts[rank])
+        assert torch.equal(ones, torch.full((4, 4), 3.0)), "a sum may follow"
+
+
 def test_columns_of_unlike_widths_are_joined_at_the_first_rank(address: str) -> None:
     whole = torch.arange(5 * 11.0).view(5, 11)
     columns = [whole[:, :3], whole[:, 3:4], whole[:, 4:]]

@@ -124,6 +124,36 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES |= {name: _UNEVEN | keys for name, keys in LAYERS.items()}
+# Latent attention, whose heads of keys and values are as many as those of queries, with experts.
+LATENT: dict[str, Any] = _UNEVEN | {
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 37,
+    "first_k_dense_replace": 1,
+}
+SHAPES |= {
+    "latent-of-keys": LATENT | {"family": "deepseek_v2", "q_lora_rank": None, "v_head_dim": 9},
+    "latent-of-queries-too": LATENT
+    | {
+        "family": "deepseek_v3",
+        "q_lora_rank": 29,
+        "v_head_dim": 9,
+        "attention_bias": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "latent-unpadded": LATENT | {"family": "glm4_moe_lite", "q_lora_rank": 29, "v_head_dim": 16},
+}
 # Heads of two sizes, of which 3 ranks hold whole cells; and as many of both, of which 4 ranks hold copies.
 SHAPES |= {
     "two-head-sizes": _UNEVEN
@@ -167,6 +197,9 @@ SHARED_KV: dict[str, Any] = _UNEVEN | {
 }
 # The layouts of these: not more ranks than cells, and layers that share KV on one stage.
 SPLITS_BY_SHAPE = {
+    "latent-of-keys": ("2x1", "4x1", "1x3"),
+    "latent-of-queries-too": ("2x1", "3x1", "2x2"),
+    "latent-unpadded": ("3x1",),
     "two-head-sizes": ("2x1", "3x1", "1x3", "2x2"),
     "layer-inputs": ("3x1", "4x1", "1x3", "2x2"),
 }

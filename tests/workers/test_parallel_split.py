@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from workers.errors import CheckpointError
 from workers.messages.rank_channel import StageCost
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.router_rule import RouterRule
 from workers.model.layer_shapes import HeadShape, LayerShapes
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import (
@@ -24,6 +26,7 @@ from workers.model.sizes import (
     query_heads,
     refuse_split,
     refuse_stages,
+    sends_rows,
 )
 from workers.replica.layer_split import Stages, given_layers, split_layers
 
@@ -81,6 +84,44 @@ def test_a_rank_without_a_part_is_refused(sizes: tuple[int, int, int], named: st
     )
     with pytest.raises(CheckpointError, match=f"tp 5 is more than {named}"):
         refuse_split(config, 5)
+
+
+EXPERTS = MixtureShape(RouterRule(6, 2), 8, tuple(range(TINY.num_layers)), shared_size=16)
+
+
+@pytest.mark.parametrize(
+    ("experts", "tp", "ep", "refusal"),
+    [
+        (EXPERTS, 6, 4, "ep 4 does not divide tp 6"),
+        (None, 4, 2, "ep 2: the model has no experts to divide"),
+        (EXPERTS, 8, 8, "ep 8 is more than the 6 experts of a layer"),
+        (EXPERTS, 9, 1, "tp 9 with ep 1 divides each expert over 9 ranks, and its size is 8"),
+        (EXPERTS._replace(shared_size=4), 6, 6, "tp 6 is more than the size of shared experts 4"),
+    ],
+)
+def test_experts_of_which_a_rank_would_hold_nothing_are_refused(
+    experts: MixtureShape | None, tp: int, ep: int, refusal: str
+) -> None:
+    config = dataclasses.replace(TINY, num_heads=16, mixture=experts)
+    with pytest.raises(CheckpointError, match=refusal):
+        refuse_split(config, tp, ep)
+
+
+def test_rows_are_sent_where_some_ranks_need_not_have_them() -> None:
+    routed = EXPERTS._replace(shared_size=0)
+    assert sends_rows(routed, 4, 4)
+    assert sends_rows(routed, 4, 2)
+    assert not sends_rows(routed, 4, 1), "each rank holds a slice of all experts"
+    assert not sends_rows(routed, 2, 2)
+    assert not sends_rows(EXPERTS, 4, 4), "each rank holds a slice of shared experts"
+    assert not sends_rows(routed._replace(has_dense_branch=True), 4, 4)
+
+
+def test_experts_may_be_as_many_parts_as_there_are() -> None:
+    """No layer has another feed-forward, so the size of those does not matter."""
+    config = dataclasses.replace(TINY, num_heads=16, intermediate_size=1, mixture=EXPERTS)
+    for tp, ep in ((6, 6), (12, 6), (8, 1), (16, 2)):
+        refuse_split(config, tp, ep)
 
 
 def _of_two_sizes(num_kv_heads: int, full: HeadShape, num_shared: int = 0) -> ModelConfig:

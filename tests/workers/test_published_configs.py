@@ -557,13 +557,13 @@ USED_BY: dict[str, tuple[Any, set[str]]] = {
         True,
         {
             *("qwen3", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3", "exaone4"),
-            *("apertus", "cohere"),
+            *("apertus", "cohere", "qwen3_moe", "olmoe", "minimax_m2", "glm4_moe"),
         },
     ),
-    "embedding_multiplier": (12.0, {"granite"}),
-    "residual_multiplier": (0.2, {"granite"}),
-    "attention_multiplier": (0.1, {"granite"}),
-    "logits_scaling": (8.0, {"granite"}),
+    "embedding_multiplier": (12.0, {"granite", "granitemoe"}),
+    "residual_multiplier": (0.2, {"granite", "granitemoe"}),
+    "attention_multiplier": (0.1, {"granite", "granitemoe"}),
+    "logits_scaling": (8.0, {"granite", "granitemoe"}),
     "logit_scale": (0.5, {"cohere", "cohere2"}),
 }
 
@@ -573,7 +573,7 @@ def test_a_key_is_ignored_by_the_families_that_are_not_computed_by_it(family: st
     keys = {key: value for key, (value, _) in USED_BY.items()}
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    _write(tmp_path, model_type=family, **shape, **heads, **keys)
+    _write(tmp_path, model_type=family, num_experts_per_tok=2, **shape, **heads, **keys)
     read_model_config(tmp_path)
     assert set(ignored_keys(tmp_path)) == {key for key, (_, users) in USED_BY.items() if family not in users}
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from child_processes import killed_on_error
+from family_checkpoints import CASES, write_family_checkpoint
 from import_path import import_path
 from msgspec.structs import replace
 from patience import SLACK_S, START_S
@@ -233,6 +234,23 @@ def prefill(step: int, slot: int = 0) -> StepPlan:
 
 def decode(step: int) -> StepPlan:
     return StepPlan(step, decodes=bytes(4))
+
+
+def test_a_rank_reports_its_memory_and_its_experts_tokens_now_and_then(
+    core: EngineCore, tmp_path: Path
+) -> None:
+    """The first report has those of its step, not those of the warm-up, and the next one has none yet."""
+    write_family_checkpoint(tmp_path, **(CASES["qwen3_moe-1"] | {"num_hidden_layers": 2}))
+    core.ready(make_spec(core, tmp_path))
+    for plan in (prefill(1), decode(2)):
+        core.send(plan)
+    first, second = core.report(), core.report()
+    assert first.memory is not None
+    assert first.experts is not None
+    assert (first.experts.layers, first.experts.num_chosen) == ((0, 1), 3)
+    counts = np.frombuffer(first.experts.counts, "<u4").reshape(2, 7)
+    assert counts.sum(1).tolist() == [20 * 3] * 2
+    assert (second.memory, second.experts) == (None, None)
 
 
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "alone"])

@@ -9,10 +9,12 @@ import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_config, write_random_checkpoint
 from workers.model.decoder import load_decoder
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
 from workers.model.rank_memory import (
@@ -24,14 +26,14 @@ from workers.model.rank_memory import (
     whole_blocks,
 )
 from workers.model.sizes import ModelWork
-from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
+from workers.model.weights import LayerWeights, ShardSpec, WeightReader
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 
 
 def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
     """What `WeightReader` reads for the rank, in float32."""
-    shard = ShardSpec(shape.first_layer, shape.end_layer, shape.tp_rank, shape.tp)
+    shard = ShardSpec(shape.first_layer, shape.end_layer, shape.tp_rank, shape.tp, shape.ep)
     tensors: list[torch.Tensor] = []
     with WeightReader(model_dir, config, shard, torch.float32, torch.device("cpu")) as reader:
         table = None
@@ -44,6 +46,8 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
             tensors += tensors_of(reader.layer(layer))
         if shape.is_last_stage:
             tensors += tensors_of_norms(reader.final_norm())
+            if (bias := reader.head_bias()) is not None:
+                tensors.append(bias)
             head = reader.head(table)
             if head is not table:
                 tensors.append(head)
@@ -51,14 +55,28 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 
 
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
-    products: tuple[LinearWeights, ...] = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    products: list[LinearWeights] = [layer.output]
+    products += [it for it in (layer.qkv, layer.gate_up, layer.down) if it is not None]
     norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
     found = tensors_of_norms(*norms, layer.q_norm, layer.k_norm)
     if (gated := layer.inputs) is not None:
-        products = (*products, gated.gate, gated.projection)
+        products += [gated.gate, gated.projection]
         found += tensors_of_norms(gated.norm)
+    if (latent := layer.latent) is not None:
+        products += [latent.latents, latent.queries, latent.expansion]
+        found += tensors_of_norms(latent.q_norm, latent.kv_norm)
+    if (mixture := layer.mixture) is not None:
+        products.append(mixture.router)
+        experts, shared = mixture.experts, mixture.shared
+        found += [*experts.gates, *experts.ups, *experts.downs]
+        found += [
+            it for it in (experts.gate_up_bias, experts.down_bias, mixture.correction) if it is not None
+        ]
+        if shared is not None:
+            products += [shared.gate_up, shared.down]
+            found += [] if shared.gate is None else [shared.gate]
     parts = [part for product in products for part in (product.weight, product.bias)]
-    return found + [tensor for tensor in parts if tensor is not None]
+    return found + [tensor for tensor in (*parts, layer.sinks) if tensor is not None]
 
 
 def tensors_of_norms(*norms: Norm | None) -> list[torch.Tensor]:
@@ -66,12 +84,12 @@ def tensors_of_norms(*norms: Norm | None) -> list[torch.Tensor]:
     return [tensor for tensor in parts if tensor is not None]
 
 
-def check_every_rank(model_dir: Path, tp: int, stages: list[tuple[int, int]]) -> None:
+def check_every_rank(model_dir: Path, tp: int, stages: list[tuple[int, int]], ep: int = 1) -> None:
     """Compare what is counted with what is read, for each rank of each stage."""
     config, checkpoint = read_model_config(model_dir), Checkpoint.read(model_dir)
     for first, end in stages:
         for tp_rank in range(tp):
-            shape = RankShape(config, first, end, tp_rank, tp)
+            shape = RankShape(config, first, end, tp_rank, tp, ep)
             assert checkpoint.weight_bytes(shape, 4) == loaded_bytes(model_dir, config, shape)
 
 
@@ -103,14 +121,27 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
     "seed_oss-3",
     "cohere-2",
     "stablelm-2",
+    "qwen2_moe-3",
+    "ernie4_5_moe-3",
+    "deepseek_v2-2",
 ]
 
 
-@pytest.mark.parametrize("case", COUNTED)
+_FAST = ("llama-2", "phi3-1", "gemma4_text-1", "stablelm-2", "qwen2_moe-3", "gpt_oss-1", "deepseek_v2-2")
+
+
+@pytest.mark.parametrize("case", slow_but(COUNTED, *_FAST))
 def test_the_weights_of_every_family_are_those_that_ranks_read(case: str, tmp_path: Path) -> None:
     write_family_checkpoint(tmp_path, **CASES[case])
     for tp in (1, 2, 3, 4 if CASES[case]["num_attention_heads"] >= 4 else 3):
         check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)])
+
+
+@pytest.mark.parametrize("case", slow_but(("qwen2_moe-1", "granitemoe-1", "glm4_moe-2"), "granitemoe-1"))
+def test_ranks_that_hold_other_experts_are_counted_as_they_read(case: str, tmp_path: Path) -> None:
+    write_family_checkpoint(tmp_path, **CASES[case])
+    for tp, ep in ((2, 2), (4, 2), (4, 4), (3, 3)) if CASES[case]["num_attention_heads"] >= 4 else ((3, 3),):
+        check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)], ep)
 
 
 def test_layers_that_share_keys_and_values_are_counted_without_them(tmp_path: Path) -> None:
@@ -174,6 +205,24 @@ def test_the_bundled_model_is_as_large_as_its_file() -> None:
     config = read_model_config(TINY)
     counted = Checkpoint.read(TINY).weight_bytes(RankShape(config, 0, config.num_layers), 2)
     assert counted == pytest.approx(sum(file.stat().st_size for file in TINY.glob("*.safetensors")), rel=0.02)
+
+
+def test_experts_on_cuda_compute_for_all_pairs_at_once(tmp_path: Path) -> None:
+    """Wherever the experts are: a rank with a part of them has rows for all."""
+    keys = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    write_config(tmp_path, "qwen3_moe", "bfloat16", **keys)
+    config = read_model_config(tmp_path)
+    one, two = (
+        [
+            activation_bytes(rank, 2, num_tokens, 4, is_on_cuda=True)
+            for rank in (RankShape(config, 0, 2), RankShape(config, 0, 2, 0, 2, 2))
+        ]
+        for num_tokens in (1000, 2000)
+    )
+    pair_bytes = 2 * (config.hidden_size + 2 * 24)
+    assert two[0] - one[0] > 1000 * 4 * pair_bytes
+    assert two[1] - one[1] > 1000 * 4 * pair_bytes
+    assert activation_bytes(RankShape(config, 0, 2), 2, 1000, 4) < one[0]
 
 
 def test_activations_grow_with_rows_and_samples_and_shrink_with_ranks() -> None:

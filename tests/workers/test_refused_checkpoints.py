@@ -120,9 +120,35 @@ REFUSALS = {
     "neither": _Refusal(
         _configured(architectures=[], model_type=None), ("model_type is missing; docs/models.md lists",)
     ),
-    "experts": _Refusal(
+    "no experts": _Refusal(
         _gemma4(enable_moe_block=True),
-        ("config.json: enable_moe_block True", "experts do not load yet; take a dense model"),
+        ("config.json: moe_intermediate_size None", "is not a positive integer"),
+    ),
+    "too many chosen experts": _Refusal(
+        _gemma4(enable_moe_block=True, moe_intermediate_size=8, num_experts=3, top_k_experts=4),
+        ("config.json: top_k_experts 4 is more than num_experts 3",),
+    ),
+    "groups that do not divide experts": _Refusal(
+        _configured(architectures=["Glm4MoeForCausalLM"], n_group=3, n_routed_experts=8),
+        ("config.json: n_group 3 does not divide the 8 experts",),
+    ),
+    "too few experts in the chosen groups": _Refusal(
+        _configured(
+            architectures=["Glm4MoeForCausalLM"],
+            n_group=4,
+            topk_group=1,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+        ),
+        ("config.json: num_experts_per_tok 3 is more than the experts of 1 groups",),
+    ),
+    "dense layers that are no list": _Refusal(
+        _configured(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers="all"),
+        ("config.json: mlp_only_layers 'all' is not a list of layers",),
+    ),
+    "three experts of sparsemixer": _Refusal(
+        _configured(architectures=["PhiMoEForCausalLM"], num_experts_per_tok=3),
+        ("config.json: num_experts_per_tok 3 is not 2",),
     ),
     "attention to both sides": _Refusal(
         _gemma4(use_bidirectional_attention="all"),

@@ -50,6 +50,11 @@ def test_ranks_are_numbered_stage_by_stage(tmp_path: Path) -> None:
     ]
 
 
+def test_every_rank_knows_how_experts_are_divided(tmp_path: Path) -> None:
+    specs = shape(tmp_path, Parallel(tp=4, ep=2)).specs
+    assert [(spec.tp_rank, spec.tp, spec.ep) for spec in specs] == [(rank, 4, 2) for rank in range(4)]
+
+
 @pytest.mark.parametrize(
     ("pp", "role", "rows"), [(1, "both", (0, 1)), (2, "prefill", (32, 1)), (2, "decode", (8, 8))]
 )

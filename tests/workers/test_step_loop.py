@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +12,7 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import WorkerError
 from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission
-from workers.messages.rank_channel import BatchEntry, FailedEntry, StepPlan, StepReport
+from workers.messages.rank_channel import BatchEntry, ExpertCounts, FailedEntry, StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
@@ -60,6 +62,19 @@ def steps(clock: ManualClock, sent: list[StepPlan]) -> StepLoop:
 def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> StepReport:
     tokens = pack_ids([token] * len(plan.sample_slots))
     return StepReport(plan.step, tokens, at, at + seconds)
+
+
+def test_what_experts_had_is_kept_as_of_the_time_of_its_report(
+    steps: StepLoop, clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """After a minute tokens weigh 1/e, and reports without counts change nothing."""
+    for step, of_first in enumerate((400, None, 0)):
+        steps.feed()
+        counts = None if of_first is None else ExpertCounts((1,), 0, 2, 1, pack_ids([of_first, 100]))
+        steps.settle(0, replace(report(sent[step], 0.1), experts=counts))
+        clock.advance(30.0)
+    expected = [400 / math.e, 100 / math.e + 100]
+    assert steps.stats.experts.imbalance == pytest.approx(2 * max(expected) / sum(expected))
 
 
 def test_a_step_that_progresses_may_take_any_time(

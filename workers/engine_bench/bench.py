@@ -38,6 +38,7 @@ from workers.engine_bench.rounds import (
 from workers.errors import CapacityError, PeerError
 from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.sizes import refuse_expert_offload
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, measure_limits
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
@@ -60,7 +61,7 @@ _MOST_PEER_DECODE_TOKENS = 8192
 class BenchOptions:
     """The options of a benchmark. `decode` are pairs of batch and context; `peer_cache` None: a folder that
     is removed afterwards. `with_deterministic`: our engine is also measured in deterministic mode, as a peer
-    is."""
+    is. `expert_offload` experts of each layer are computed by the CPU."""
 
     model_dir: Path
     dtype: str
@@ -73,6 +74,7 @@ class BenchOptions:
     block_tokens: int = 64
     device: str = "cpu"
     with_deterministic: bool = False
+    expert_offload: int = 0
 
     def measures(self) -> list[Measure]:
         """Return one measure for each prompt length and each decode batch."""
@@ -88,10 +90,18 @@ class BenchOptions:
 def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = None) -> None:
     """Check the logits, load the peers that are installed, then run the rounds and report their medians.
 
-    Raises `CapacityError` if a length exceeds the model's positions.
+    Raises `CapacityError` if a length exceeds the model's positions, and `CheckpointError` if no experts can
+    be left to the CPU.
     """
     clock = SystemClock()
     config = read_model_config(options.model_dir)
+    refuse_expert_offload(
+        config,
+        options.expert_offload,
+        (options.device,),
+        tp=1,
+        is_deterministic=options.with_deterministic,
+    )
     measures = options.measures()
     with contextlib.ExitStack() as stack:
 
@@ -103,6 +113,7 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
                     torch.device(options.device),
                     options.threads,
                     is_deterministic=is_deterministic,
+                    expert_offload=options.expert_offload,
                 ),
                 RankCapacity(
                     options.block_tokens,

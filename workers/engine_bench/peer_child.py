@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -309,7 +310,11 @@ class LlamaCppPeer:
         self._library.llama_memory_seq_rm(self._library.llama_get_memory(context), slot, begin, -1)
 
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+}
 _GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -322,7 +327,10 @@ _GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+# The products of an expert, which are in one tensor for all experts of a layer.
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _GGUF_TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -338,7 +346,7 @@ def gguf_file(model_dir: Path, cache_dir: Path) -> Path:
     config = json.loads((model_dir / "config.json").read_text())
     architecture = _ARCHITECTURES.get(config["architectures"][0])
     if architecture is None:
-        known = " and ".join(_ARCHITECTURES)
+        known = ", ".join(_ARCHITECTURES)
         raise SystemExit(f"only {known} are converted for llama.cpp, not {config['architectures'][0]}")
     files = sorted(model_dir.glob("*.safetensors"))
     stamp = "-".join(f"{file.stat().st_mtime_ns:x}" for file in files[:1])
@@ -372,21 +380,37 @@ def _write_gguf(path: Path, architecture: str, config: dict[str, Any], files: Se
     writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta", 10000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if architecture == "qwen3moe":
+        if not config.get("norm_topk_prob"):
+            raise SystemExit("norm_topk_prob false is not converted for llama.cpp")
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
     is_tied = config.get("tie_word_embeddings", False)
+    name_to_experts: dict[str, dict[int, Any]] = {}
     for file in files:
         for name, dtype, shape, raw in read_safetensors(file):
             if is_tied and name == "lm_head.weight":
                 continue
             numbers = bf16_bits(raw, dtype).reshape(shape)
+            if expert := _EXPERT.fullmatch(name):
+                layer, number, product = expert.groups()
+                of_all = f"blk.{layer}.ffn_{product}_exps.weight"
+                name_to_experts.setdefault(of_all, {})[int(number)] = numbers
+                continue
             if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
                 numbers = interleave_halves(numbers, num_heads if "q_proj" in name else num_kv_heads)
-            if len(shape) == 1:
+            if len(shape) == 1 or name.endswith(".mlp.gate.weight"):
                 writer.add_tensor(gguf_name(name), _widened(numbers))
             else:
                 data = numbers.view("uint8")
                 writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    numpy: Any = importlib.import_module("numpy")
+    for name, experts in name_to_experts.items():
+        data = numpy.stack([experts[number] for number in range(len(experts))]).view("uint8")
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -14,7 +14,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cache_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.products import make_linear
-from workers.model.sizes import ModelWork
+from workers.model.sizes import ModelWork, attention_products
 from workers.rank.probe import DeviceLimits, best_s
 
 _CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Roofline:
         """Bound one prompt: linear layers and causal attention for every token, the head once, weights read
         once."""
         flops = self._work.of([(0, num_tokens)], 1).flops
-        return num_tokens / max(flops / self._flop_s, self._work.weight_bytes / self._byte_s)
+        return num_tokens / max(flops / self._flop_s, self._work.read_weight_bytes(num_tokens) / self._byte_s)
 
     def decode_tok_s(self, batch: int, mean_context: float) -> float:
         """Bound one decode step by the lower of arithmetic and memory; weights and all KV are read once."""
@@ -56,31 +56,39 @@ class _Candidate(NamedTuple):
     num_copies: int
 
 
+class _ChunkProduct(NamedTuple):
+    """A product of a chunk: its outputs, its inputs, and its rows."""
+
+    num_outputs: int
+    num_inputs: int
+    num_rows: int
+
+
 class LayerProducts:
-    """The four linear products of a layer with random weights, by the fastest of what torch offers on a CPU
+    """The linear products of a layer with random weights, by the fastest of what torch offers on a CPU
     (oneDNN and MKL, in the model's dtype or in float32) and of ours."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_rows: int, clock: Clock) -> None:
         self._clock = clock
-        shapes = Counter(it for layer in range(config.num_layers) for it in _layer_shapes(config, layer))
-        self._rows = {size: torch.randn(num_rows, size).to(dtype) for _, size in shapes}
-        # For each shape its number in all layers, its inputs, and ways to compute it.
-        self._products = [
-            (count, size, self._chosen(_candidates(num_outputs, size, dtype), size))
-            for (num_outputs, size), count in shapes.items()
-        ]
+        shapes: Counter[_ChunkProduct] = Counter()
+        for layer in range(config.num_layers):
+            shapes += _layer_shapes(config, layer, num_rows)
+        # For each shape its number in all layers, its rows, and ways to compute it.
+        self._products = []
+        for (num_outputs, size, rows_of_each), count in shapes.items():
+            rows = torch.randn(rows_of_each, size).to(dtype)
+            self._products.append((count, rows, self._chosen(_candidates(num_outputs, size, dtype), rows)))
 
     @torch.inference_mode()
     def seconds(self) -> float:
         """Return the seconds of all layers' products of one chunk, each by the kind that is fastest now."""
         return sum(
-            count * min(self._best_s(each, self._rows[size], _NUM_RUNS) for each in candidates)
-            for count, size, candidates in self._products
+            count * min(self._best_s(each, rows, _NUM_RUNS) for each in candidates)
+            for count, rows, candidates in self._products
         )
 
     @torch.inference_mode()
-    def _chosen(self, candidates: list[_Candidate], size: int) -> list[_Candidate]:
-        rows = self._rows[size]
+    def _chosen(self, candidates: list[_Candidate], rows: Tensor) -> list[_Candidate]:
         for part, most in ((rows[:_TRIAL_ROWS], _HOPELESS), (rows, _CLOSE)):
             times = [self._best_s(each, part, 1) for each in candidates]
             candidates = [
@@ -92,14 +100,21 @@ class LayerProducts:
         return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / candidate.num_copies
 
 
-def _layer_shapes(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
-    """Return the outputs and inputs of the four products of a layer."""
-    num_kv_heads, head_dim = config.heads_of(layer)
-    has_own_kv = config.has_own_kv(layer)
-    num_kv_parts = has_own_kv * (2 - config.has_key_values(layer))
-    query, kv = config.num_heads * head_dim, num_kv_parts * num_kv_heads * head_dim
+def _layer_shapes(config: ModelConfig, layer: int, num_rows: int) -> Counter[_ChunkProduct]:
+    """Count the products of a layer for a chunk of `num_rows` tokens, which choose experts evenly."""
     hidden, intermediate = config.hidden_size, config.intermediate_size_of(layer)
-    return [(query + kv, hidden), (hidden, query), (2 * intermediate, hidden), (hidden, intermediate)]
+    shapes = Counter(_ChunkProduct(*shape, num_rows) for shape in attention_products(config, layer))
+    mixture = config.mixture if config.has_experts(layer) else None
+    sizes = [intermediate] if mixture is None else [intermediate, mixture.shared_size]
+    for size in filter(None, sizes):
+        shapes[_ChunkProduct(2 * size, hidden, num_rows)] += 1
+        shapes[_ChunkProduct(hidden, size, num_rows)] += 1
+    if mixture is not None:
+        num_experts, num_chosen = mixture.rule.num_experts, mixture.rule.num_chosen
+        of_each = max(1, num_rows * num_chosen // num_experts)
+        shapes[_ChunkProduct(2 * mixture.size, hidden, of_each)] += num_experts
+        shapes[_ChunkProduct(hidden, mixture.size, of_each)] += num_experts
+    return shapes
 
 
 def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:

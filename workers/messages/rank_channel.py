@@ -65,6 +65,10 @@ class RankSpec(Message, frozen=True):
     # makes it again, in `model_cache` ("": the default of that host).
     gguf_file: str = ""
     model_cache: str = ""
+    # The experts of each layer that the CPU computes.
+    expert_offload: int = 0
+    # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -333,6 +337,18 @@ class RowMask(Part, frozen=True):
     digest: bytes
 
 
+class ExpertCounts(Part, frozen=True):
+    """The tokens that each expert of a rank has had since its last such report: `counts` (uint32)
+    [num_layers, num_held] of the layers with these numbers, and of the experts from `first_expert` on. A
+    token has `num_chosen` of the `num_experts` experts of a layer."""
+
+    layers: tuple[int, ...]
+    first_expert: int
+    num_experts: int
+    num_chosen: int
+    counts: bytes
+
+
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
     entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
@@ -353,6 +369,8 @@ class StepReport(Message, frozen=True):
     prompt_logprobs: tuple[EntryLogprobs, ...] = ()
     embeddings: tuple[EntryEmbedding, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    # Of a model with experts, every few seconds, from the first of the ranks that hold the same ones.
+    experts: ExpertCounts | None = None
 
 
 class StepProgress(Message, frozen=True):

@@ -21,6 +21,8 @@ from torch import Tensor
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.experts.host_experts import SplitExperts
+from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
 from workers.model.model_config import ModelConfig, read_model_config
@@ -38,15 +40,17 @@ def load_decoder(
     progress: Callable[[str], None] = lambda phase: None,
     *,
     is_deterministic: bool = False,
+    expert_offload: int = 0,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
     called after each layer. `is_deterministic`: products of a row shall not depend on the rows beside it.
+    `expert_offload`: so many experts of each layer are computed by the CPU.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
-    with WeightReader(model_dir, config, shard, dtype, device) as reader:
+    with WeightReader(model_dir, config, shard, dtype, device, expert_offload=expert_offload) as reader:
         decoder = Decoder(config, reader, shard, progress, is_deterministic=is_deterministic)
         reader.finish()
     return decoder
@@ -72,6 +76,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.shard = shard
+        self.device = reader.device
         self.embedding: Product | None = None
         self.head: Product | None = None
         # Rounded as transformers rounds it.
@@ -87,7 +92,7 @@ class Decoder:
         if is_last:
             self._norm = reader.final_norm()
             weight = reader.head(table)
-            head = make_linear((weight,), is_deterministic=is_deterministic)
+            head = make_linear((weight,), reader.head_bias(), is_deterministic=is_deterministic)
             self.head = head.floats
             if is_first and weight is table:
                 self.embedding = head.lookup
@@ -127,6 +132,12 @@ class Decoder:
             config.hidden_size**-0.5,
             weights.norm,
         )
+
+    @functools.cached_property
+    def split_experts(self) -> list[SplitExperts]:
+        """The experts of each layer of which the CPU computes some; before `parallelize`."""
+        mixtures = [layer.mixture for layer in self.layers if isinstance(layer.mixture, Mixture)]
+        return [mixture.split for mixture in mixtures if mixture.split is not None]
 
     @property
     def num_inputs(self) -> int:
@@ -183,6 +194,18 @@ class Decoder:
         """The layers in one call each, where all are packed and, once `parallelize` was called, whole."""
         packed = [packed for layer in self.layers if (packed := layer.packed()) is not None]
         return NativeLayers(packed, self._workspace) if packed and len(packed) == len(self.layers) else None
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers, in the model, of this stage's layers with experts."""
+        numbered = enumerate(self.layers, self.shard.layer_start)
+        return tuple(number for number, layer in numbered if layer.expert_counts is not None)
+
+    def expert_counts(self) -> Tensor:
+        """Copy to the host how many tokens each expert that this rank holds has had in each of
+        `expert_layers` since the start: int64 [num_expert_layers, num_held]."""
+        counts = [layer.expert_counts for layer in self.layers if layer.expert_counts is not None]
+        return torch.stack(counts).cpu() if counts else torch.empty((0, 0), dtype=torch.int64)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
 from workers.model.attention.interface import AttentionPlan, LayerAttention
+from workers.model.expert_rows import RowProducts
+from workers.model.experts.mixture import Mixture
 from workers.model.head_norms import HeadNorms
+from workers.model.latent_projection import LatentProjection, without_padding
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
 from workers.model.row_norms import RowNorms
 from workers.model.value_norm import ValueNorm
-from workers.model.weights import LayerWeights, LinearWeights
+from workers.model.weights import LayerWeights
 
 
 class Embedding:
@@ -46,8 +50,8 @@ class DecoderLayer:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """Make a layer of a model of this `config`. `attention` lacks the norms of heads, which are of the
-        weights; `value_norm` is that of its values, if they are normalized."""
+        """Make a layer of a model of this `config`. `attention` lacks the norms and sinks of heads, which are
+        of the weights; `value_norm` is that of its values, if they are normalized."""
         self._workspace = workspace
         self._norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
@@ -60,22 +64,48 @@ class DecoderLayer:
             # A layer without keys of its own has no norm of keys, and uses none.
             k_norm = weights.k_norm or weights.q_norm
             attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=k_norm)
-        self._attention = attention
+        self._attention = dataclasses.replace(attention, sinks=weights.sinks)
         self._value_norm = value_norm
 
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
-        self._qkv = linear(weights.qkv)
         self._xielu = weights.xielu
         gate = None if config.activation == "xielu" else config.activation
-        self._gate_up = linear(weights.gate_up, gate)
-        self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
-        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
-        self.output: AddedProduct = linear(weights.output)
-        self.down: AddedProduct = linear(weights.down)
+        # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
+        # sum.
+        self._qkv: Linear | LatentProjection
+        self.output: AddedProduct
+        output = linear(weights.output)
+        if (shape := config.latent) is None:
+            assert weights.qkv is not None
+            self._qkv, self.output = linear(weights.qkv), output
+        else:
+            assert weights.latent is not None
+            self._qkv = LatentProjection(weights.latent, shape, workspace, is_deterministic=is_deterministic)
+            self.output = without_padding(output, shape, workspace)
+        self._gate_up: Linear | None = None
+        self.down: AddedProduct | None = None
+        if weights.gate_up is not None and weights.down is not None:
+            self._gate_up, self.down = linear(weights.gate_up, gate), linear(weights.down)
+            self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
+        self.mixture: AddedProduct | None = None
+        # The tokens that each expert of this rank has had, on the device, int64 [num_held].
+        self.expert_counts: Tensor | None = None
+        if weights.mixture is not None:
+            assert config.mixture is not None
+            assert gate is not None
+            rule = config.mixture.rule
+            mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
+            self.mixture, self.expert_counts = mixture, mixture.counts
+        self._branch_norms = None if weights.mixture is None else weights.mixture.branch_norms
+        # Computes the rank's rows alone, in steps of many rows, of which `workers.model.parallel` makes use.
+        self.expert_rows: RowProducts | None = None
         # Adds both, in a layer of parallel attention and feed-forward.
-        self.parallel_sum = ParallelSum(self.output, self.down) if config.is_parallel else None
+        self.parallel_sum: ParallelSum | None = None
+        if config.is_parallel:
+            assert self.down is not None
+            self.parallel_sum = ParallelSum(self.output, self.down)
         self._inputs = None
         if (gated := weights.inputs) is not None:
             assert gate is not None
@@ -88,13 +118,37 @@ class DecoderLayer:
         norms = self.qk_norms
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
-        if not (norms is None or type(norms) is RowNorms):
+        if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
             return None
         if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None
-        if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
+        if not (_is_whole(qkv) and _is_whole(output)):
+            return None
+        if self.mixture is not None:
+            return self._packed_mixture(qkv, output, norms)
+        assert gate_up is not None
+        assert down is not None
+        if not (_is_whole(gate_up) and _is_whole(down)):
             return None
         return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
+
+    def _packed_mixture(
+        self, qkv: PackedLinear, output: PackedLinear, row_norms: RowNorms | None
+    ) -> PackedLayer | None:
+        """Return a layer with experts as `packed` does."""
+        mixture = self.mixture
+        if not isinstance(mixture, Mixture) or mixture.packed is None or self._branch_norms is not None:
+            return None
+        layer = PackedLayer(qkv, output, None, None, self._norms, row_norms, self._attention, mixture.packed)
+        shared = mixture.shared
+        if shared is None:
+            return layer
+        gate_up, down, gate = shared.gate_up, shared.down, shared.gate
+        if not (_is_whole(gate_up) and _is_whole(down)):
+            return None
+        if gate is None:
+            return layer._replace(gate_up=gate_up, down=down)
+        return layer._replace(gate_up=gate_up, down=down, shared_gate=gate) if _is_whole(gate) else None
 
     def _has_layer_norms(self) -> bool:
         """Whether some norm subtracts the mean."""
@@ -146,14 +200,52 @@ class DecoderLayer:
             residual = self.parallel_sum.add_to(hidden, mixed, activated)
             plan.marks.mark()
             return residual
+        if self.expert_rows is not None and self.expert_rows.serves(len(hidden)):
+            self._add_by_rows(self.expert_rows, hidden, mixed, plan)
+            return None
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
         normed = self._normed(hidden, norms.feed_forward_input, residual)
+        if self.mixture is not None and self._branch_norms is not None:
+            self._add_branches(hidden, normed, plan)
+            return None
+        if self.mixture is not None:
+            residual = _add(hidden, self.mixture, normed, norms.feed_forward_output)
+            plan.marks.mark()
+            return residual
+        assert self.down is not None
         activated = self._activated(normed, take("gated", hidden, self._num_activated))
         plan.marks.mark()
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
         return residual
+
+    def _add_by_rows(self, products: RowProducts, hidden: Tensor, mixed: Tensor, plan: AttentionPlan) -> None:
+        """Add attention and experts to the rank's rows of `hidden`, and take over the others' rows."""
+        rows, norms = products.own(hidden), self._norms
+        residual = _add(rows, products.output, mixed, norms.attention_output)
+        plan.marks.mark()
+        normed = self._normed(rows, norms.feed_forward_input, residual)
+        residual = _add(rows, products.mixture, normed, norms.feed_forward_output)
+        if residual is not None:
+            rows.add_(residual)
+        products.gather(hidden)
+        plan.marks.mark()
+
+    def _add_branches(self, hidden: Tensor, normed: Tensor, plan: AttentionPlan) -> None:
+        """Add what the feed-forward computes of `normed`, and the experts of `hidden`, to `hidden`."""
+        norms, norm = self._branch_norms, self._norms.feed_forward_output
+        assert self.mixture is not None
+        assert self.down is not None
+        assert norms is not None
+        assert norm is not None
+        activated = self._activated(normed, self._workspace.take("gated", hidden, self._num_activated))
+        plan.marks.mark()
+        dense = self.down(activated)
+        total = apply_norm(dense, norms.dense_output, dense)
+        add_normed(total, self.mixture(hidden), norms.experts_output)
+        add_normed(hidden, total, norm)
+        plan.marks.mark()
 
     def _project(self, normed: Tensor) -> Tensor:
         """Return queries, keys and values; queries alone where the layer has no others of its own."""
@@ -172,6 +264,7 @@ class DecoderLayer:
         return apply_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self._gate_up is not None
         if self._xielu is None:
             return self._gate_up.gated(x, out)
         return self._xielu(self._gate_up(x, out), out)
@@ -186,7 +279,7 @@ def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) ->
     return None
 
 
-def _is_whole(product: Product) -> TypeGuard[PackedLinear]:
+def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[PackedLinear]:
     """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
     is no such."""
     return isinstance(product, PackedLinear) and not product.is_padded

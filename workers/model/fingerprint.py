@@ -37,7 +37,7 @@ _log = logging.getLogger("tandem.rank")
 # How often progress is reported while a rank waits for the fingerprint.
 _REPORT_S = 1.0
 _FORMAT = "tandem-model-2"
-_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids", "is_wrapped")
+_NOT_OF_KV = ("max_context_tokens", "checkpoint_dtype", "eos_token_ids", "is_wrapped", "num_extra_layers")
 # Fields that came later count only where they differ from their defaults: the fingerprints of the models that
 # an older version serves stay as they are.
 _FIRST_FIELDS = 19

@@ -36,6 +36,7 @@ _WHY = {
     "no_rope_layer_interval": "every layer has rotary embedding",
     "rope_local_base_freq": "every layer has the same rotary embedding",
     "alibi": "positions are those of rotary embedding",
+    "norm_topk_prob": "the weights of the chosen experts are not divided by their sum",
     "use_logn_attn": "attention is not scaled by length",
     "use_dynamic_ntk": "rotary frequencies do not depend on length",
 }
@@ -91,6 +92,8 @@ def _used_keys(family: Family) -> set[str]:
     used |= {_LOGITS_SOFTCAP_KEY} if family.has_logits_softcap else set()
     used |= {family.has_qk_norm} if isinstance(family.has_qk_norm, str) else set()
     used |= _QK_NORM_KEYS if family.qk_norm not in ("none", "own") else set()
+    has_sums = family.experts is None or family.experts.is_normalized
+    used |= {"norm_topk_prob"} if has_sums else set()
     used |= _NO_ROPE_KEYS if family.rotary.without == "listed" else set()
     return used
 

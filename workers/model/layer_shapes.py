@@ -83,8 +83,6 @@ class LayerShapeReader(ConfigValues):
 
     def read(self, heads: HeadShape, num_heads: int, vocab_size: int, windows: Sequence[int]) -> LayerShapes:
         """Read them for layers with these `windows`, which have `heads` unless a key says otherwise."""
-        if self.raw.get("enable_moe_block"):
-            self.refuse("enable_moe_block", "is not supported: experts do not load yet; take a dense model")
         are_keys_values = bool(self.raw.get("attention_k_eq_v"))
         full_heads = self._full_heads(heads, windows, are_keys_values)
         self._refuse_heads(full_heads, num_heads)

@@ -16,8 +16,15 @@ from typing import Any, Literal, NoReturn
 
 from workers.errors import CheckpointError
 from workers.model.config_values import MAX_SHOWN_CHARS, ConfigValues, shown
+from workers.model.experts.mixture_shape import MixtureReader, MixtureShape
 from workers.model.families.family import Family, NormNames
-from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY, NAME_TO_FAMILY, WRAPPERS
+from workers.model.families.known_families import (
+    ARCHITECTURE_TO_FAMILY,
+    NAME_TO_FAMILY,
+    UNSUPPORTED,
+    WRAPPERS,
+)
+from workers.model.latent_shape import LatentReader, LatentShape
 from workers.model.layer_shapes import (
     ALIKE,
     HeadShape,
@@ -51,7 +58,7 @@ _OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
+    """A decoder. `sliding_windows` has one entry a layer: a token sees itself and the window - 1 tokens
     before it; 0 means no window. `checkpoint_dtype` is the dtype that config.json names ("" if none)."""
 
     family: str
@@ -93,6 +100,14 @@ class ModelConfig:
     # Each head of queries, and of keys, has a LayerNorm with weights of its own.
     qk_own_norms: bool = False
     layer_shapes: LayerShapes = ALIKE
+    # The experts of some or all layers; None: there are none.
+    mixture: MixtureShape | None = None
+    # Logits have a bias.
+    head_bias: bool = False
+    # Attention by a latent of keys and values; None: they are products of the hidden states.
+    latent: LatentShape | None = None
+    # Layers behind the last that the checkpoint may have, and that are passed over.
+    num_extra_layers: int = 0
 
     @property
     def traits(self) -> Family:
@@ -143,8 +158,14 @@ class ModelConfig:
         """Whether a layer takes its keys, before norm and rotation, for values."""
         return self.layer_shapes.are_keys_values and not self.sliding_windows[layer]
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.mixture is not None and layer in self.mixture.layers
+
     def intermediate_size_of(self, layer: int) -> int:
-        """Return the size of a layer's feed-forward."""
+        """Return the size of a layer's feed-forward that is no expert's; 0 where it has none."""
+        if self.mixture is not None and self.has_experts(layer) and not self.mixture.has_dense_branch:
+            return 0
         is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
         return self.intermediate_size * (1 + is_double)
 
@@ -296,14 +317,9 @@ class _ConfigReader(ConfigValues):
         self._refuse_unsupported()
         hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
         num_layers = self.count("num_hidden_layers", most=_MAX_LAYERS)
-        num_kv_heads = self.count("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
-        head_dim = self.count("head_dim", hidden_size // num_heads)
-        if problem := head_dim_problem(head_dim):
-            given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
-            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {problem}")
         family, multipliers = self.family, self.family.multipliers
+        latent = LatentReader(self.file, self.raw).read() if family.has_latent_attention else None
+        num_kv_heads, head_dim = self._heads(hidden_size, num_heads, latent)
         windows = self._sliding_windows(num_layers)
         shapes = ALIKE
         if family.has_layer_shapes:
@@ -311,7 +327,11 @@ class _ConfigReader(ConfigValues):
             reader = LayerShapeReader(self.file, self.raw)
             shapes = reader.read(heads, num_heads, vocab_size, windows)
         ropes = RopeReader(self.file, self.raw, family.rotary)
-        rope = ropes.read(head_dim if shapes.full_heads is None else shapes.full_heads.head_dim)
+        if latent is None:
+            rope = ropes.read(head_dim if shapes.full_heads is None else shapes.full_heads.head_dim)
+        else:
+            rope = ropes.read(latent.qk_rope_head_dim)
+            rope = dataclasses.replace(rope, num_rotated=latent.qk_rope_head_dim)
         qk_norm = family.qk_norm if self._is_set(family.has_qk_norm) else "none"
         return ModelConfig(
             family=family.name,
@@ -340,7 +360,9 @@ class _ConfigReader(ConfigValues):
                 else self._multiplier(multipliers.embeddings)
             ),
             residual_multiplier=self._multiplier(multipliers.residuals),
-            attention_scale=self._attention_scale(),
+            attention_scale=(
+                self._attention_scale() if latent is None else ropes.score_factor(rope) * head_dim**-0.5
+            ),
             logits_divisor=(
                 self._multiplier(multipliers.logits) / self._multiplier(multipliers.logits_scale)
             ),
@@ -356,7 +378,32 @@ class _ConfigReader(ConfigValues):
             is_parallel=self._is_set(family.is_parallel),
             qk_own_norms=qk_norm == "own",
             layer_shapes=shapes,
+            mixture=self._mixture(num_layers),
+            head_bias=self._is_set(self.family.head_bias),
+            latent=latent,
+            num_extra_layers=self._num_extra_layers(),
         )
+
+    def _heads(self, hidden_size: int, num_heads: int, latent: LatentShape | None) -> HeadShape:
+        """Return the heads of keys and values, as they are in the KV."""
+        if latent is not None:
+            return HeadShape(num_heads, latent.head_dim)
+        num_kv_heads = self.count("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
+        head_dim = self.count("head_dim", hidden_size // num_heads)
+        if problem := head_dim_problem(head_dim):
+            given = "" if self.raw.get("head_dim") else f" (hidden_size {hidden_size} // {num_heads} heads)"
+            raise CheckpointError(f"{self.file}: head_dim {head_dim}{given} {problem}")
+        return HeadShape(num_kv_heads, head_dim)
+
+    def _num_extra_layers(self) -> int:
+        key = self.family.extra_layers_key
+        return self.count(key, most=_MAX_LAYERS) if key and self.raw.get(key) else 0
+
+    def _mixture(self, num_layers: int) -> MixtureShape | None:
+        traits = self.family.experts
+        return None if traits is None else MixtureReader(self.file, self.raw).read(traits, num_layers)
 
     def _attention_scale(self) -> float:
         if self.family.query_scalar:
@@ -431,6 +478,9 @@ class _ConfigReader(ConfigValues):
         if found is None:
             raise CheckpointError(f"{self.file}: {key} is missing; docs/models.md lists the supported models")
         name = str(found)[:MAX_SHOWN_CHARS]
+        if (why := UNSUPPORTED.get(name)) is not None:
+            problem = f"{key} {name!r} is not supported: {why}"
+            raise CheckpointError(f"{self.file}: {problem}; docs/models.md lists the supported models")
         # Most of these names end alike.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         nearest = f", and the nearest supported name is {close[0]}" if close else ""
@@ -449,8 +499,11 @@ class _ConfigReader(ConfigValues):
                 "supported; take the checkpoint of this model without 1M in its name"
             )
 
-    def _refuse_quantized(self, config: Any) -> NoReturn:
+    def _refuse_quantized(self, config: Any) -> None:
         method = config.get("quant_method") if isinstance(config, dict) else None
+        experts = self.family.experts
+        if method and experts is not None and method == experts.quantization:
+            return
         what = f"says that the weights are quantized ({method})" if method else "is there"
         raise CheckpointError(
             f"{self.file}: quantization_config {what}, and quantized weights are not supported; take the "
@@ -482,9 +535,13 @@ class _ConfigReader(ConfigValues):
         first = self.raw.get("max_window_layers", 28)
         if not isinstance(first, int):
             self.refuse("max_window_layers", "is not a number of layers")
+        is_alternating = self.family.windows == "alternating"
         return [
-            "sliding_attention" if sliding and layer >= first else "full_attention"
-            for layer in range(num_layers)
+            "sliding_attention" if sliding and has_window else "full_attention"
+            for has_window in (
+                layer < first and layer % 2 == 0 if is_alternating else layer >= first
+                for layer in range(num_layers)
+            )
         ]
 
     def _pattern(self, num_layers: int) -> list[str]:
@@ -502,13 +559,13 @@ class _ConfigReader(ConfigValues):
         ]
 
     def _layer_types(self, given: Any, num_layers: int) -> list[str]:
-        if self.family.windows not in ("switched", "pattern"):
+        if self.family.windows not in ("switched", "alternating", "pattern"):
             self.refuse("layer_types", f"is not supported in a {self.family.name} model")
         if not isinstance(given, list) or len(given) != num_layers:
             self.refuse("layer_types", f"does not name the {num_layers} layers")
         if not all(kind in ("full_attention", "sliding_attention") for kind in given):
             self.refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
-        is_switched = self.family.windows == "switched"
+        is_switched = self.family.windows in ("switched", "alternating")
         if is_switched and "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
             self.refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
         return [str(kind) for kind in given]

@@ -14,23 +14,29 @@ from torch import Tensor
 from workers.model import native
 from workers.model.attention.cpu_backend import CpuAttention, CpuPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
+from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.products import PackedLinear, Workspace
 from workers.model.row_norms import RowNorms
 from workers.model.weights import BlockNorms
 
 
 class PackedLayer(NamedTuple):
-    """The operands of a decoder layer, of one rank alone."""
+    """The operands of a decoder layer, of one rank alone. In a layer with a `mixture` of experts, `gate_up`
+    and `down` are of those that all tokens share, if there are any."""
 
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: PackedLinear | None
+    down: PackedLinear | None
     norms: BlockNorms
     row_norms: RowNorms | None
     attention: LayerAttention
+    mixture: PackedMixture | None = None
+    # The product whose sigmoid multiplies what shared experts give.
+    shared_gate: PackedLinear | None = None
 
 
+_OPERANDS = ("qkv", "output", "gate_up", "down", "shared_gate", "mixture")
 _BLOCK_NORMS = tuple(field.name for field in dataclasses.fields(BlockNorms))
 
 
@@ -38,19 +44,40 @@ class _Layer(ctypes.Structure):
     """`DecoderLayer` of `native/decoder_layer.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in _OPERANDS),
         *((name, native.NormArguments) for name in (*_BLOCK_NORMS, "query_rows", "key_rows")),
         ("rotated", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("index", ctypes.c_int64),
         ("activation", ctypes.c_int64),
     )
+
+
+class _StepShape(NamedTuple):
+    """The columns that the kernels write for each token, as many as the widest layer needs."""
+
+    normed: int
+    qkv: int
+    mixed: int
+    gated: int
+    sums: int
+
+    @staticmethod
+    def of(layers: Sequence[PackedLayer]) -> _StepShape:
+        layer = layers[0]
+        gated = max(0 if layer.down is None else layer.down.num_inputs for layer in layers)
+        hidden_size = layer.qkv.num_inputs
+        sums = hidden_size if any(layer.mixture is not None for layer in layers) else 0
+        return _StepShape(hidden_size, layer.qkv.num_outputs, layer.output.num_inputs, gated, sums)
 
 
 class _Step(ctypes.Structure):
     """`LayerStep` of `native/decoder_layer.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tokens", "normed", "qkv", "mixed", "gated", "pieces")),
+        ("tokens", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _StepShape._fields),
+        ("pieces", ctypes.c_void_p),
         ("piece_tasks", ctypes.c_int64),
     )
 
@@ -65,7 +92,7 @@ class NativeLayers:
         self._workspace = workspace
         self._run = kernels.library.tandem_run_layer
         self._run.argtypes = [*(ctypes.c_void_p,) * 4, ctypes.c_int64]
-        self._shape = _StepShape.of(layers[0])
+        self._shape = _StepShape.of(layers)
         # The arguments for the attention backend that the last step was planned by.
         self._arguments: _Arguments | None = None
 
@@ -96,19 +123,8 @@ class NativeLayers:
             plan.marks.mark_layer()
 
 
-class _StepShape(NamedTuple):
-    """The columns that the kernels write for each token, which all layers share."""
-
-    normed: int
-    qkv: int
-    mixed: int
-    gated: int
-
-    @staticmethod
-    def of(layer: PackedLayer) -> _StepShape:
-        return _StepShape(
-            layer.qkv.num_inputs, layer.qkv.num_outputs, layer.output.num_inputs, layer.down.num_inputs
-        )
+def _address(operand: PackedLinear | PackedMixture | None) -> int | None:
+    return None if operand is None else operand.address
 
 
 def _norms(layer: PackedLayer) -> dict[str, native.NormArguments]:
@@ -129,11 +145,12 @@ class _Arguments:
         self._rotated = [backend.rotated(layer.attention) for layer in layers]
         self.layers = [
             _Layer(
-                **{name: getattr(layer, name).address for name in ("qkv", "output", "gate_up", "down")},
+                **{name: _address(getattr(layer, name)) for name in _OPERANDS},
                 **_norms(layer),
                 rotated=ctypes.addressof(rotated),
+                sinks=backend.sinks_address(layer.attention),
                 index=layer.attention.index,
-                activation=layer.gate_up.epilogue,
+                activation=0 if layer.gate_up is None else layer.gate_up.epilogue,
             )
             for layer, rotated in zip(layers, self._rotated, strict=True)
         ]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from workers.model.decoder import Decoder
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.expert_rows import RowExchange, RowProducts, routed_row_bytes, row_parts
+from workers.model.experts.mixture import Mixture
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.row_norms import RowNorms
-from workers.model.sizes import kv_heads, part
+from workers.model.sizes import kv_heads, part, sends_rows
 
 
-class Collectives(Protocol):
+class Collectives(RowExchange, Protocol):
     """The operations that the ranks of a stage do together, all in the same order."""
-
-    @property
-    def tp(self) -> int: ...
-
-    @property
-    def tp_rank(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum over the ranks, equal bit for bit on all of them."""
@@ -38,6 +35,28 @@ class _Sum(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+# The exchanges of a layer whose experts are computed by rows, in this order: see `workers.model.expert_rows`.
+_ExchangeKind = Literal["partial sums", "rows", "results", "hidden states"]
+_EXCHANGES: tuple[_ExchangeKind, ...] = ("partial sums", "rows", "results", "hidden states")
+
+
+class _Exchange(NamedTuple):
+    """An exchange between the ranks of a stage in a step of `num_rows`."""
+
+    kind: _ExchangeKind
+    num_rows: int
+
+
+class _Sizes(NamedTuple):
+    """The rows that a rank sends to each rank in an exchange, and receives from each (None: as many as they
+    send), and their columns and dtype; None: the model's."""
+
+    sent: list[int]
+    received: list[int] | None
+    num_columns: int
+    dtype: torch.dtype | None = None
+
+
 class Unfinished:
     """Counts the collectives of a stage's computation, so that a rank whose computation failed can complete
     the collectives that the others wait for. Wraps the stage's real `collectives` and takes their place in
@@ -46,9 +65,13 @@ class Unfinished:
     def __init__(self, collectives: Collectives, decoder: Decoder) -> None:
         self._collectives = collectives
         self.tp, self.tp_rank = collectives.tp, collectives.tp_rank
+        self.shares_memory = collectives.shares_memory
         self._decoder = decoder
         self._widths = [len(part(decoder.config.vocab_size, rank, self.tp)) for rank in range(self.tp)]
-        self._sums: list[_Sum] = []
+        self._expected: list[_Sum | _Exchange] = []
+        # How many rows this rank has received from each in the last exchange, and sent to each.
+        self._num_received: list[int] = []
+        self._num_sent: list[int] = []
         self._num_sampled = 0
 
     def begin(self, num_rows: int, num_sampled: int, *, embeds: bool = True) -> None:
@@ -57,26 +80,45 @@ class Unfinished:
         if self.tp == 1:
             return
         decoder, config = self._decoder, self._decoder.config
+        self._expected = [it for layer in decoder.layers for it in self._of_layer(layer, num_rows)]
+        if embeds and decoder.embedding is not None:
+            products = _Sum(num_rows, config.hidden_size)
+            inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)
+            self._expected = [products, *([] if decoder.inputs is None else [inputs]), *self._expected]
+        self._expected.reverse()
+        self._num_sampled = num_sampled if self._decoder.head is not None else 0
+
+    def _of_layer(self, layer: DecoderLayer, num_rows: int) -> list[_Sum | _Exchange]:
+        """Return what a layer does together with the other ranks, in order."""
+        config = self._decoder.config
         products = _Sum(num_rows, config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if config.qk_row_norm else []
-        added = [products] if config.is_parallel else [products, products]
-        self._sums = [*squares, *added] * len(decoder.layers)
-        if embeds and decoder.embedding is not None:
-            inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)
-            self._sums = [products, *([] if decoder.inputs is None else [inputs]), *self._sums]
-        self._sums.reverse()
-        self._num_sampled = num_sampled if self._decoder.head is not None else 0
+        if layer.expert_rows is not None and layer.expert_rows.serves(num_rows):
+            return [*squares, *(_Exchange(kind, num_rows) for kind in _EXCHANGES)]
+        has_branches = config.mixture is not None and config.mixture.has_dense_branch
+        added = [products] * (1 if config.is_parallel else 3 if has_branches else 2)
+        return [*squares, *added]
 
     def begin_head(self, num_sampled: int) -> None:
         """Begin a computation of the head alone."""
-        self._sums, self._num_sampled = [], num_sampled if self.tp > 1 else 0
+        self._expected, self._num_sampled = [], num_sampled if self.tp > 1 else 0
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up as the stage does, and count it."""
-        expected = self._sums.pop()
+        expected = self._expected.pop()
+        assert isinstance(expected, _Sum), f"a sum where the others have {expected}"
         found, others = tuple(tensor.shape), (expected.num_rows, expected.num_columns)
         assert found == others, f"a sum of {found} where the others add up {others}"
         self._collectives.all_reduce(tensor)
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        """Exchange rows as the stage does, and count it."""
+        expected = self._expected[-1]
+        assert isinstance(expected, _Exchange), f"an exchange where the others have {expected}"
+        found = self._collectives.exchange(parts, num_rows)
+        self._expected.pop()  # not before: it may lack memory, and sends nothing then
+        self._num_sent, self._num_received = list(map(len, parts)), list(map(len, found))
+        return found
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """Gather as the stage does, and count it."""
@@ -86,13 +128,34 @@ class Unfinished:
 
     def finish(self, like: Tensor) -> None:
         """Contribute zeros, of the dtype and device of `like`, where the others still expect this rank."""
-        while self._sums:
-            missing = self._sums.pop()
-            zeros = like.new_zeros((missing.num_rows, missing.num_columns), dtype=missing.dtype)
-            self._collectives.all_reduce(zeros)
+        while self._expected:
+            missing = self._expected[-1]
+            if isinstance(missing, _Exchange):
+                sizes = self._sizes(missing, like)
+                shapes = [(count, sizes.num_columns) for count in sizes.sent]
+                self.exchange([like.new_zeros(it, dtype=sizes.dtype) for it in shapes], sizes.received)
+            else:
+                self.all_reduce(like.new_zeros((missing.num_rows, missing.num_columns), dtype=missing.dtype))
         if self._num_sampled:
             own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]), dtype=torch.float32)
             self.gather_columns(own, self._widths)
+
+    def _sizes(self, missing: _Exchange, like: Tensor) -> _Sizes:
+        """Return the sizes of an exchange to which this rank contributes nothing."""
+        hidden_size, mixture = self._decoder.config.hidden_size, self._decoder.config.mixture
+        assert mixture is not None
+        of_ranks = list(map(len, row_parts(missing.num_rows, self.tp)))
+        own = [of_ranks[self.tp_rank]] * self.tp
+        match missing.kind:
+            case "partial sums":
+                return _Sizes(of_ranks, own, hidden_size)
+            case "rows":
+                width = routed_row_bytes(hidden_size, mixture.rule.num_chosen, like.element_size())
+                return _Sizes([0] * self.tp, None, width, torch.uint8)
+            case "results":
+                return _Sizes(self._num_received, self._num_sent, hidden_size)
+            case "hidden states":
+                return _Sizes(own, of_ranks, hidden_size)
 
 
 def parallelize(decoder: Decoder, collectives: Collectives) -> None:
@@ -104,9 +167,14 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     assert (decoder.shard.tp_rank, decoder.shard.tp_size) == (collectives.tp_rank, collectives.tp)
     for layer in decoder.layers:
         if layer.parallel_sum is not None:
+            assert layer.down is not None
             layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
+        layer.expert_rows = _expert_rows(decoder, layer, collectives)
         layer.output = _Summed(layer.output, collectives)
-        layer.down = _Summed(layer.down, collectives)
+        if layer.down is not None:
+            layer.down = _Summed(layer.down, collectives)
+        if layer.mixture is not None:
+            layer.mixture = _Summed(layer.mixture, collectives)
         if isinstance(layer.qk_norms, RowNorms):
             layer.qk_norms = _JoinedRowNorms(layer.qk_norms, decoder, collectives)
     vocab_size = decoder.config.vocab_size
@@ -117,6 +185,17 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
         inputs.lookup = _SplitEmbedding(inputs.lookup, num_rows, collectives)
     if decoder.head is not None:
         decoder.head = _SplitHead(decoder.head, vocab_size, collectives)
+
+
+def _expert_rows(decoder: Decoder, layer: DecoderLayer, collectives: Collectives) -> RowProducts | None:
+    """Return the products of a layer by rows; None where sums over all ranks are as good. Between GPUs
+    exchanges of rows are not yet validated."""
+    shape, mixture, shard = decoder.config.mixture, layer.mixture, decoder.shard
+    if shape is None or not isinstance(mixture, Mixture) or decoder.device.type != "cpu":
+        return None
+    if not sends_rows(shape, shard.tp_size, shard.ep_size):
+        return None
+    return RowProducts(layer.output, mixture, shape, shard.ep_size, collectives)
 
 
 class _Summed:

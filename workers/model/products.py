@@ -23,7 +23,7 @@ from workers.errors import WorkerError
 from workers.model import cuda, native
 from workers.model.native.isa import usable_isas
 
-_PANEL = 32
+PANEL = 32
 _HUGE_PAGE = 2 << 20
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 # The scale of a row of zeros, which has none of its own.
@@ -263,24 +263,6 @@ class ScaledLinear(_UnpackedLinear):
         return self._weight[ids].float() * self._scales[0, ids, None]
 
 
-class GroupedLinear(_UnpackedLinear):
-    """The products of a mixture of experts: rows of x are sorted by expert, and those before `ends[e]`, int32
-    [num_experts], that belong to no earlier expert are multiplied by `weights[e]`, of [num_experts,
-    num_outputs, num_inputs]. Made for each step; it copies nothing."""
-
-    def __init__(self, weights: Tensor, ends: Tensor) -> None:
-        self._weights, self._ends = weights, ends
-        self.num_outputs, self.num_inputs = weights.shape[1:]
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        product = F.grouped_mm(x, self._weights.transpose(1, 2), offs=self._ends)
-        return product if out is None else out.copy_(product)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return rows of all experts' weights, one expert after another."""
-        return F.embedding(ids, self._weights.flatten(0, 1))
-
-
 class _Weights(ctypes.Structure):
     """`LinearWeights` of `native/products.h`."""
 
@@ -315,7 +297,7 @@ class PackedLinear(Linear):
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
         self.is_padded = dtype == torch.bfloat16 and self.num_inputs % 2 == 1
         num_inputs = self.num_inputs + self.is_padded
-        half = _PANEL // 2
+        half = PANEL // 2
         if is_gated:
             gates, ups = parts if len(parts) == 2 else parts[0].chunk(2)
             assert len(gates) == len(ups)
@@ -324,21 +306,21 @@ class PackedLinear(Linear):
             # there.
             places = [(gates, 0, half, 0), (ups, 0, half, half)]
         else:
-            num_panels = -(-self.num_outputs // _PANEL)
-            if any(len(part) % _PANEL for part in parts[:-1]):  # panels hold rows of several parts
+            num_panels = -(-self.num_outputs // PANEL)
+            if any(len(part) % PANEL for part in parts[:-1]):  # panels hold rows of several parts
                 parts = (torch.cat(parts),)
             ends = itertools.accumulate(map(len, parts))
             places = [
-                (part, (end - len(part)) // _PANEL, _PANEL, 0) for part, end in zip(parts, ends, strict=True)
+                (part, (end - len(part)) // PANEL, PANEL, 0) for part, end in zip(parts, ends, strict=True)
             ]
-        self._panels = _allocate(num_panels * num_inputs * _PANEL, dtype)
+        self._panels = allocate_panels(num_panels * num_inputs * PANEL, dtype)
         for rows, panel, width, offset in places:
             assert rows.stride(1) == 1
             kernels.library.tandem_pack_rows(
                 ctypes.c_void_p(rows.data_ptr()),
                 *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
                 ctypes.c_int64(dtype == torch.bfloat16),
-                ctypes.c_void_p(self._panels[panel * num_inputs * _PANEL :].data_ptr()),
+                ctypes.c_void_p(self._panels[panel * num_inputs * PANEL :].data_ptr()),
             )
         # The bias lies in the order of the outputs in the panels, and covers whole panels of gates and ups.
         self._bias = None if bias is None else bias.contiguous()
@@ -411,7 +393,7 @@ class PackedLinear(Linear):
         return out
 
 
-def _allocate(num_items: int, dtype: torch.dtype) -> Tensor:
+def allocate_panels(num_items: int, dtype: torch.dtype) -> Tensor:
     """Return zeros, in huge pages as far as whole ones fit: streams of weights then cross fewer pages."""
     num_bytes = num_items * dtype.itemsize
     if num_bytes < _HUGE_PAGE:

@@ -45,11 +45,12 @@ def attention_shape(config: ModelConfig, shard: ShardSpec, device: torch.device)
         config.attention_softcap,
         tuple(kinds),
         tuple(source - start for source in sources) if kinds else (),
+        has_sinks=config.traits.has_sinks,
     )
 
 
 def layer_attention(config: ModelConfig, shard: ShardSpec, layer: int) -> LayerAttention:
-    """Describe the attention of a layer, but for the norms of heads."""
+    """Describe the attention of a layer, but for the norms and sinks of heads."""
     heads, kinds = config.heads_of(layer), _head_kinds(config, shard)
     source = config.kv_sources[layer]
     return LayerAttention(

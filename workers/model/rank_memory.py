@@ -6,13 +6,15 @@ start, the preflight checks and the ranks themselves all use it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.model_config import ModelConfig, read_header, weight_files
-from workers.model.sizes import kv_heads, layer_heads, part
+from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
@@ -39,6 +41,17 @@ _OWN_NORM_FLOATS = 3
 _VALUE_NORM_FLOATS = 2
 # The float32 copies of a feed-forward's columns that the activation xIELU holds at a time.
 _XIELU_FLOATS = 4
+# The copies of an expert's columns that torch holds at a time, if all tokens choose the same one; the float32
+# copies of hidden states in which results of experts are added up; and those of the router's logits.
+_EXPERT_COPIES = 3
+_EXPERT_FLOATS = 2
+_ROUTER_FLOATS = 3
+# The bytes of a token and one of its experts by which their rows are sorted on CUDA.
+_PAIR_BYTES = 16
+# The hidden states that are held at a time where rows are sent to the ranks of their experts, if all rows are
+# sent to one: what it receives, also side by side, the results, and what it returns. An allowance, not yet
+# measured.
+_SENT_COPIES = 4
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
@@ -48,13 +61,16 @@ LEAST_KV_TOKENS = 2048
 @dataclass(frozen=True, slots=True)
 class RankShape:
     """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
-    parts of each, of the embedding and of the head."""
+    parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers. The
+    CPU computes `expert_offload` experts of each layer."""
 
     model: ModelConfig
     first_layer: int
     end_layer: int
     tp_rank: int = 0
     tp: int = 1
+    ep: int = 1
+    expert_offload: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -105,12 +121,21 @@ class Checkpoint(NamedTuple):
         return cls(sizes)
 
     def weight_bytes(self, rank: RankShape, item_bytes: int) -> int:
-        """Return the size of the weights that the rank keeps, each once: a tied embedding is the head too."""
+        """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
+        the head too."""
         known, num_items = self._names(rank.model), 0.0
         for name, size in self._kept(rank):
             layer, _ = known.layer_of(name) or (0, name)
             num_items += size * self._share(name, layer, rank)
         return round(item_bytes * num_items)
+
+    def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
+        """Return the size of the weights of experts in host memory: of all where the CPU computes some."""
+        shape = rank.model.mixture
+        if shape is None or not rank.expert_offload:
+            return 0
+        none, of_all = (dataclasses.replace(rank, expert_offload=it) for it in (0, shape.rule.num_experts))
+        return self.weight_bytes(none, item_bytes) - self.weight_bytes(of_all, item_bytes)
 
     def _is_kept(self, layer: int, name: str, rank: RankShape) -> bool:
         """Whether the rank keeps the tensor of this name in the layer."""
@@ -133,7 +158,7 @@ class Checkpoint(NamedTuple):
             names = {embedding} if rank.is_first_stage else set()
             names |= {head} if rank.is_last_stage else set()
         if rank.is_last_stage:
-            names |= {norm, known.norm_bias}
+            names |= {norm, known.norm_bias, known.head_bias}
         if rank.is_first_stage and rank.model.layer_shapes.input_size:
             names |= {known.input_embedding, known.input_projection, known.input_norm}
         return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
@@ -154,11 +179,16 @@ class Checkpoint(NamedTuple):
                 return rank.num_heads / model.num_heads
             if k_norm in name:
                 return rank.num_kv_cells / model.kv_cells.num_cells
-        if ".q_proj." in name or ".o_proj." in name:
+        split_by_heads = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".o_proj.", ".self_attn.sinks")
+        if any(it in name for it in split_by_heads):
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
             held = rank.num_heads + 2 * rank.num_kv_cells
             return held / (model.num_heads + 2 * model.num_kv_heads)
+        if model.mixture is not None and model.has_experts(layer):
+            share = _expert_share(name, model.mixture, rank)
+            if share is not None:
+                return share
         if ".mlp." in name:
             num_columns = model.intermediate_size_of(layer)
             return len(part(num_columns, rank.tp_rank, rank.tp)) / num_columns
@@ -170,7 +200,44 @@ class Checkpoint(NamedTuple):
         return 1.0
 
 
-def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, max_sequences: int) -> int:
+def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | None:
+    """Return the part of a tensor, named with its layer, of a layer with experts that the rank keeps; None if
+    it is none of its experts'."""
+    traits = rank.model.traits.experts
+    assert traits is not None
+    _, block, inner = name.partition(f".{traits.names.block}")
+    if not block:
+        return None
+    held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
+    on_device = held.experts[: max(len(held.experts) - rank.expert_offload, 0)]
+    columns = len(held.columns) / shape.size
+    number = inner.removeprefix("experts.").partition(".")[0]
+    if inner.startswith("experts.") and number.isdecimal():
+        return columns if int(number) in on_device else 0.0
+    of_experts = len(on_device) / shape.rule.num_experts
+    for product in (traits.names.gate_up, traits.names.down):
+        if inner.startswith(product):
+            # A byte of blocks holds two weights; their scales are not kept.
+            of_form = {"": 1.0, "_blocks": 2.0, "_scales": 0.0}.get(inner.removeprefix(product))
+            if of_form is not None:
+                return of_form * columns * of_experts
+    if inner == traits.names.gate_up_bias:
+        return columns * of_experts
+    if inner == traits.names.down_bias:
+        return of_experts
+    if traits.names.shared and inner.startswith(traits.names.shared):
+        return len(part(shape.shared_size, rank.tp_rank, rank.tp)) / shape.shared_size
+    return 1.0
+
+
+def activation_bytes(
+    rank: RankShape,
+    item_bytes: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+    *,
+    is_on_cuda: bool = False,
+) -> int:
     """Return the most that the activations of one step take: `max_batch_tokens` rows through a layer, and
     `max_sequences` sampled rows, or a piece of a prompt whose log-probabilities are asked for, through the
     head."""
@@ -196,6 +263,10 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
         row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in of_kinds)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
+    if model.latent is not None:
+        row += item_bytes * model.latent.num_scratch_columns(rank.num_heads)
+    if model.mixture is not None:
+        row += _mixture_row_bytes(rank, model.mixture, item_bytes, is_on_cuda=is_on_cuda)
     if not rank.is_last_stage:
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)
@@ -203,6 +274,27 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
     num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
     read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
     return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
+
+
+def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *, is_on_cuda: bool) -> int:
+    """Return what a token takes in a layer with experts beside its hidden states: its logits and choice, what
+    its experts compute, and their sum."""
+    held, rule = held_experts(shape, rank.tp_rank, rank.tp, rank.ep), shape.rule
+    most_chosen = min(rule.num_chosen, len(held.experts))
+    hidden_size = rank.model.hidden_size
+    inner = (most_chosen + _EXPERT_COPIES) * len(held.columns)
+    if is_on_cuda:
+        # Experts compute together: of each pair of a token and an expert, wherever that is held, there are
+        # gate and up, with the hidden states or with their activation.
+        columns = 2 * len(held.columns) + max(hidden_size, len(held.columns))
+        inner = rule.num_chosen * (columns + _PAIR_BYTES // item_bytes)
+    shared = 3 * len(part(shape.shared_size, rank.tp_rank, rank.tp)) + hidden_size if shape.shared_size else 0
+    sums = (2 if rank.expert_offload == 0 else 3) * hidden_size  # with an offload, also those of the CPU
+    floats = _ROUTER_FLOATS * (rule.num_experts + 2 * rule.num_chosen) + _EXPERT_FLOATS * hidden_size
+    num_sent = _SENT_COPIES if sends_rows(shape, rank.tp, rank.ep) else 0
+    floats += 2 * num_sent * rule.num_chosen
+    sums += num_sent * hidden_size
+    return item_bytes * (inner + shared + sums) + _FLOAT_BYTES * floats
 
 
 def _qkv_columns(rank: RankShape, layer: int) -> int:

@@ -128,13 +128,25 @@ class RopeReader(ConfigValues):
             raise CheckpointError(
                 f"{self.file}: partial_rotary_factor {part:g}, but heads of this family are rotated whole"
             )
+        size_key = family.size_key if self.raw.get(family.size_key) is not None else ""
+        if size_key:
+            part = min(self.count(size_key), head_dim) / head_dim
         num_rotated = int(head_dim * part)
         if part > 1 or num_rotated < 2 or num_rotated % 2:
             self.refuse("partial_rotary_factor", f"does not make pairs of {head_dim} dimensions of a head")
+        named = family.is_interleaved
+        is_interleaved = bool(self.raw.get(named)) if isinstance(named, str) else named
         rope = dataclasses.replace(
-            self._scaled_rope(key, scaling, rope_type, num_rotated), is_interleaved=family.is_interleaved
+            self._scaled_rope(key, scaling, rope_type, num_rotated), is_interleaved=is_interleaved
         )
         return rope if num_rotated == head_dim else dataclasses.replace(rope, num_rotated=num_rotated)
+
+    def score_factor(self, rope: RopeConfig) -> float:
+        """Return by how much latent attention scales its scores for a longer context."""
+        _, scaling = self._rope_keys("full_attention")
+        if rope.rope_type == "default" or not scaling.get("mscale_all_dim"):
+            return 1.0
+        return _mscale(rope.factor, self.number("mscale_all_dim", scaling)) ** 2
 
     def _proportional(self, key: str, scaling: dict[str, Any], head_dim: int) -> RopeConfig:
         part = self.number("partial_rotary_factor", scaling, 1.0)
@@ -203,7 +215,8 @@ class RopeReader(ConfigValues):
         factor = self.number("factor", scaling, most / original)
         is_stretched = factor > 1 and original > 1
         stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if is_stretched else 1.0
-        scale = self.number("attention_factor", scaling, stretch)
+        name = "long_mscale" if most > original else "short_mscale"
+        scale = self.number("attention_factor", scaling, self.number(name, scaling, stretch))
         pair_factors = tuple(map(float, factors))
         return RopeConfig(
             "longrope", theta, factor, original_max_positions=original, scale=scale, pair_factors=pair_factors
@@ -215,8 +228,8 @@ class RopeReader(ConfigValues):
             self.number("beta_fast", scaling, 32.0),
             self.number("beta_slow", scaling, 1.0),
         )
-        if fast <= slow:
-            self.refuse(key, "has a beta_fast that is not above its beta_slow")
+        if fast < slow:
+            self.refuse(key, "has a beta_fast that is below its beta_slow")
         if scaling.get("attention_factor") is not None:
             scale = self.number("attention_factor", scaling)
         elif scaling.get("mscale") and scaling.get("mscale_all_dim"):

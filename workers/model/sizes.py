@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
 
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
@@ -62,17 +64,40 @@ def layer_heads(config: ModelConfig, layer: int, tp_rank: int, tp: int) -> Layer
     return LayerHeads(query_heads(config.num_heads, num_cells, tp_rank, tp), keys)
 
 
-def refuse_split(config: ModelConfig, tp: int) -> None:
+class HeldExperts(NamedTuple):
+    """The experts of a layer that a rank holds, and the columns of each between its products."""
+
+    experts: range
+    columns: range
+
+
+def held_experts(shape: MixtureShape, tp_rank: int, tp: int, ep: int) -> HeldExperts:
+    """Return the rank's part of experts that are split into `ep` parts by their numbers, each over `tp / ep`
+    ranks."""
+    num_sharing = tp // ep
+    experts = part(shape.rule.num_experts, tp_rank // num_sharing, ep)
+    return HeldExperts(experts, part(shape.size, tp_rank % num_sharing, num_sharing))
+
+
+def sends_rows(shape: MixtureShape, tp: int, ep: int) -> bool:
+    """Whether rows are sent to the ranks of their experts, in steps of many rows, and not added up over all
+    ranks. Every row would go to every rank where each holds a slice of all experts, or of shared ones; and
+    between two ranks, too few rows stay where they are."""
+    return ep > 1 and tp > 2 and not shape.shared_size and not shape.has_dense_branch
+
+
+def refuse_split(config: ModelConfig, tp: int, ep: int = 1) -> None:
     """Raise CheckpointError if the layers cannot be split over so many ranks: some rank would hold nothing of
     a layer, or a part of its key-value heads that is none of its cells."""
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
+    sizes = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
+    if any(map(config.intermediate_size_of, range(config.num_layers))):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.mixture is not None and config.mixture.shared_size:
+        sizes["the size of shared experts"] = config.mixture.shared_size
     for name, size in sizes.items():
         if tp > size:
             raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
+    _refuse_expert_split(config.mixture, tp, ep)
     num_cells = config.kv_cells.num_cells
     most = max(config.heads_of(layer).num_kv_heads for layer in range(config.num_layers))
     if tp > num_cells and most > num_cells:
@@ -80,6 +105,50 @@ def refuse_split(config: ModelConfig, tp: int) -> None:
             f"tp {tp} is more than {num_cells}: layers have key-value heads of several sizes, which are "
             f"split over at most {num_cells} ranks; take tp {num_cells} and a pp above 1"
         )
+
+
+def _refuse_expert_split(shape: MixtureShape | None, tp: int, ep: int) -> None:
+    if tp % ep:
+        raise CheckpointError(f"ep {ep} does not divide tp {tp}")
+    if shape is None:
+        if ep > 1:
+            raise CheckpointError(f"ep {ep}: the model has no experts to divide; leave ep out")
+        return
+    if ep > shape.rule.num_experts:
+        raise CheckpointError(
+            f"ep {ep} is more than the {shape.rule.num_experts} experts of a layer: a rank would hold none"
+        )
+    if (num_sharing := tp // ep) > shape.size:
+        raise CheckpointError(
+            f"tp {tp} with ep {ep} divides each expert over {num_sharing} ranks, and its size is "
+            f"{shape.size}: a rank would hold nothing"
+        )
+
+
+def refuse_expert_offload(
+    config: ModelConfig, num_in_host: int, devices: Sequence[str], *, tp: int, is_deterministic: bool
+) -> None:
+    """Raise CheckpointError, naming the setting and the remedy, where so many experts of each layer cannot be
+    computed by the CPU beside these devices."""
+    if not num_in_host:
+        return
+    most = 0 if config.mixture is None else config.mixture.rule.num_experts
+    if not most:
+        problem = "the model has no experts; set 0"
+    elif num_in_host > most:
+        problem = f"a layer has {most} experts; set at most {most}, which leaves all in host memory"
+    elif any(device.partition(":")[0] == "cpu" for device in devices):
+        problem = "on device cpu all experts are in host memory already; set 0"
+    elif tp > 1:
+        problem = f"ranks that share layers cannot leave experts to the CPU, and tp is {tp}; set 0, or tp: 1"
+    elif is_deterministic:
+        problem = (
+            "experts move between device and host by use, and each rounds in its own way, so results are not"
+            " deterministic; set 0, or deterministic: false"
+        )
+    else:
+        return
+    raise CheckpointError(f"engine.expert_offload {num_in_host}: {problem}")
 
 
 def last_stage_limit(config: ModelConfig) -> int:
@@ -119,6 +188,17 @@ class StepWork(NamedTuple):
     read_bytes: float
 
 
+def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
+    """Return the products of a layer's attention, of all ranks together."""
+    if config.latent is not None:
+        return config.latent.products(config.hidden_size, config.num_heads)
+    num_kv_heads, head_dim = config.heads_of(layer)
+    num_kv_parts = config.has_own_kv(layer) * (2 - config.has_key_values(layer))
+    num_queries, hidden = config.num_heads * head_dim, config.hidden_size
+    num_projected = num_queries + num_kv_parts * num_kv_heads * head_dim
+    return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
+
+
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
     and the bytes of a token's keys and values."""
@@ -129,37 +209,62 @@ class _AttentionWork(NamedTuple):
 
 
 class _LayerWork(NamedTuple):
-    """A layer: its weights, those of its widest product, and its attention."""
+    """A layer: its weights that every token is multiplied by, those of its widest product, and its attention;
+    and whether it has experts."""
 
     weights: int
     widest_weights: int
     attention: _AttentionWork
+    has_experts: bool
 
     @staticmethod
     def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
         num_kv_heads, head_dim = config.heads_of(layer)
-        num_projected = num_kv_heads if config.has_own_kv(layer) else 0
         shapes, window = config.layer_shapes, config.sliding_windows[layer]
-        num_kv_parts = 1 if config.has_key_values(layer) else 2
-        queries = config.num_heads * head_dim
-        projections = 2 * queries + num_kv_parts * num_projected * head_dim
+        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
+        projections = sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
         num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
         inner = num_inner * config.intermediate_size_of(layer)
         down = config.intermediate_size_of(layer)
         hidden = config.hidden_size
+        beside, of_experts = 0, 0
+        if config.mixture is not None and config.has_experts(layer):
+            beside = config.mixture.weights_beside(hidden)
+            of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(hidden)
         return _LayerWork(
-            hidden * (projections + inner + down + 2 * shapes.input_size),
-            hidden * max(projections, inner),
-            _AttentionWork(window, 4 * queries, 2 * num_kv_heads * head_dim * item_bytes),
+            projections + hidden * (inner + down + 2 * shapes.input_size) + beside,
+            max(projections, hidden * inner, beside + of_experts),
+            _AttentionWork(
+                window,
+                2 * config.num_heads * (head_dim + mixed_dim),
+                2 * num_kv_heads * head_dim * item_bytes,
+            ),
+            config.has_experts(layer),
         )
+
+
+class _ExpertWork(NamedTuple):
+    """The experts of all layers: `num_layers` have them, each of `weights`."""
+
+    shape: MixtureShape
+    num_layers: int
+    weights: int
+
+    def multiplied(self) -> int:
+        """Return the weights of experts that a token is multiplied by."""
+        return self.num_layers * self.shape.rule.num_chosen * self.weights
+
+    def touched(self, num_tokens: float) -> float:
+        """Return the weights of the experts that so many tokens are expected to choose."""
+        return self.num_layers * self.shape.num_touched(num_tokens) * self.weights
 
 
 class ModelWork:
     """The least work in which a model's step can be done, all ranks together.
 
     Every product of a token with a weight counts as two operations, and so does every product of attention.
-    All weights are read once a step, and so is the KV that each sequence attends to. Writes are not counted,
-    nor are activations, which stay in caches."""
+    All weights are read once a step, but for experts that no token chooses, and so is the KV that each
+    sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int) -> None:
         """`item_bytes` is the size of one weight, and of one KV value."""
@@ -171,7 +276,21 @@ class ModelWork:
         self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
-        self.weight_bytes = (self._layer_weights + self._head_weights) * item_bytes
+        self._item_bytes = item_bytes
+        self._experts: _ExpertWork | None = None
+        self._read_weights = self._layer_weights + self._head_weights
+        num_weights = float(self._read_weights)
+        if (shape := config.mixture) is not None:
+            num_layers = sum(layer.has_experts for layer in layers)
+            self._experts = _ExpertWork(shape, num_layers, shape.weights_of_expert(config.hidden_size))
+            self._layer_weights += self._experts.multiplied()
+            num_weights += num_layers * shape.rule.num_experts * self._experts.weights
+        self.weight_bytes = round(num_weights * item_bytes)
+
+    def read_weight_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of the weights that a step of so many tokens reads."""
+        touched = 0.0 if self._experts is None else self._experts.touched(num_tokens)
+        return (self._read_weights + touched) * self._item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
         """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps
@@ -182,12 +301,13 @@ class ModelWork:
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 
     def of(
-        self, spans: Iterable[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
+        self, spans: Collection[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
     ) -> StepWork:
         """Count a step over `spans` (tokens before, tokens computed) of sequences, and over single tokens at
         `decode_starts` of others. `num_sampled` rows go through the head."""
         flops = 2.0 * self._head_weights * num_sampled
-        read_bytes = float(self.weight_bytes)
+        num_tokens = sum(count for _, count in spans) + len(decode_starts)
+        read_bytes = self.read_weight_bytes(num_tokens)
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for (window, pair_flops, kv_bytes), num_layers in self._attention_to_num_layers.items():

@@ -37,6 +37,11 @@ class TensorNames(NamedTuple):
         return TensorNames(*_WRAPPED[0])
 
     @property
+    def head_bias(self) -> str:
+        """The bias of logits, in families that have one."""
+        return f"{self.head.removesuffix('weight')}bias"
+
+    @property
     def embedding(self) -> str:
         return f"{self.model}embed_tokens.weight"
 
@@ -67,7 +72,7 @@ class TensorNames(NamedTuple):
 
     def is_of_text(self, name: str) -> bool:
         """Whether the tensor belongs to the text model, and not to one that is wrapped with it."""
-        return name == self.head or name.startswith(self.model)
+        return name in (self.head, self.head_bias) or name.startswith(self.model)
 
     def layer_of(self, name: str) -> tuple[int, str] | None:
         """Return the layer that the tensor belongs to, and its name there; None if it belongs to none."""

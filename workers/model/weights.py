@@ -4,24 +4,24 @@ where they are packed."""
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
-from workers.model.model_config import ModelConfig, weight_files
+from workers.model.experts.mixture_weights import MixtureWeightReader, MixtureWeights
+from workers.model.latent_weights import LatentWeightReader, LatentWeights
+from workers.model.linear_weights import LinearWeights
+from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.rope import rotary_order
 from workers.model.sizes import layer_heads, part, refuse_split
+from workers.model.tensor_files import TensorFiles
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 from workers.model.xielu import Xielu
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
 _NOT_NEEDED = "self_attn.rotary_emb.inv_freq"
 
@@ -30,32 +30,19 @@ _NOT_NEEDED = "self_attn.rotary_emb.inv_freq"
 class ShardSpec:
     """The part of a model that one rank holds: layers [layer_start, layer_end), and of every layer, of the
     embedding and of the head the `tp_rank`-th of `tp_size` parts (`workers.model.sizes`). Only `tp_rank` 0
-    holds the biases of row-split products."""
+    holds the biases of row-split products. Experts are split into `ep_size` parts by their numbers, and each
+    of them over the ranks that hold it."""
 
     layer_start: int
     layer_end: int
     tp_rank: int = 0
     tp_size: int = 1
+    ep_size: int = 1
 
     @staticmethod
     def whole(config: ModelConfig) -> ShardSpec:
         """Return the shard that is the whole model."""
         return ShardSpec(0, config.num_layers)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """The weights of a linear product: `parts` [num_rows, num_inputs], whose rows one after another are the
-    outputs, and `bias` [num_outputs]. Parts that need no conversion are views of the mapped checkpoint: only
-    valid while their `WeightReader` is open, and to be packed or copied once."""
-
-    parts: tuple[Tensor, ...]
-    bias: Tensor | None
-
-    @property
-    def weight(self) -> Tensor:
-        """Copy the parts into one weight [num_outputs, num_inputs]."""
-        return torch.cat(self.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,22 +81,27 @@ class InputEmbeddingWeights:
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
     key and value rows, without values where these are the keys, and queries alone where the layer attends to
-    another's keys and values; `gate_up` [2 * intermediate_size, hidden_size] gate and up rows, or up rows
-    alone.
+    another's keys and values; None where they are computed from a `latent`. `gate_up` [2 *
+    intermediate_size, hidden_size] holds gate and up rows, or up rows alone. A layer with a `mixture` of
+    experts may have neither `gate_up` nor `down`.
     `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
-    a row of weights for each head that it holds, [num_heads, head_dim]."""
+    a row of weights for each head that it holds, [num_heads, head_dim]. `sinks` float32 [num_heads] are of
+    its query heads, as in `LayerAttention`."""
 
     norms: BlockNorms
-    qkv: LinearWeights
+    qkv: LinearWeights | None
     q_norm: Norm | None
     k_norm: Norm | None
     output: LinearWeights
-    gate_up: LinearWeights
-    down: LinearWeights
+    gate_up: LinearWeights | None
+    down: LinearWeights | None
+    sinks: Tensor | None = None
     xielu: Xielu | None = None
     inputs: InputGateWeights | None = None
     # The hidden states are multiplied by this after the layer.
     scalar: float = 1.0
+    mixture: MixtureWeights | None = None
+    latent: LatentWeights | None = None
 
 
 class _Rows(NamedTuple):
@@ -122,14 +114,17 @@ class _Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _HeadRows:
-    """A rank's rows of a layer's products of queries, and of keys or values, and how many there are; and
-    whether the layer has keys and values of its own, and values that are not its keys."""
+    """A rank's rows of a layer's products of queries, and of keys or values, its columns of what attention
+    mixes of values, and how many there are; and whether the layer has keys and values of its own, and values
+    that are not its keys."""
 
     head_dim: int
     queries: slice
     num_queries: int
     keys: slice
     num_keys: int
+    mixed: slice
+    num_mixed: int
     has_own_kv: bool
     has_own_values: bool
 
@@ -138,6 +133,7 @@ class _HeadRows:
         num_kv_heads, head_dim = config.heads_of(layer)
         held = layer_heads(config, layer, shard.tp_rank, shard.tp_size)
         queries, keys = (slice(part.start * head_dim, part.stop * head_dim) for part in held)
+        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
         has_own_kv = config.has_own_kv(layer)
         has_own_values = has_own_kv and not config.has_key_values(layer)
         return _HeadRows(
@@ -146,6 +142,8 @@ class _HeadRows:
             config.num_heads * head_dim,
             keys,
             num_kv_heads * head_dim,
+            slice(held.queries.start * mixed_dim, held.queries.stop * mixed_dim),
+            config.num_heads * mixed_dim,
             has_own_kv,
             has_own_values,
         )
@@ -174,41 +172,58 @@ class WeightReader:
         shard: ShardSpec,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        expert_offload: int = 0,
     ) -> None:
-        self.device = device
+        """`expert_offload`: so many experts of each layer are computed by the CPU."""
         self._config = config
         self._shard = shard
-        self.dtype = dtype
-        self._dir = model_dir
-        self._stack = ExitStack()
-        self._name_to_file: dict[str, tuple[Path, Any]] = {}
+        self._files = TensorFiles(model_dir, dtype, device)
+        self._tensor = self._files.tensor
         self._names = TensorNames.of((), is_wrapped=config.is_wrapped)
-        self._read: set[str] = set()
+        self._mixtures = MixtureWeightReader(
+            self._files,
+            config,
+            shard.tp_rank,
+            shard.tp_size,
+            ep=shard.ep_size,
+            num_in_host=expert_offload,
+        )
+        self._latents: LatentWeightReader | None = None
+        if (shape := config.latent) is not None:
+            tp_rank, tp = shard.tp_rank, shard.tp_size
+            self._latents = LatentWeightReader(self._files, config, shape, tp_rank, tp)
         order = rotary_order(config.rope, config.head_dim)
         # The order of the dimensions of a head's queries and keys; None: as they are stored.
         self._order = None if order is None else torch.tensor(order)
-        self.num_bytes = 0  # of the parts that were read, as they are stored
         _check_split(config, shard)
 
     def __enter__(self) -> WeightReader:
-        for file in weight_files(self._dir):
-            try:
-                with panics_as_errors:
-                    opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
-                    self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
-            except (OSError, SafetensorError, PanicError) as error:
-                raise CheckpointError(f"{file}: unreadable: {error}") from error
-        self._names = TensorNames.of(self._name_to_file, is_wrapped=self._config.is_wrapped)
+        self._files.__enter__()
+        self._names = TensorNames.of(self._files.names, is_wrapped=self._config.is_wrapped)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._files.__exit__()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._files.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._files.device
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the parts that were read, as they are stored."""
+        return self._files.num_bytes
 
     def embedding(self) -> Tensor:
         """Map the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
         name."""
         name = self._names.embedding
-        if name not in self._name_to_file and self._config.tie_word_embeddings:
+        if name not in self._files and self._config.tie_word_embeddings:
             name = self._names.head
         return self._vocabulary(name)
 
@@ -219,10 +234,17 @@ class WeightReader:
         if not self._config.tie_word_embeddings:
             return self._vocabulary(name)
         assert embedding is not None, "a tied head needs the embedding"
-        if name not in self._name_to_file or name in self._read:
+        if name not in self._files or name in self._files.read:
             return embedding
         head = self._vocabulary(name)
         return embedding if torch.equal(head, embedding) else head
+
+    def head_bias(self) -> Tensor | None:
+        """Read the rank's part of the bias of logits, [vocab_size]; None where there is none."""
+        if not self._config.head_bias:
+            return None
+        size = self._config.vocab_size
+        return self._tensor(self._names.head_bias, (size,), self._part(size)).clone()
 
     def final_norm(self) -> Norm:
         """Read the final norm, of hidden_size, which divides logits where the family does."""
@@ -240,22 +262,18 @@ class WeightReader:
         intermediate_size = config.intermediate_size_of(layer)
         return LayerWeights(
             norms=self._block_norms(prefix),
-            qkv=self._qkv(attention, heads),
+            qkv=self._qkv(attention, heads) if self._latents is None else None,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._split_inputs(
-                f"{attention}o_proj", heads.num_queries, heads.queries, config.output_bias
-            ),
-            gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size),
-            down=self._split_inputs(
-                f"{prefix}mlp.down_proj",
-                intermediate_size,
-                self._part(intermediate_size),
-                config.mlp_bias,
-            ),
+            output=self._split_inputs(f"{attention}o_proj", heads.num_mixed, heads.mixed, config.output_bias),
+            gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
+            down=self._down(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
+            sinks=self._sinks(f"{attention}sinks", layer) if config.traits.has_sinks else None,
             xielu=self._xielu(f"{prefix}mlp.act_fn.") if config.activation == "xielu" else None,
             inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
             scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
+            mixture=self._mixtures.layer(prefix) if config.has_experts(layer) else None,
+            latent=None if self._latents is None else self._latents.layer(attention),
         )
 
     def input_embedding(self) -> InputEmbeddingWeights | None:
@@ -273,20 +291,24 @@ class WeightReader:
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
         names, config = self._names, self._config
-        known = set(self._read) | {names.embedding, names.norm, names.head}
+        known = self._files.read | self._files.left | {names.embedding, names.norm, names.head}
         if config.layer_shapes.input_size:
             known |= {names.input_embedding, names.input_projection, names.input_norm}
         if config.traits.has_norm_bias:
             known.add(names.norm_bias)
-        for name in self._name_to_file.keys() - known:
+        if config.head_bias:
+            known.add(names.head_bias)
+        for name in self._files.names - known:
             if config.is_wrapped and not names.is_of_text(name):
                 continue
             layer, rest = names.layer_of(name) or (config.num_layers, "")
             is_held = self._shard.layer_start <= layer < self._shard.layer_end
             is_other_kv = rest.startswith(OF_OWN_KV) and not config.has_own_kv(layer)
             is_passed_over = rest == _NOT_NEEDED or is_other_kv
+            if 0 <= layer - config.num_layers < config.num_extra_layers and rest:
+                continue
             if layer >= config.num_layers or (is_held and not is_passed_over):
-                raise CheckpointError(f"{self._name_to_file[name][0]}: unexpected tensor {name}")
+                raise CheckpointError(f"{self._files.file_of(name)}: unexpected tensor {name}")
 
     def _vocabulary(self, name: str) -> Tensor:
         shape = (self._config.vocab_size, self._config.hidden_size)
@@ -383,6 +405,11 @@ class WeightReader:
         weight = self._tensor(name, (size,), rows, dtype=torch.float32).clone()
         return Norm(weight.add_(traits.norm_offset), self._config.rms_norm_eps, traits.is_norm_rounded_first)
 
+    def _sinks(self, name: str, layer: int) -> Tensor:
+        held = layer_heads(self._config, layer, self._shard.tp_rank, self._shard.tp_size).queries
+        rows = slice(held.start, held.stop)
+        return self._tensor(name, (self._config.num_heads,), rows, dtype=torch.float32).clone()
+
     def _xielu(self, prefix: str) -> Xielu:
         names = ("alpha_p", "alpha_n", "beta", "eps")
         shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (), ())
@@ -413,6 +440,9 @@ class WeightReader:
             parts = _fused(f"{prefix}gate_up_proj", parts)
         return self._split_outputs(parts, self._config.mlp_bias)
 
+    def _down(self, prefix: str, size: int) -> LinearWeights:
+        return self._split_inputs(f"{prefix}down_proj", size, self._part(size), self._config.mlp_bias)
+
     def _split_outputs(self, parts: list[_Rows], has_bias: bool) -> LinearWeights:
         """Join the given rows of several products of the hidden state."""
         hidden = self._config.hidden_size
@@ -432,41 +462,8 @@ class WeightReader:
     def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
         return self._tensor(name, shape, *slices).clone()
 
-    def _tensor(
-        self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
-        copy where it must be converted to the reader's dtype, or to the given one, or moved."""
-        if name not in self._name_to_file:
-            raise CheckpointError(
-                f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"
-            )
-        file, opened = self._name_to_file[name]
-        self._read.add(name)
-        try:
-            with panics_as_errors:
-                stored = self._checked(file, opened, name, shape)[slices]
-                self.num_bytes += stored.nbytes
-                return stored.to(device=self.device, dtype=dtype or self.dtype)
-        except (SafetensorError, PanicError) as error:
-            raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
-
-    def _checked(self, file: Path, opened: Any, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Map the whole tensor, if it has this shape."""
-        stored = opened.get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            found = list(stored.get_shape())
-            raise CheckpointError(f"{file}: tensor {name} has shape {found}, config.json says {list(shape)}")
-        if stored.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16; "
-                "take the checkpoint in 16 or 32 bits"
-            )
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor
-
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:
     assert 0 <= shard.tp_rank < shard.tp_size, shard
     assert 0 <= shard.layer_start < shard.layer_end <= config.num_layers, shard
-    refuse_split(config, shard.tp_size)
+    refuse_split(config, shard.tp_size, shard.ep_size)

@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(hours=1)
 # exchange takes 124 us for 8 KiB where gloo's ring, on a thread of its own, takes 333; at 2 MiB they are
 # equal.
 _DIRECT_BYTES = 2 << 20
-_SUM_TAG, _LOGITS_TAG, _AGREE_TAG = 0, 1, 2
+_SUM_TAG, _LOGITS_TAG, _AGREE_TAG, _ROWS_TAG = 0, 1, 2, 3
 _HIDDEN_TAG, _MARKS_TAG = 0, 1
 
 
@@ -83,6 +83,8 @@ class RankGroups:
         self.is_first_stage = self.stage == 0
         self.is_last_stage = self.stage == pp - 1
         self.is_sampler = self.is_last_stage and self.tp_rank == 0
+        # The bytes of rows that this rank has sent by `exchange`.
+        self.num_exchanged_bytes = 0
         self._store = store
         self._nccl_groups: list[Any] = []
         self._layer_group: SharedSums | _LayerGroup | None = None
@@ -157,11 +159,25 @@ class RankGroups:
 
     # -------------------------------------------------------------------------------- inside a stage
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the stage's ranks exchange rows through memory that they share."""
+        return isinstance(self._layer_group, SharedSums)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum over the stage's ranks, equal bit for bit on all."""
         assert self._layer_group is not None, "one rank has nothing to add up"
         with _broken_connections("summing over a stage's ranks"):
             self._layer_group.all_reduce(tensor)
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        """Send `parts[rank]` [any, num_columns], contiguous and of one dtype, to each rank of the stage.
+        Returns what each sends: `num_rows[rank]` rows, or, without these, as many as it does; the own part as
+        it is."""
+        assert self._layer_group is not None, "one rank has nothing to exchange"
+        self.num_exchanged_bytes += sum(it.nbytes for it in parts) - parts[self.tp_rank].nbytes
+        with _broken_connections("exchanging rows"):
+            return self._layer_group.exchange(parts, num_rows)
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """Gather the stage's parts [num_rows, widths[rank]] side by side at its first rank; None at the
@@ -326,6 +342,26 @@ class _LayerGroup:
         parts[self._tp_rank] = own
         for work in works:
             work.wait()
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None) -> list[Tensor]:
+        own, others = parts[self._tp_rank], [rank for rank in range(self._tp) if rank != self._tp_rank]
+        counts = self._counts(parts) if num_rows is None else num_rows
+        received = [own.new_empty((count, own.shape[1])) for count in counts]
+        received[self._tp_rank] = own
+        works = [
+            self._group.recv([received[rank]], rank, _ROWS_TAG) for rank in others if len(received[rank])
+        ]
+        works += [self._group.send([parts[rank]], rank, _ROWS_TAG) for rank in others if len(parts[rank])]
+        for work in works:
+            work.wait()
+        return received
+
+    def _counts(self, parts: Sequence[Tensor]) -> list[int]:
+        """Return how many rows each rank sends to this one, which sends `parts`."""
+        own = torch.tensor([len(part) for part in parts])
+        counts = own.new_empty((self._tp, self._tp))
+        self._exchange(self._marks, own, counts, _AGREE_TAG)
+        return [int(count) for count in counts[:, self._tp_rank]]
 
     def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
         if self._tp_rank > 0:

@@ -67,9 +67,9 @@ class DecodeGraphs:
 
     @property
     def can_record(self) -> bool:
-        """Whether attention and sampler leave nothing of a step to the host."""
+        """Whether attention, experts and sampler leave nothing of a step to the host."""
         can_sample = self._sampler is None or self._sampler.can_capture
-        return self._attention.can_capture and can_sample
+        return self._attention.can_capture and can_sample and not self._decoder.split_experts
 
     def record(self, sizes: Sequence[int]) -> None:
         """Record the graphs of some sizes, the largest first, so that its memory holds what the others need,

@@ -27,6 +27,7 @@ from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client
 from kvtransfer.rpc.listener import ListeningThread
 from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError
+from workers.rank.shown_rows import RowsWindow, ShownRows
 
 SLOT_BYTES = 4 << 20
 _NUM_RING_SLOTS = 8
@@ -151,6 +152,27 @@ class SharedSums:
             else:
                 torch.sum(torch.stack(parts), 0, out=part)
 
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None) -> list[Tensor]:
+        """Send `parts[rank]` to each rank, and return what each sends: `num_rows[rank]` rows, or as many as
+        it does. The rank with most to show decides how many slots are shown."""
+        shown, received = ShownRows.of(parts, self._tp_rank), list(parts)
+        start, end = 0, 1
+        while start < end:
+            offset = self._num_done % 2 * SLOT_BYTES
+            slots = [slot[offset : offset + SLOT_BYTES] for slot in self._slots]
+            shown.write(slots[self._tp_rank], start)
+            self._meet()
+            windows = [RowsWindow.read(slot, start, len(parts)) for slot in slots]
+            for rank, window in enumerate(windows):
+                if rank == self._tp_rank:
+                    continue
+                if start == 0:
+                    received[rank] = window.empty_part(self._tp_rank, like=parts[self._tp_rank])
+                    assert num_rows is None or len(received[rank]) == num_rows[rank]
+                window.copy(self._tp_rank, received[rank])
+            start, end = windows[0].stop, max(window.end for window in windows)
+        return received
+
     def gather_columns(self, tensor: Tensor, widths: Sequence[int], parts: list[Tensor]) -> None:
         """Fill `parts` at rank 0 with [num_rows, widths[rank]] of the other ranks, whose own `parts` are
         empty."""
@@ -185,13 +207,17 @@ class SharedSums:
         """Show `part` to all ranks. Returns what each shows in as many elements of its slot, valid until the
         next exchange but one."""
         views = self._views_of(part.dtype, len(part))[self._num_done % 2]
-        self._num_done += 1
         views[self._tp_rank].copy_(part)
+        self._meet()
+        return views
+
+    def _meet(self) -> None:
+        """Wait until every rank has written its next slot."""
+        self._num_done += 1
         for sock in self._sockets:
             _send(sock, _WAKE)
         for sock in self._sockets:
             _receive(sock, 1)
-        return views
 
     def _views_of(self, dtype: torch.dtype, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return every rank's two slots as `count` elements. Made once: a step uses few sizes, and making a

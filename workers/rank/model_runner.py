@@ -38,6 +38,7 @@ from workers.rank.collectives import RankGroups
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import make_queue, take_device
+from workers.rank.expert_reports import ExpertReports
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.rank_model import RankModel
 from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
@@ -123,8 +124,15 @@ class ModelRunner:
                 place.shard,
                 progress,
                 is_deterministic=compute.is_deterministic,
+                expert_offload=compute.expert_offload,
             )
             if_it_fails.pop_all()
+        if decoder.split_experts and self._queue is not None:
+            _log.info(
+                "engine.expert_offload %d: decoding steps are not recorded as graphs, for the host has to see"
+                " which experts they choose",
+                compute.expert_offload,
+            )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
         self.layout = _layout(config, decoder.shard, block_tokens, dtype)
@@ -172,6 +180,10 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             clock=self._clock,
         ).run(step_tokens, chooses_offload=self._offload_mode == "auto" and self.attention.can_stage)
+
+    def expert_reports(self) -> ExpertReports:
+        """Return what reports the tokens of this rank's experts from now on."""
+        return ExpertReports(self._model.decoder, self._device)
 
     def close(self) -> None:
         """Release the pool's memory and leave the groups. Nothing may run afterwards."""

@@ -24,12 +24,18 @@ from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.experts.expert_products import ExpertWeights
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.latent_shape import LatentShape
+from workers.model.latent_weights import LatentWeights
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace, make_linear
 from workers.model.rope import rotation_of
-from workers.model.sizes import layer_heads, part
-from workers.model.weights import BlockNorms, LayerWeights, LinearWeights
+from workers.model.sizes import held_experts, layer_heads, part
+from workers.model.weights import BlockNorms, LayerWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
 
@@ -83,6 +89,7 @@ class Probe:
         *,
         tp: int,
         tp_rank: int,
+        ep: int = 1,
         dtype: torch.dtype,
         device: torch.device,
         block_tokens: int,
@@ -91,7 +98,9 @@ class Probe:
         self._config = config
         self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
         self._head_dim = config.heads_of(0).head_dim
-        self._intermediate_size = len(part(config.intermediate_size, tp_rank, tp))
+        # The layer that is measured: one with experts where there are any, as most layers are such then.
+        self._layer = config.mixture.layers[0] if config.mixture is not None else 0
+        self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
         self._vocab_size = len(part(config.vocab_size, tp_rank, tp))
         self._dtype = dtype
         self._device = device
@@ -145,7 +154,8 @@ class Probe:
     def _layer_weights(self) -> LayerWeights:
         config, random = self._config, self._random
         hidden, head_dim = config.hidden_size, self._head_dim
-        query_size, intermediate_size = self._num_heads * head_dim, self._intermediate_size
+        query_size = self._num_heads * head_dim
+        mixed_size = query_size if config.latent is None else self._num_heads * config.latent.v_head_dim
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names)
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
@@ -156,17 +166,57 @@ class Probe:
                 Norm(random(num_heads, head_dim).float(), config.rms_norm_eps, is_layer_norm=True)
                 for num_heads in (self._num_heads, self._num_kv_heads)
             ]
-        ups = (random(intermediate_size, hidden),) * (2 if config.traits.is_gated else 1)
+        size = self._part(config.intermediate_size_of(self._layer))
+        ups = (random(size, hidden),) * (2 if config.traits.is_gated else 1)
+        mixture = config.mixture if config.has_experts(self._layer) else None
         return LayerWeights(
             norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
-            qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
+            qkv=self._linear(qkv_size, hidden, has_bias=config.qkv_bias) if config.latent is None else None,
             q_norm=qk_norms[0],
             k_norm=qk_norms[1],
-            output=LinearWeights((random(hidden, query_size),), None),
-            gate_up=LinearWeights(ups, None),
-            down=LinearWeights((random(hidden, intermediate_size),), None),
+            output=self._linear(hidden, mixed_size),
+            gate_up=LinearWeights(ups, None) if size else None,
+            down=LinearWeights((random(hidden, size),), None) if size else None,
+            sinks=random(self._num_heads).float() if config.traits.has_sinks else None,
             xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
+            mixture=None if mixture is None else self._mixture_weights(mixture),
+            latent=None if config.latent is None else self._latent_weights(config.latent),
         )
+
+    def _linear(self, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearWeights:
+        bias = self._random(num_outputs) if has_bias else None
+        return LinearWeights((self._random(num_outputs, num_inputs),), bias)
+
+    def _latent_weights(self, shape: LatentShape) -> LatentWeights:
+        latents, queries, expansion, _ = shape.products(self._config.hidden_size, self._num_heads)
+        return LatentWeights(
+            self._linear(*latents, has_bias=self._config.qkv_bias),
+            self._norm(shape.q_lora_rank) if shape.q_lora_rank else None,
+            self._linear(*queries),
+            self._norm(shape.kv_lora_rank),
+            self._linear(*expansion),
+        )
+
+    def _part(self, size: int) -> int:
+        return len(part(size, self._tp_rank, self._tp))
+
+    def _mixture_weights(self, shape: MixtureShape) -> MixtureWeights:
+        """Return experts of which all take the same pattern for weights, and a router that chooses evenly."""
+        hidden, rule = self._config.hidden_size, shape.rule
+        held = held_experts(shape, self._tp_rank, self._tp, self._ep)
+        size, num_held = len(held.columns), len(held.experts)
+        activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
+        assert activation != "xielu"
+        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        experts = ExpertWeights(gates, gates, downs, activation)
+        shared = None
+        if shape.shared_size:
+            num_columns = self._part(shape.shared_size)
+            gate_up = LinearWeights((self._random(num_columns, hidden),) * 2, None)
+            shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, num_columns),), None), None)
+        router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
+        weights = router.to(self._device, self._dtype)
+        return MixtureWeights(LinearWeights((weights,), None), None, held.experts, experts, shared)
 
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits

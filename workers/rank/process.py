@@ -61,11 +61,12 @@ from workers.messages.rank_channel import (
 from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
 from workers.rank.device_queue import take_device
+from workers.rank.expert_reports import ExpertReports
 from workers.rank.model_runner import ModelRunner, ReadyFields
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
@@ -81,7 +82,8 @@ from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
-_MEMORY_S = 2.0
+# The period in which a rank reports its device's memory and its experts' tokens.
+_ACCOUNT_S = 2.0
 # The period in which a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
@@ -140,7 +142,7 @@ class _Rank:
         self._clock = clock
         self._faults = Faults(spec.faults)
         self._device = torch.device(spec.device)
-        self._memory_sent_at = 0.0
+        self._accounted_at = 0.0
         # An event that is never set: waits for it are those of a paced rank.
         self._paused = threading.Event()
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
@@ -180,7 +182,7 @@ class _Rank:
         progress = runner.steps.progress
         reporter = threading.Thread(target=self._report_progress, args=(progress, ended), daemon=True)
         reporter.start()
-        self._run_plans(runner.steps)
+        self._run_plans(runner.steps, runner.expert_reports())
         ended.set()
         reporter.join()
         if compiler is not None:
@@ -228,7 +230,11 @@ class _Rank:
         return ModelRunner(
             CheckpointFolder(Path(spec.model_dir), self._fingerprint),
             ComputeSettings(
-                read_dtype(spec.dtype), self._device, spec.num_threads, is_deterministic=spec.deterministic
+                read_dtype(spec.dtype),
+                self._device,
+                spec.num_threads,
+                is_deterministic=spec.deterministic,
+                expert_offload=spec.expert_offload,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -238,7 +244,7 @@ class _Rank:
                 auto_kv=auto,
             ),
             self._clock,
-            place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp), groups),
+            place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
             faults=self._faults,
             progress=self._enter,
             grammars=grammars,
@@ -261,7 +267,7 @@ class _Rank:
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
-    def _run_plans(self, steps: StepRunner) -> None:
+    def _run_plans(self, steps: StepRunner, experts: ExpertReports) -> None:
         def launch(plan: StepPlan) -> Ticket:
             _pass_fault_points(self._faults, plan)
             paces_s.append(_pace_s(self._spec.pace, plan))
@@ -272,7 +278,7 @@ class _Rank:
         try:
             for ticket in launched(self._plans, launch, most):
                 report = self._paced(steps.collect(ticket), paces_s.popleft())
-                self._channel.send(self._with_memory(report))
+                self._channel.send(self._with_accounts(report, experts))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
@@ -297,13 +303,14 @@ class _Rank:
         self._paused.wait(rest_s)
         return replace(report, finished_at=self._clock.now())
 
-    def _with_memory(self, report: StepReport) -> StepReport:
-        """Add to the report, every few seconds, how full the device's memory is."""
+    def _with_accounts(self, report: StepReport, experts: ExpertReports) -> StepReport:
+        """Add to the report, every few seconds, how full the device's memory is, and the tokens that its
+        experts have had since."""
         now = self._clock.now()
-        if now < self._memory_sent_at + _MEMORY_S:
+        if now < self._accounted_at + _ACCOUNT_S:
             return report
-        self._memory_sent_at = now
-        return replace(report, memory=device_memory(self._device))
+        self._accounted_at = now
+        return replace(report, memory=device_memory(self._device), experts=experts.take())
 
     def _read_orders(self) -> None:
         with _reporting_failure(self._channel, self._spec.rank):
@@ -355,6 +362,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
             config,
             tp=spec.tp,
             tp_rank=spec.tp_rank,
+            ep=spec.ep,
             dtype=dtype,
             device=device,
             block_tokens=spec.block_tokens,
@@ -370,8 +378,11 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 
 
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
-    refuse_split(config, spec.tp)
+    refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
+    refuse_expert_offload(
+        config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")

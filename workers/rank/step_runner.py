@@ -21,6 +21,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.messages.rank_channel import BlockCopy, StepPlan, StepReport
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput, to_device
+from workers.model.experts.hot_experts import HotExperts
 from workers.model.host_kv import HostKv
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
@@ -128,6 +129,7 @@ class StepRunner:
                 queue,
             )
             self.steps = DeviceSteps(context, device_batch, sampler, graphs)
+        self._hot_experts = HotExperts(decoder.split_experts, clock)
         self._finished_at = 0.0
 
     @property
@@ -182,6 +184,7 @@ class StepRunner:
         self._slots.change(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
+        self._hot_experts.between_steps()
         self._reader.begin(plan)
         return started_at, rows
 

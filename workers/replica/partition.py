@@ -99,6 +99,8 @@ class Shape:
                 pace=spec.pace,
                 gguf_file=spec.gguf_file,
                 model_cache=spec.model_cache,
+                expert_offload=engine.expert_offload,
+                ep=parallel.ep,
             )
             for rank in range(parallel.num_ranks)
         ]

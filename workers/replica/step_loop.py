@@ -100,6 +100,8 @@ class StepLoop:
         expected.rank_to_report[rank] = report
         if report.memory is not None:
             self.stats.rank_to_memory[rank] = report.memory
+        if report.experts is not None:
+            self.stats.experts.add(report.experts, self._clock.now())
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order

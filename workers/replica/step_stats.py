@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvtransfer.common.moving_average import moving_average
 from workers.messages.rank_channel import StepPlan
 from workers.model.sizes import ModelWork
+from workers.replica.expert_load import ExpertLoad
 from workers.scheduler.step import StepOutcome
 from workers.stats_record import BATCH_BOUNDS, DeviceMemory, ReplicaStats
 
@@ -33,6 +34,7 @@ class StepStats:
     bytes are not counted."""
 
     capability: Capability | None = None
+    experts: ExpertLoad = field(default_factory=ExpertLoad)
     # Moving averages of one step's figures, for their quotients (see `StepRates`).
     _average_flops: float = 0.0
     _average_bytes: float = 0.0
@@ -83,7 +85,7 @@ class StepStats:
         totals: dict[str, Any] = dict(zip(_NAMES, _values_of(self), strict=True))
         totals["num_steps_by_batch"] = tuple(self.num_steps_by_batch)
         totals["num_hit_tokens"] = dict(self.num_hit_tokens)
-        return totals
+        return totals | self.experts.statistics()
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:

@@ -9,10 +9,12 @@ const MIN_SCALE = 8; // sequences that fill a bar when no replica has more
 const COLUMNS = [
   {
     fill: (cell, { replica }) => {
-      if (!cell.firstElementChild) cell.append(el("span"), el("small"));
+      if (!cell.firstElementChild) cell.append(el("span"), el("small"), el("small", { className: "experts" }));
       text(cell.children[0], replica.replica_id);
       const parts = [shapeOf(replica), loadOf(replica).backend, `process ${replica.process_id}`];
       text(cell.children[1], parts.filter(Boolean).join(", "));
+      text(cell.children[2], expertsOf(loadOf(replica)));
+      show(cell.children[2], Boolean(loadOf(replica).expert_imbalance));
     },
   },
   {
@@ -68,7 +70,15 @@ const loadOf = (replica) => replica.load || EMPTY;
 function shapeOf(replica) {
   const layers = replica.stage_layers || [];
   if (replica.tp * layers.length <= 1) return "";
-  return `${replica.tp}x${layers.length}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
+  const parts = replica.ep > 1 ? ` ep ${replica.ep}` : "";
+  return `${replica.tp}x${layers.length}${parts}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
+}
+
+// `experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %`; "": there are none, or their loads are not known.
+export function expertsOf(load) {
+  if (!load.expert_imbalance) return "";
+  const hottest = `layer ${load.hottest_expert_layer} expert ${load.hottest_expert} at ${percent(load.hottest_expert_share)}`;
+  return `experts: imbalance ${load.expert_imbalance.toFixed(1)}, hottest ${hottest}`;
 }
 
 // `4 GPUs (tp 2 x 2 stages)`, `0.5 GPUs`, `2 processes on CPUs`: what a replica takes, by the shape of the pool's

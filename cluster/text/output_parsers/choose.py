@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from cluster.parser_names import ReasoningParserName, ToolParserName
 from cluster.text.output_parsers.brace_calls import GEMMA4_MARKS, GEMMA4_QUOTE, BraceCalls
+from cluster.text.output_parsers.harmony import ANSWER_ENDS, HARMONY_MARKS, HarmonyParser, harmony_place
 from cluster.text.output_parsers.named_calls import NamedCalls
 from cluster.text.output_parsers.pieces import CallIds, OutputParser
 from cluster.text.output_parsers.python_calls import PythonCalls
@@ -26,12 +27,15 @@ from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRule
 
 class ParserNeeds(NamedTuple):
     """The demands of one request on the parsers: `tools` are those that may be called, by their names the
-    JSON schemas of their arguments ("": any)."""
+    JSON schemas of their arguments ("": any). The answer `is_turn` of a chat, or goes on with a text."""
 
     tools: Mapping[str, str]
     separates_reasoning: bool
+    is_turn: bool = True
 
 
+# The notation of whole answers, which names both parsers.
+_HARMONY: Final = "harmony"
 # Makes the parser of one sample for the needs of its request, and whether an answer may have several calls.
 _MakeParser = Callable[[CallIds, ParserNeeds, bool], OutputParser]
 _GRANITE = ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)
@@ -193,6 +197,11 @@ class OutputParsers:
         tools = "mistral" if notation == "mistral_args" else notation or "none"
         return replace(self, tools=tools, marks_arguments=notation == "mistral_args")
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are messages of harmony, which one parser reads whole."""
+        return _HARMONY in (self.tools, self.reasoning)
+
     def demanded(self) -> OutputParsers:
         """Return those of an answer that must have calls: in plain JSON where the model has no notation."""
         return self if self.call_notation is not None else self.with_notation("json")
@@ -200,13 +209,21 @@ class OutputParsers:
     @property
     def call_notation(self) -> CallNotation | None:
         """The notation of the model's calls in a grammar; None where there is none for them."""
+        if self.is_harmony:
+            return None if self.tools == "none" else _HARMONY
         notation = _TOOL_PARSERS[self.tools].grammar if self.tools in _TOOL_PARSERS else None
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The marks of the parts in the model's answers."""
+        """The marks of the parts in the text of an answer."""
         return (*self._tool_tokens, *self._reasoning_tokens)
+
+    @property
+    def answer_ends(self) -> tuple[str, ...]:
+        """The tokens that end an answer where its notation has some; the mark behind a turn in the template
+        may be another then."""
+        return ANSWER_ENDS if self.is_harmony else ()
 
     @property
     def _tool_tokens(self) -> tuple[str, ...]:
@@ -220,6 +237,8 @@ class OutputParsers:
         """Return between which markers the model may reason after a rendered prompt; None where it does not,
         or the prompt ends with the end of its reasoning. The answer goes on from the text that is
         `continued`, the last of the prompt."""
+        if self.is_harmony:
+            return ReasoningRules.of_harmony(harmony_place(prompt))
         marks = _REASONING_MARKS.get(self.reasoning)
         if marks is None or prompt.rstrip().endswith(marks.end):
             return None
@@ -227,12 +246,16 @@ class OutputParsers:
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""
+        if self.is_harmony:
+            return frozenset(HARMONY_MARKS if _reads_harmony(needs) else ())
         kept = self._tool_tokens if needs.tools else ()
         return frozenset((*kept, *self._reasoning_tokens) if needs.separates_reasoning else kept)
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Return whether a rendered prompt ends with the beginning of the reasoning, or in the middle of it,
         in the text that is `continued`."""
+        if self.is_harmony:
+            return harmony_place(prompt) == "analysis"
         marks = _REASONING_MARKS.get(self.reasoning)
         if marks is None:
             return False
@@ -243,6 +266,16 @@ class OutputParsers:
         self, needs: ParserNeeds, request_id: str, sample: int, *, opens_reasoning: bool
     ) -> OutputParser | None:
         """Return the parser of one sample; None where all of its text is content."""
+        if self.is_harmony:
+            if not _reads_harmony(needs):
+                return None
+            return HarmonyParser(
+                CallIds(request_id, sample),
+                needs.tools if self.tools != "none" else (),
+                separates_reasoning=needs.separates_reasoning and self.reasoning != "none",
+                opens_reasoning=opens_reasoning,
+                allows_several=self.allows_several,
+            )
         inner: OutputParser | None = None
         if needs.tools and self.tools in _TOOL_PARSERS:
             ids = CallIds(request_id, sample, is_short=self.tools == "mistral")
@@ -256,9 +289,14 @@ class OutputParsers:
         return inner
 
 
+def _reads_harmony(needs: ParserNeeds) -> bool:
+    return needs.is_turn or needs.separates_reasoning or bool(needs.tools)
+
+
 def marked_tool_parser(template: str) -> str:
     """Return the parser that the marks in the source of a template name, "none" where there are none."""
     for mark, name in (
+        ("<|channel|>", _HARMONY),
         ("<seed:tool_call>", "seed_oss"),
         ("<|START_ACTION|>", "cohere2"),
         ("<|tool_call>call:", "gemma4"),
@@ -282,6 +320,8 @@ def marked_tool_parser(template: str) -> str:
 
 
 def _reasoning_of(template: str) -> str:
+    if "<|channel|>" in template:
+        return _HARMONY
     if "<think>" in template or "</think>" in template:
         return "granite" if "<response>" in template else "think"
     for mark, name in (

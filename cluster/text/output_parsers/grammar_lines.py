@@ -133,3 +133,8 @@ class GrammarLines:
         except SchemaError as error:
             raise ToolSchemaError(tool.name, str(error)) from None
         return found
+
+
+def pattern_of(text: str) -> str:
+    """Return a regular expression for this text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.text.output_parsers.brace_call_rules import BraceCallRules
 from cluster.text.output_parsers.callable_tools import CallableTool
-from cluster.text.output_parsers.grammar_lines import GrammarLines, SpecialToken
+from cluster.text.output_parsers.grammar_lines import GrammarLines, SpecialToken, pattern_of
+from cluster.text.output_parsers.harmony import CHANNEL, END, MESSAGE, HarmonyPlace
+from cluster.text.output_parsers.harmony_rules import HarmonyRules
 from cluster.text.output_parsers.named_calls import NEXT_TURN
 from cluster.text.output_parsers.python_call_rules import PythonCallRules
 from cluster.text.output_parsers.tagged_call_rules import FunctionTagRules, KeyTagRules
@@ -37,6 +39,7 @@ CallNotation = Literal[
     "gemma3",
     "gemma4",
     "cohere2",
+    "harmony",
 ]
 
 # The marker before calls; "": none.
@@ -94,6 +97,13 @@ class ReasoningRules(Part, frozen=True):
     start: str
     end: str
     is_open: bool
+    # Where the prompt leaves an answer of harmony; None: another notation.
+    harmony: HarmonyPlace | None = None
+
+    @classmethod
+    def of_harmony(cls, place: HarmonyPlace) -> ReasoningRules:
+        """Return the rules of harmony behind a prompt that ends there."""
+        return cls(f"{CHANNEL}analysis{MESSAGE}", END, is_open=place == "analysis", harmony=place)
 
 
 def answer_grammar(
@@ -108,22 +118,45 @@ def answer_grammar(
     """Return the grammar of an answer: reasoning, then calls or `content`, a grammar of llguidance (None: any
     text). `json_style` is how JSON is written. Raise `ToolSchemaError` for the schema of a tool."""
     lines = GrammarLines(special_token, json_style, is_bounded)
+    if (reasoning is not None and reasoning.harmony) or (calls is not None and calls.notation == "harmony"):
+        answer, start = _harmony_answer(lines, calls, reasoning, has_content=content is not None)
+    else:
+        answer, start = _answer(lines, calls, reasoning, has_content=content is not None)
+    lark = "\n".join(("%llguidance {}", f"start: {start}", f"answer: {answer}", *lines.lines, ""))
+    if content is None or "@content" not in f"{start} {answer}":
+        return lark
+    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *_content_parts(content)]})
+
+
+def _answer(
+    lines: GrammarLines, calls: CallRules | None, reasoning: ReasoningRules | None, *, has_content: bool
+) -> tuple[str, str]:
+    """Return the expression of an answer, and of all with the reasoning before it."""
     rules = _Rules(lines)
-    begins_freely = content is None and (calls is None or not calls.is_required)
+    begins_freely = not has_content and (calls is None or not calls.is_required)
     if calls is None:
-        answer = "TEXT" if content is None else "@content"
+        answer = "@content" if has_content else "TEXT"
     elif calls.is_required:
         answer = rules.calls(calls)
     else:
-        answer = rules.text_or_calls(calls) if content is None else f"{rules.calls(calls)} | @content"
+        answer = f"{rules.calls(calls)} | @content" if has_content else rules.text_or_calls(calls)
     start = "answer"
     if reasoning is not None:
         marker = _STARTS[calls.notation] if calls is not None else ""
         start = f"{rules.thought(reasoning, marker, '' if begins_freely else 'BREAKS')} answer"
-    lark = "\n".join(("%llguidance {}", f"start: {start}", f"answer: {answer}", *lines.lines, ""))
-    if content is None or "@content" not in answer:
-        return lark
-    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *_content_parts(content)]})
+    return answer, start
+
+
+def _harmony_answer(
+    lines: GrammarLines, calls: CallRules | None, reasoning: ReasoningRules | None, *, has_content: bool
+) -> tuple[str, str]:
+    """As `_answer`, of messages."""
+    rules = HarmonyRules(lines)
+    place = reasoning.harmony if reasoning is not None else None
+    called = None if calls is None else rules.calls(calls.tools, allows_several=calls.allows_several)
+    must_call = calls is not None and calls.is_required
+    answer = rules.answer(called, must_call=must_call, has_content=has_content)
+    return answer, rules.start(place or "header", must_call=must_call, has_content=has_content)
 
 
 def _content_parts(grammar: str) -> list[dict[str, Any]]:
@@ -173,7 +206,7 @@ class _Rules:
         if calls.notation != "llama3":
             return f"TEXT | {self._lines.up_to('calls_start', 'TEXT', start)} {behind}"
         # There the answer is calls or text from its beginning.
-        self._lines.add(f"NO_CALL: TEXT & ~/\\s*({_pattern(start)}|\\{{)(.|\\n)*/")
+        self._lines.add(f"NO_CALL: TEXT & ~/\\s*({pattern_of(start)}|\\{{)(.|\\n)*/")
         mark = self._lines.mark(start)
         if self._lines.is_token(start):
             return f"NO_CALL | WHITE ({mark} WHITE)? {behind}"
@@ -184,7 +217,7 @@ class _Rules:
     def _text_or_named(self, calls: CallRules) -> str:
         """Return the rule of text that is no call of a tool, or calls, of which no marker begins the first:
         a tool's name and the brace behind it do."""
-        names = "|".join(_pattern(tool.name) for tool in calls.tools)
+        names = "|".join(pattern_of(tool.name) for tool in calls.tools)
         self._lines.add(f"NO_CALL: TEXT & ~/\\s*({names})\\s*\\n\\s*\\{{(.|\\n)*/")
         firsts = []
         for index, tool in enumerate(calls.tools):
@@ -280,9 +313,4 @@ class _Rules:
 
 def _without(marker: str) -> str:
     """Return a terminal for texts in which the marker does not occur."""
-    return f"TEXT & ~/(.|\\n)*{_pattern(marker)}(.|\\n)*/"
-
-
-def _pattern(text: str) -> str:
-    """Return a regular expression for this text alone."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+    return f"TEXT & ~/(.|\\n)*{pattern_of(marker)}(.|\\n)*/"

@@ -79,7 +79,7 @@ once. */}}
 {{- if not $c.cpus_per_rank -}}
 {{- fail (printf "%s.config.cpus_per_rank: must be given: it sizes the pods, and nobody else shares out CPUs" $where) -}}
 {{- end -}}
-{{- $tp := int (default 1 $c.tp) -}}{{- $pp := int (default 1 $c.pp) -}}
+{{- $tp := int (default (default 1 $c.ep) $c.tp) -}}{{- $pp := int (default 1 $c.pp) -}}
 {{- $replicas := int (default 1 $c.replicas) -}}
 {{- $perPod := int (default 1 $pool.replicasPerPod) -}}
 {{- $stages := int (default $pp $pool.stagesPerPod) -}}

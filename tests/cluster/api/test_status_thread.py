@@ -49,6 +49,8 @@ def view(name: str, stages: tuple[tuple[int, int], ...] = ((0, 2),)) -> ReplicaV
         process_id=1,
         rank_process_ids=(2,),
         stages=stages,
+        tp=4,
+        ep=2,
     )
     return ReplicaView(record, ReplicaState.READY, load=load_of(identity, 1), load_at=10.0)
 
@@ -99,6 +101,7 @@ async def test_messages_are_built_beside_the_event_loop(thread: StatusThread) ->
     stages.seen = set()
     status = await thread.add_replicas(admin_pb.StatusResponse(), [view("d0", stages)], 11.0, {})
     assert list(status.replicas[0].stage_layers) == [1, 2]
+    assert (status.replicas[0].tp, status.replicas[0].ep) == (4, 2)
     assert stages.seen == {"status_0"}
 
 

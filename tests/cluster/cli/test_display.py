@@ -157,6 +157,7 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
         role=admin_pb.REPLICA_ROLE_PREFILL,
         state=admin_pb.REPLICA_STATE_READY,
         tp=2,
+        ep=2,
         stage_layers=[2, 4],
         load=admin_pb.Load(
             num_free_blocks=1024, num_total_blocks=1024, prefill_tok_s=12345, decode_step_ms=123.4
@@ -175,7 +176,7 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
     text = shown(status_view(admin_pb.StatusResponse(replicas=[writer, reader]), paths=[written]))
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
-    for cell in ("2x2 (2+4)", "1024/1024", "12345", "123.4", *targets):
+    for cell in ("2x2 ep 2 (2+4)", "1024/1024", "12345", "123.4", *targets):
         assert cell in text
     assert "1x1" not in text
     assert text.count("shm memory x2") == text.count("5.50 GB/s 10 us") == 6

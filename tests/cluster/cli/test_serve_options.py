@@ -69,6 +69,14 @@ def test_options_build_what_a_file_would() -> None:
     ) == parse_config(raw, "test")
 
 
+def test_ep_is_a_setting_of_every_pool_and_tp_with_it(tmp_path: Path) -> None:
+    config, changes = serve_config(written(tmp_path), ServeOptions(ep=2))
+    assert [(pool.tp, pool.ep) for pool in config.pools] == [(2, 2)] * 2
+    assert changes == ()
+    with pytest.raises(ConfigError, match="ep 3 does not divide tp 2"):
+        serve_config(written(tmp_path), ServeOptions(ep=3))
+
+
 def test_without_prefill_replicas_there_is_one_pool() -> None:
     (pool,) = of_options(prefill=0, decode=2, pp=2).pools
     assert (pool.name, pool.role, pool.replicas, pool.pp) == ("both", "both", 2, 2)
@@ -81,6 +89,7 @@ def test_without_prefill_replicas_there_is_one_pool() -> None:
         optional={
             "device": st.sampled_from(["cpu", "cuda"]),
             "tp": st.integers(1, 8),
+            "ep": st.just(1),
             "pp": st.integers(1, 6),
             "dtype": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
             "prefill": st.integers(0, 9),

@@ -242,6 +242,26 @@ return import("/console/pools.js").then((pools) => pools.costOf(status, "p", arg
 """
 
 
+async def test_experts_are_shown_where_there_are_any(front: ConsoleHarness, browser: Browser) -> None:
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#figures", "last minute")
+        assert browser.run(_EXPERTS, 0, 0.0) == ""
+        shown = "experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %"
+        assert browser.run(_EXPERTS, 1.8, 0.12) == shown
+
+    await look(check)
+
+
+_EXPERTS = """
+const load = {
+  expert_imbalance: arguments[0], hottest_expert_layer: 3, hottest_expert: 17,
+  hottest_expert_share: arguments[1],
+};
+return import("/console/pools.js").then((pools) => pools.expertsOf(load));
+"""
+
+
 async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser) -> None:
     front.dashboard.refusal = (412, "external_scaler_enabled=false")
 

@@ -124,6 +124,25 @@ def test_slow_decoding_is_put_down_to_offloading_first() -> None:
     assert not said(serving.offloading, live())
 
 
+def test_uneven_ranks_are_a_warning_that_names_the_hottest_expert() -> None:
+    def loaded(rank_imbalance: float) -> Callable[[admin_pb.StatusResponse], None]:
+        def change(status: admin_pb.StatusResponse) -> None:
+            load = status.replicas[1].load
+            load.expert_imbalance, load.expert_rank_imbalance = 3.5, rank_imbalance
+            load.hottest_expert_layer, load.hottest_expert, load.hottest_expert_share = 3, 17, 0.375
+
+        return change
+
+    uneven = only(serving.expert_load, live(loaded(2.25)))
+    assert uneven.severity is WARNING
+    assert "d0: the busiest rank has 2.2 times" in uneven.seen
+    assert uneven.seen.endswith("experts are unevenly loaded")
+    assert "layer 3 sends 38% of its tokens to expert 17" in uneven.why
+    assert uneven.figures["rank_imbalance"] == 2.25
+    assert only(serving.expert_load, live(loaded(2.0))).severity is OK
+    assert not said(serving.expert_load, live()), "a model without experts has no such finding"
+
+
 def test_other_causes_of_slow_decoding() -> None:
     def pace(change: Callable[[admin_pb.StatusResponse], object], before: bool = True) -> CheckResult:
         def now(status: admin_pb.StatusResponse) -> None:

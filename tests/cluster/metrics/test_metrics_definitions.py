@@ -69,6 +69,12 @@ LOAD = LoadReport(
     memory=(DeviceMemory(10, 20),),
     load_s=(1.5,),
     warm_up_s=(0.25,),
+    expert_imbalance=1.75,
+    expert_rank_imbalance=1.25,
+    num_idle_experts=3,
+    hottest_expert_layer=3,
+    hottest_expert=17,
+    hottest_expert_share=0.125,
 )
 
 
@@ -227,6 +233,15 @@ def test_shares_of_the_blocks() -> None:
     replica_metrics(recorder).update(LOAD, "decode")
     assert recorder.value("kv_usage_ratio") == pytest.approx(30 / 100)
     assert recorder.value("kv_fragmentation_ratio") == pytest.approx(48 / (30 * 16))
+
+
+def test_experts_are_exported_where_there_are_any() -> None:
+    recorder, without = Recorder(), Recorder()
+    replica_metrics(recorder).update(LOAD, "decode")
+    names = "expert_imbalance_ratio", "expert_rank_imbalance_ratio", "hottest_expert_ratio", "idle_experts"
+    assert [recorder.value(name) for name in names] == [1.75, 1.25, 0.125, 3]
+    replica_metrics(without).update(LoadReport(identity=HERE, sequence=2), "decode")
+    assert without.names().isdisjoint(names)
 
 
 def test_a_path_and_a_role_that_are_gone_are_zero() -> None:

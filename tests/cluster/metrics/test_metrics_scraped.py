@@ -16,6 +16,7 @@ from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.metrics.definitions import METRICS
 from cluster.metrics.metric import (
+    NEEDS_EXPERTS,
     NEEDS_FAULT,
     NEEDS_FULL_STORE,
     NEEDS_OVERLOAD,
@@ -42,7 +43,14 @@ PROMPT = "".join(
     f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
 )
 # Of all reasons in the catalogue: here are hand-overs, and a store with both tiers.
-NOT_IN_THE_DEMO = {NEEDS_FAULT, NEEDS_STORED_PROMPT, NEEDS_FULL_STORE, NEEDS_OVERLOAD, NEEDS_USED_UP_LIMIT}
+NOT_IN_THE_DEMO = {
+    NEEDS_EXPERTS,
+    NEEDS_FAULT,
+    NEEDS_STORED_PROMPT,
+    NEEDS_FULL_STORE,
+    NEEDS_OVERLOAD,
+    NEEDS_USED_UP_LIMIT,
+}
 # A rate needs two scrapes of what Ray hands on every 10 s.
 PATIENCE_S = 180.0
 

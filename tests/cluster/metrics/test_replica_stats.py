@@ -26,9 +26,14 @@ COMPUTED = {
     "num_unfilled_tokens": "kv_fragmentation_ratio",
     # Shown by the status alone, as a part of the landings.
     "num_waiting_landings": "landings",
+    # Shown where there are experts.
+    "expert_imbalance": "expert_imbalance_ratio",
+    "expert_rank_imbalance": "expert_rank_imbalance_ratio",
+    "num_idle_experts": "idle_experts",
+    "hottest_expert_share": "hottest_expert_ratio",
 }
-# Shown by the status alone, as no number.
-STATUS_ONLY = {"backend"}
+# Shown by the status alone, as no number that says how much.
+STATUS_ONLY = {"backend", "hottest_expert_layer", "hottest_expert"}
 # What the router knows of a replica beside its statistics.
 ROUTER_ONLY = {"identity", "received_at", "transfer_tok_s", "max_local_tokens"}
 FIELDS = set(ReplicaStats.__struct_fields__)

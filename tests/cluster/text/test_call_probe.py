@@ -51,7 +51,7 @@ async def test_the_notation_is_what_the_template_writes(notation: str | None) ->
     ("family", "tools"),
     [
         *((name, name) for name in ("seed_oss", "glm45", "glm4", "granite", "phi4", "apertus", "olmo3")),
-        *((name, name) for name in ("gemma3", "gemma4", "cohere2")),
+        *((name, name) for name in ("gemma3", "gemma4", "cohere2", "harmony")),
         ("smollm3", "hermes"),
         ("mistral, named", "mistral"),
     ],

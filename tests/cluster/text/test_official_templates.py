@@ -45,7 +45,7 @@ from kvtransfer.common.clock import SystemClock
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # What ends a turn, and is no text of the answer.
-TURN_ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "</s>")
+TURN_ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|call|>")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -68,6 +68,8 @@ class Family:
     allows_several: bool = True
     # The template is that of chats with tools alone.
     needs_tools: bool = False
+    # The template shows the first call of a turn alone: ours gives each one a turn.
+    shows_first_call: bool = False
 
     @property
     def num_calls(self) -> int:
@@ -88,6 +90,7 @@ TEMPLATES = {
     "Mistral-Small-3.2-24B-Instruct-2506": Family("mistral_args"),
     "unsloth-mistral-Devstral-Small-2507": Family("mistral_args"),
     "mistralai-Ministral-3-14B-Reasoning-2512": Family("mistral_args", "mistral"),
+    "openai-gpt-oss-120b": Family("harmony", "harmony", shows_first_call=True),
 }
 
 
@@ -187,7 +190,7 @@ def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, family: F
         Chat(turns),
         Chat(turns, (TOOL,)),
         Chat((system, *loop(1)), (TOOL,)),
-        Chat(loop(family.num_calls), (TOOL,)),
+        Chat(loop(1 if family.shows_first_call else family.num_calls), (TOOL,)),
         Chat(begun, add_generation_prompt=False, continue_final_message=True),
         Chat(begun, (TOOL,), add_generation_prompt=False, continue_final_message=True),
     ]

@@ -23,6 +23,7 @@ from text_harness import (
     GLM4,
     GLM45,
     GRANITE,
+    HARMONY,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -81,7 +82,9 @@ def answer(template: str, turn: ChatTurn) -> str:
 
 
 # Families whose answers with calls have no other text.
-CALLS_ALONE = ("llama3", "glm4")
+CALLS_ALONE = ("llama3", "glm4", "harmony")
+# Names of reasoning in a turn.
+REASONING = ("reasoning_content", ".thinking")
 _WORD = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -111,7 +114,7 @@ def test_what_a_template_writes_is_read_back(
         assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in arguments))
     if family == "gemma4":  # which has no quotation marks around keys
         assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in _keys(arguments)))
-    reasons = "reasoning_content" in template
+    reasons = any(name in template for name in REASONING)
     turn = ChatTurn(
         "assistant",
         content,
@@ -299,7 +302,7 @@ CUT_ANSWERS = [
     for num_calls in (0, 1, 2)
     for reasons in (False, True)
     if (content or num_calls) and not (family in CALLS_ALONE and content and num_calls)
-    if not reasons or "reasoning_content" in FAMILIES[family]
+    if not reasons or any(name in FAMILIES[family] for name in REASONING)
 ]
 
 
@@ -496,6 +499,7 @@ def test_a_prompt_may_open_the_reasoning() -> None:
         (OLMO3, "olmo3", "think"),
         (GEMMA4, "gemma4", "gemma4"),
         (COHERE2, "cohere2", "cohere2"),
+        (HARMONY, "harmony", "harmony"),
         ("write after 'Here is my thought process:'", "none", "granite32"),
         ("{{ messages }}", "none", "none"),
         (None, "none", "none"),

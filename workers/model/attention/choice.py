@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -131,6 +132,9 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
     decodes = [SequenceSpan(num_tokens - 1, 1, blocks)] * _NUM_DECODES
     chunk = SequenceSpan(0, min(num_tokens, _CHUNK_TOKENS), blocks)
     layer = LayerAttention(0, backend.shape.windows[0])
+    if backend.shape.has_sinks:
+        sinks = torch.zeros(backend.shape.num_heads, dtype=torch.float32, device=backend.kv.device)
+        layer = dataclasses.replace(layer, sinks=sinks)
 
     def step(spans: list[SequenceSpan]) -> Callable[[], None]:
         made = StepInput.of(spans, block_tokens)

@@ -81,7 +81,7 @@ class CpuAttention(AttentionBackend):
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
         self.attend.argtypes = [
             ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
-            ctypes.c_int64, ctypes.c_int64,
+            ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
 
     @staticmethod
@@ -101,6 +101,17 @@ class CpuAttention(AttentionBackend):
             )
             self._id_to_layer[id(layer)] = (layer, made)
         return made
+
+    def sinks_address(self, layer: LayerAttention) -> int | None:
+        """Return where the kernels read the sinks of a layer, which must outlive their use; None: it has
+        none."""
+        sinks = layer.sinks
+        if sinks is None:
+            return None
+        assert sinks.dtype == torch.float32
+        assert sinks.shape == (self.shape.num_heads,)
+        assert sinks.is_contiguous()
+        return sinks.data_ptr()
 
     def plan(self, step: StepInput) -> CpuPlan:
         return CpuPlan(self, step)
@@ -140,10 +151,11 @@ class CpuPlan(AttentionPlan):
         backend.kernels.rotate_and_write(backend.rotated(layer), self.rotations[layer.rotation], qkv)
         out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
         tasks = self.window_to_tasks[layer.window]
+        inputs = (qkv.data_ptr(), qkv.stride(0), backend.sinks_address(layer))
         num_tasks = tasks.step.num_tasks
         for begin in range(0, num_tasks, tasks.piece_tasks):
             end = min(begin + tasks.piece_tasks, num_tasks)
-            backend.attend(tasks.step, layer.index, qkv.data_ptr(), qkv.stride(0), out.data_ptr(), begin, end)
+            backend.attend(tasks.step, layer.index, *inputs, out.data_ptr(), begin, end)
             if end < num_tasks:
                 self.marks.mark()
         return out

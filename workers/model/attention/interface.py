@@ -209,7 +209,8 @@ class AttentionShape:
     square root of head_dim). Scores s become softcap * tanh(s / softcap), if that is not 0.
 
     With several `kinds` of heads, rotations are those of the kinds, and `reads` are the layers of the KV that
-    the decoder's layers attend to, one after another."""
+    the decoder's layers attend to, one after another. `has_sinks` says whether layers have sinks, with which
+    backends are compared."""
 
     num_heads: int
     windows: tuple[int, ...]
@@ -218,6 +219,7 @@ class AttentionShape:
     softcap: float = 0.0
     kinds: tuple[HeadKind, ...] = ()
     reads: tuple[int, ...] = ()
+    has_sinks: bool = False
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""
@@ -229,12 +231,16 @@ class LayerAttention:
     """The attention of one layer: its `index` in the rank's KV, its window (0: none), the norms of each
     head's queries and keys, if the family has them, and which `rotation` of the `AttentionShape`, or of its
     `kind` of heads, it has. A layer that has no keys and values of its own attends to those of another, which
-    were written before."""
+    were written before.
+
+    `sinks`, float32 [num_heads], are one more score of each query head, without a key and a value: their
+    exponentials join the sums that probabilities are divided by."""
 
     index: int
     window: int
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: Tensor | None = None
     rotation: int = 0
     kind: int = 0
     has_own_kv: bool = True

@@ -1,8 +1,8 @@
 """Attention in plain torch, on any device: the reference for every other backend.
 
 Decoding sequences are gathered in groups of similar length; each chunk of a prompt goes through torch's fused
-attention. Scores and probabilities are float32 whatever the dtype of the model. In
-shapes, num_rows counts query tokens and group = num_heads / num_kv_heads."""
+attention, unless scores are capped or there are sinks. Scores and probabilities are float32 whatever the
+dtype of the model. In shapes, num_rows counts query tokens and group = num_heads / num_kv_heads."""
 
 from __future__ import annotations
 
@@ -129,6 +129,8 @@ class TorchPlan(AttentionPlan):
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
         seen = _LayerKv(self._kv_rows, layer.index, self._kv_shape, self._scores)
+        if layer.sinks is not None:
+            seen = seen._replace(sinks=layer.sinks.view(self._kv_shape.num_kv_heads, -1, 1))
         if host is None or not view.host_ids:
             return _attend(query, seen, view, self.marks)
         mixed = _attend(query, seen._replace(in_host=host.layer(layer.index)), view, self.marks)
@@ -368,15 +370,25 @@ class _Scores(NamedTuple):
         return scores.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else scores
 
 
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the probabilities of `scores` [..., num_keys]; `sinks` [..., 1] are one more score of each row,
+    whose probability is left out."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    return torch.softmax(both, -1)[..., :-1]
+
+
 class _LayerKv(NamedTuple):
     """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); and its
-    scores."""
+    scores and `sinks` [num_kv_heads, group, 1], if it has any."""
 
     kv: KvRows
     number: int
     shape: KvShape
     scores: _Scores
     in_host: Tensor | None = None
+    sinks: Tensor | None = None
 
     def gather(self, kv_rows: Tensor, spots: HostSpots | None, num_sequences: int) -> Tensor:
         """Gather the blocks of tables as [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
@@ -412,18 +424,23 @@ def _decode_group(query: Tensor, layer: _LayerKv, group: DecodeGroup) -> Tensor:
     gathered = layer.gather(group.kv_rows, group.spots, batch)
     keys, values = gathered.view(2, pairs, -1, head_dim).unbind(0)
     grouped = query.reshape(pairs, num_heads // num_kv, head_dim)
-    return _attend_all(grouped, keys, values, group.bias, layer.scores).view(batch, num_heads * head_dim)
+    sinks = None if layer.sinks is None else layer.sinks.repeat(batch, 1, 1)
+    mixed = _attend_all(grouped, keys, values, group.bias, layer.scores, sinks)
+    return mixed.view(batch, num_heads * head_dim)
 
 
-def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, of: _Scores) -> Tensor:
+def _attend_all(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, of: _Scores, sinks: Tensor | None
+) -> Tensor:
     """Attend from `query` [num_pairs, group, head_dim] to `keys` and `values` [num_pairs, num_keys, head_dim]
-    with `bias` [num_pairs, 1, num_keys]; a pair is a sequence and a key-value head."""
+    with `bias` [num_pairs, 1, num_keys] and `sinks` [num_pairs, group, 1]; a pair is a sequence and a
+    key-value head."""
     if query.dtype == torch.float32:
-        return torch.softmax(of.of(query, keys.transpose(1, 2), bias), -1).bmm(values)
+        return _softmax(of.of(query, keys.transpose(1, 2), bias), sinks).bmm(values)
     if query.device.type == "cuda":
         scores = torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32).mul_(of.scale)
         scores = of.capped(scores).add_(bias)
-        halves = split_in_halves(torch.softmax(scores, -1), values.dtype)
+        halves = split_in_halves(_softmax(scores, sinks), values.dtype)
         upper, lower = torch.bmm(halves, values, out_dtype=torch.float32).chunk(2, 1)
         return (upper + lower).to(query.dtype)
     # Other devices multiply in float32, a part at a time, so that the widened keys and values stay in cache.
@@ -434,7 +451,8 @@ def _attend_all(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, of: _
         part = slice(begin, begin + num_pairs)
         widened = keys[part].float().transpose(1, 2)
         scores = of.of(query[part].float(), widened, bias[part])
-        mixed[part] = torch.softmax(scores, -1).bmm(values[part].float())
+        of_part = None if sinks is None else sinks[part]
+        mixed[part] = _softmax(scores, of_part).bmm(values[part].float())
     return mixed
 
 
@@ -459,13 +477,14 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
         -1, -1, group, -1, -1
     )
     queries = query.view(num_tokens, num_kv, group, head_dim).permute(1, 2, 0, 3)
+    sinks = None if layer.sinks is None else layer.sinks[..., None]
     pieces = _pieces(queries, seen.shape[3], chunk.bias is not None)
     attended = []
     for heads, rows in pieces:
         bias = None if chunk.bias is None else chunk.bias[rows]
-        attended.append(
-            _attend_rows(queries[heads, :, rows], seen[0, heads], seen[1, heads], bias, layer.scores)
-        )
+        of_heads = None if sinks is None else sinks[heads]
+        keys, values = seen[:, heads]
+        attended.append(_attend_rows(queries[heads, :, rows], keys, values, bias, layer.scores, of_heads))
         marks.mark()
     mixed = attended[0]
     if len(pieces) > 1:
@@ -475,17 +494,20 @@ def _prefill_chunk(query: Tensor, layer: _LayerKv, chunk: Chunk, marks: Marks) -
     return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
 
 
-def _attend_rows(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, of: _Scores) -> Tensor:
+def _attend_rows(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, of: _Scores, sinks: Tensor | None
+) -> Tensor:
     """Attend from `queries` [num_kv_heads, group, num_rows, head_dim] to `keys` and `values` [num_kv_heads,
-    group, num_keys, head_dim] with `bias` [num_rows, num_keys]; None: causally, from as many rows as keys."""
-    if not of.softcap:
+    group, num_keys, head_dim] with `bias` [num_rows, num_keys]; None: causally, from as many rows as keys.
+    `sinks` are [num_kv_heads, group, 1, 1]."""
+    if not of.softcap and sinks is None:
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=bias, is_causal=bias is None, scale=of.scale
         )
     scores = of.capped(torch.matmul(queries.float(), keys.float().transpose(2, 3)).mul_(of.scale))
     if bias is None:
         bias = torch.full(scores.shape[2:], float("-inf"), device=scores.device).triu_(1)
-    return torch.softmax(scores.add_(bias), -1).matmul(values.float()).to(queries.dtype)
+    return _softmax(scores.add_(bias), sinks).matmul(values.float()).to(queries.dtype)
 
 
 def _pieces(queries: Tensor, num_keys: int, has_bias: bool) -> list[tuple[slice, slice]]:

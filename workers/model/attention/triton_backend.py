@@ -116,13 +116,14 @@ class TritonPlan(AttentionPlan):
         if view.host is not None:
             kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
         sequences = self._sequences._replace(tables=view.tables)
+        scoring = backend.scoring
+        if layer.sinks is not None:
+            scoring = scoring._replace(sinks=layer.sinks)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if self._partials is not None:
-            attend_decodes(
-                queries, kv, sequences, self._decodes, layer.window, backend.scoring, self._partials, out
-            )
+            attend_decodes(queries, kv, sequences, self._decodes, layer.window, scoring, self._partials, out)
         if self._chunks is not None and len(self._chunks):
-            attend_chunks(queries, kv, sequences, self._chunks, layer.window, backend.scoring, out)
+            attend_chunks(queries, kv, sequences, self._chunks, layer.window, scoring, out)
         if view.host is not None:
             view.host.done(layer.index)
         return out.flatten(1)

@@ -4,7 +4,8 @@ Blocks are read where they lie, also in pinned host memory. The query heads of a
 the same products ("packed"): group = num_heads / num_kv_heads rows a token. Scores, probabilities, their
 sums and the accumulated values are float32; the products take queries, keys, values and probabilities in the
 dtype of the KV. Keys that no row of a program sees are not read, and masks are computed only for tiles at the
-border of what is seen, so bytes after a sequence's end may hold anything.
+border of what is seen, so bytes after a sequence's end may hold anything. The sink of a head, if it has one,
+joins the sum of a row last, where the row's keys are done or its pieces are combined.
 
 The computation for a token, and its order, depend on its position and its window alone, not on the
 other sequences of a step, nor on where a chunk begins: tiles of keys and pieces begin at absolute positions,
@@ -47,8 +48,10 @@ MAX_PIECES = 32
 _NUM_DECODE_PROGRAMS, _MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
-_INDICES = ["tables", "slots", "starts", "lengths", "tasks"]
+_INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
 _LOG2_E = math.log2(math.e)
+# From a sink to an exponent of two.
+_SINK_SCALE = tl.constexpr(_LOG2_E)
 # The largest exponent of a row that has seen no key.
 _LEAST = tl.constexpr(-1e30)
 
@@ -75,10 +78,12 @@ class PagedSequences(NamedTuple):
 
 class Scoring(NamedTuple):
     """What scores s are: products of queries and keys times `scale` and, with a `softcap` that is not 0,
-    softcap * tanh(s / softcap)."""
+    softcap * tanh(s / softcap). Each of `sinks`, float32 [num_heads], is one more score of its query head,
+    which has no value."""
 
     scale: float
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def exponent_scale(self) -> float:
@@ -167,7 +172,7 @@ def attend_decodes(
     pairs = num_decodes * num_kv_heads
     num_splits = min(num_pieces, max(_MIN_SPLITS, -(-_NUM_DECODE_PROGRAMS // pairs)))
     in_host = kv.blocks if kv.in_host is None else kv.in_host
-    # Without tasks any tensor may stand in their place: it is not read.
+    # Without tasks any tensor may stand in their place, as without sinks: it is not read.
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _attend_pieces[(num_decodes, num_kv_heads, num_splits)](
         queries, kv.blocks, in_host, sequences.tables, sequences.slots, *where, *partials,
@@ -179,10 +184,12 @@ def attend_decodes(
         ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
         CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+    sinks = scoring.sinks
     _reduce_pieces[(num_decodes, num_heads)](
-        *where, *partials, out, out.stride(0), num_pieces, window,
-        HAS_TASKS=tasks is not None, HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), PIECE=PIECE_TOKENS,
-        MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0, num_warps=4,
+        *where, *partials, partials.sums if sinks is None else sinks, out, out.stride(0), num_pieces, window,
+        HAS_TASKS=tasks is not None, HAS_SINKS=sinks is not None, HEAD_DIM=head_dim,
+        PADDED_DIM=_padded(head_dim), PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -228,11 +235,11 @@ def _attend_pieces(
 
 @triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=_INDICES)
 def _reduce_pieces(
-    starts, tasks, values, sums, out, out_stride, num_pieces, window,
-    HAS_TASKS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PIECE: tl.constexpr,
-    MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    starts, tasks, values, sums, sinks, out, out_stride, num_pieces, window,
+    HAS_TASKS: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Combine the pieces of one row. Grid: (decodes, query heads)."""
+    """Combine the pieces of one row and its sink. Grid: (decodes, query heads)."""
     decode = tl.program_id(0)
     head = tl.program_id(1)
     sequence, row = _decode_task(tasks, decode, HAS_TASKS)
@@ -242,8 +249,14 @@ def _reduce_pieces(
     is_piece = piece <= position // piece_tokens - first // piece_tokens
     at = (decode.to(tl.int64) * tl.num_programs(1) + head) * num_pieces + piece
     largest = tl.load(sums + at * 2, mask=is_piece, other=_LEAST)
-    weight = tl.exp2(largest - tl.max(largest, 0))
+    most = tl.max(largest, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * _SINK_SCALE
+        most = tl.maximum(most, sink)
+    weight = tl.exp2(largest - most)
     total = tl.sum(weight * tl.load(sums + at * 2 + 1, mask=is_piece, other=0.0), 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - most)
     dim = tl.arange(0, PADDED_DIM)
     is_loaded = is_piece[:, None] & (dim[None, :] < HEAD_DIM)
     mixed = tl.load(values + at[:, None] * HEAD_DIM + dim[None, :], mask=is_loaded, other=0.0)
@@ -297,12 +310,12 @@ def attend_chunks(
     _, num_heads, head_dim = queries.shape
     num_kv_heads, block_tokens = kv.blocks.shape[2:4]
     tile = chunk_tile(kv.blocks.dtype, head_dim)
-    in_host = kv.blocks if kv.in_host is None else kv.in_host
+    in_host, sinks = kv.blocks if kv.in_host is None else kv.in_host, scoring.sinks
     _attend_tiles[(len(tasks), num_kv_heads)](
-        queries, kv.blocks, in_host, *sequences, tasks, out,
+        queries, kv.blocks, in_host, *sequences, tasks, out if sinks is None else sinks, out,
         queries.stride(0), out.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0),
         kv.first_host, window, scoring.exponent_scale,
-        HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
+        HAS_HOST=kv.in_host is not None, HAS_SINKS=sinks is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2),
         HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
         KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps,
@@ -312,11 +325,11 @@ def attend_chunks(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def _attend_tiles(
-    queries, kv, host, tables, slots, starts, lengths, tasks, out,
+    queries, kv, host, tables, slots, starts, lengths, tasks, sinks, out,
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, window, scale,
-    HAS_HOST: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    HAS_HOST: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles, KV heads)."""
     task = tl.program_id(0) * 3
@@ -338,12 +351,18 @@ def _attend_tiles(
     q = tl.load(queries + at, mask=is_dim, other=0.0)
     oldest = start + begin // GROUP
     newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
-    _, total, mixed = _attend_range(
+    largest, total, mixed = _attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
         kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
         CAP_SCALE,
     )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * _SINK_SCALE
+        most = tl.maximum(largest, sink)
+        kept = tl.exp2(largest - most)
+        mixed *= kept[:, None]
+        total = tl.fma(total, kept, tl.exp2(sink - most))
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
     at = (first_row + token)[:, None] * out_stride + heads
     tl.store(out + at, result, mask=(rows < num_rows)[:, None] & is_dim)

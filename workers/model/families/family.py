@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from workers.model.families.expert_traits import ExpertTraits
+
 # Which layers have a sliding window: none; all, where `sliding_window` is set; those that
-# `use_sliding_window` with `max_window_layers`, or `layer_types`, say; or those that `layer_types` says, else
-# all but every `sliding_window_pattern`-th.
-Windows = Literal["none", "all", "switched", "pattern"]
+# `use_sliding_window` with `max_window_layers`, or `layer_types`, say, of which the second kind has them in
+# every other layer before, and the first in all layers from there; or those that `layer_types` says, else all
+# but every `sliding_window_pattern`-th.
+Windows = Literal["none", "all", "switched", "alternating", "pattern"]
 # What is normalized of queries and keys: nothing, each head, or all heads of a token together, by RMS norms;
 # or each head by a LayerNorm with weights of its own.
 QkNorm = Literal["none", "head", "row", "own"]
@@ -47,8 +50,10 @@ class Rotary:
 
     # Only this part of a head is rotated, unless `partial_rotary_factor` says otherwise; None: all of it is.
     partial_factor: float | None = None
-    # Pairs are neighbors, (2i, 2i + 1), and not halves.
-    is_interleaved: bool = False
+    # The key of the size of this part; "": there is none.
+    size_key: str = ""
+    # Pairs are neighbors, (2i, 2i + 1), and not halves; or the key that says so.
+    is_interleaved: bool | str = False
     # The key of the base of layers with a sliding window, which no scaling of longer contexts concerns; "":
     # all layers rotate alike.
     sliding_theta: str = ""
@@ -61,7 +66,7 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A family of dense decoders: layers of attention and feed-forward that are added to hidden states.
+    """A family of decoders: layers of attention and feed-forward that are added to hidden states.
 
     Whether there are biases is a constant of the family, or the name of the key that says so.
     """
@@ -73,10 +78,12 @@ class Family:
     architectures: tuple[str, ...]
     # Defaults of transformers for keys that config.json lacks, where they differ from the other families'.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Of queries, keys and values; of the attention's output; of the feed-forward.
+    # Biases: of queries, keys and values; of the attention's output; of the feed-forward.
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
+    # Of logits.
+    head_bias: bool | str = False
     qk_norm: QkNorm = "none"
     # Whether these norms are there, as with biases, and the names of their weights. With {head} in a name,
     # the weights of each head are a tensor.
@@ -84,6 +91,8 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     # Each head of values has an RMS norm without weights.
     has_value_norm: bool = False
+    # Each query head has a learned score without a key and a value, in `self_attn.sinks`.
+    has_sinks: bool = False
     windows: Windows = "none"
     # The last layer has no window, whatever config.json says.
     is_last_layer_full: bool = False
@@ -126,3 +135,10 @@ class Family:
     # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
     # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
     has_layer_shapes: bool = False
+    # The experts of some or all layers; None: the family has none.
+    experts: ExpertTraits | None = None
+    # Keys and values are expanded from a latent, as `workers.model.latent_shape` describes.
+    has_latent_attention: bool = False
+    # The key of the number of layers behind the last, which predict further tokens and are passed over; "":
+    # there are none.
+    extra_layers_key: str = ""

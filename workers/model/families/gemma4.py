@@ -1,14 +1,15 @@
 """Gemma 4, also inside of Gemma 4 with images and sound: heads of two sizes, normalized values, inputs of
-each layer, and layers that share the KV of earlier ones."""
+each layer, layers that share the KV of earlier ones, and experts beside the feed-forward."""
 
 from __future__ import annotations
 
+from workers.model.families.expert_traits import BranchNormNames, ExpertNames, ExpertTraits
 from workers.model.families.family import Family, Rotary
 from workers.model.families.gemma2 import SANDWICH_NORMS
 
 FAMILY = Family(
     "gemma4_text",
-    "Gemma 4 E2B, E4B and 31B, also their text with images and sound",
+    "Gemma 4 E2B, E4B, 31B and 26B-A4B, also their text with images and sound",
     ("Gemma4ForCausalLM",),
     defaults={
         "vocab_size": 262144,
@@ -49,4 +50,19 @@ FAMILY = Family(
     score_scale=1.0,
     has_logits_softcap=True,
     has_layer_shapes=True,
+    experts=ExpertTraits(
+        "softmax",
+        ExpertNames(
+            block="",
+            router="router.proj.weight",
+            router_norm="router.scale",
+            expert_scale="router.per_expert_scale",
+        ),
+        num_chosen_key="top_k_experts",
+        layers="enabled",
+        is_normalized=True,
+        branch_norms=BranchNormNames(
+            "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+        ),
+    ),
 )

@@ -12,6 +12,7 @@ FAMILY = dataclasses.replace(
     name="gemma4_unified_text",
     models="The text of Gemma 4 12B, one model of text, images and sound",
     architectures=("Gemma4UnifiedForCausalLM",),
+    experts=None,
     defaults={
         **gemma4.FAMILY.defaults,
         "max_position_embeddings": 262144,

@@ -215,6 +215,17 @@ class Kernels:
         )  # fmt: skip
         return gate
 
+    def scale_by_sigmoid(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Multiply x [num_tokens, size], in place, by the sigmoid of `gates` [num_tokens, 1]."""
+        assert x.dtype == gates.dtype
+        assert gates.shape == (len(x), 1)
+        assert gates.is_contiguous()
+        self.library.tandem_scale_by_sigmoid(
+            _address(x), _size(x.stride(0)), _address(gates), _size(x.shape[0]), _size(x.shape[1]),
+            _size(x.dtype == torch.bfloat16),
+        )  # fmt: skip
+        return x
+
     def rotate_and_write(self, layer: RotatedLayer, tokens: RotatedTokens, qkv: Tensor) -> None:
         """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *
         num_kv_heads) * head_dim], the queries in place; write keys and values to their blocks."""

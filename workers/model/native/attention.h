@@ -5,7 +5,7 @@
 // positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
 // values. Then a few rows at a time have their scores computed, as products with the keys, and capped where the
 // model says so; then probabilities relative to a row's largest score; then their products with the values. Pieces
-// are combined in their order. What is computed for a row, and in which order, depends on its position and window
+// are combined in their order, and at the end the sink of a row's head, if it has one, joins the sum. What is computed for a row, and in which order, depends on its position and window
 // alone: neither on the rows beside it, nor on which thread computes which piece. Panels of 32 keys of which none of
 // these few rows sees one are left out; what another row sees has the probability 0, which changes no sum.
 //
@@ -94,13 +94,14 @@ class Attention {
   const AttentionStep& step;
   const int64_t group, dim, padded_dim, window, query_stride;
   const T *kv, *host;
+  const float* sinks;  // [num_heads], in units of scores; null: there are none
   struct State;
   struct Scratch;
   using Way = void (Attention::*)(const AttentionTask&, int64_t head, int64_t piece, Scratch&, State) const;
   const Way token_way;
 
  public:
-  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride)
+  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride, const float* sinks)
       : step(step),
         group(step.num_heads / step.num_kv_heads),
         dim(step.head_dim),
@@ -109,6 +110,7 @@ class Attention {
         query_stride(query_stride),
         kv((const T*)step.kv + layer * step.layer_stride),
         host((const T*)step.host + layer * step.layer_stride),
+        sinks(sinks),
         token_way(choose_token_way()) {}
 
   // queries: [tokens, num_heads * head_dim], rows `query_stride` apart, normed and rotated; out: [tokens, num_heads *
@@ -151,7 +153,7 @@ class Attention {
     void reserve(int64_t rows, int64_t padded_dim) {
       if (rows <= num_rows && padded_dim == dim) return;
       num_rows = rows, dim = padded_dim;
-      memory.resize(rows * (dim + 2) + 16);
+      memory.resize(rows * (dim + 2) + 16 + LANES);  // aligned, and read in whole vectors
     }
     State from(int64_t row) {
       float* mixed = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
@@ -557,11 +559,23 @@ class Attention {
     }
   }
 
+  // The factors of what is mixed for LANES rows whose sums have one more power of two each: that of the sink of the
+  // row's head, which has no value. There may be fewer rows.
+  Vec shares(int64_t head, State state, int64_t row) const {
+    alignas(64) float of_rows[LANES];
+    for (int64_t i = 0; i < LANES; i++) of_rows[i] = sinks[head * group + (row + i) % group] * LOG2_E;
+    Vec own = load(of_rows), known = load(state.largest + row), largest = vmax(known, own);
+    Vec kept = vexp2(known - largest);
+    return kept / (load(state.sums + row) * kept + vexp2(own - largest));
+  }
+
   void write(const AttentionTask& task, int64_t head, State state, T* out) const {
     int64_t stride = step.num_heads * dim;
+    alignas(64) float factors[LANES];
     for (int64_t row = 0; row < task.num_tokens * group; row++) {
+      if (sinks && row % LANES == 0) store(shares(head, state, row), factors);
       T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
-      Vec factor = broadcast(1.0f / state.sums[row]);
+      Vec factor = broadcast(sinks ? factors[row % LANES] : 1.0f / state.sums[row]);
       for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, to + i);
     }
   }
@@ -569,8 +583,9 @@ class Attention {
 
 #define EXPORT_ATTENTION(NAME, TYPE)                                                                            \
   extern "C" void attend_##NAME(const AttentionStep* step, int64_t layer, const TYPE* queries,                  \
-                                int64_t query_stride, TYPE* out, int64_t begin, int64_t end) {                  \
-    Attention<TYPE>(*step, layer, query_stride).run(queries, out, begin, end);                                  \
+                                int64_t query_stride, const float* sinks, TYPE* out, int64_t begin,             \
+                                int64_t end) {                                                                  \
+    Attention<TYPE>(*step, layer, query_stride, sinks).run(queries, out, begin, end);                           \
   }
 
 EXPORT_ATTENTION(float32, float)

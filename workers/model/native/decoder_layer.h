@@ -3,16 +3,23 @@
 #pragma once
 
 #include "attention.h"
+#include "gate.h"
 #include "layer_ops.h"
+#include "mixture.h"
 #include "products.h"
 
 // Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
-  const LinearWeights *qkv, *output, *gate_up, *down;
+  // A layer with a `mixture` has it in place of its feed-forward; `gate_up` and `down` are then of the experts that all
+  // tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
+  // that is null.
+  const LinearWeights *qkv, *output, *gate_up, *down, *shared_gate;
+  const Mixture* mixture;
   // Of what attention and feed-forward take from the hidden states, and of what they add to these: of hidden_size.
   Norm attention_input, attention_output, feed_forward_input, feed_forward_output;
   Norm query_rows, key_rows;  // of all queries, and of all keys, of a token
   const RotatedLayer* rotated;
+  const float* sinks;  // of attention, or null
   int64_t index;       // in the rank's KV
   int64_t activation;  // an `Epilogue`
 };
@@ -20,7 +27,7 @@ struct DecoderLayer {
 // A step: what its layers share, and scratch memory for them. `pieces` counts what is done, for another thread.
 struct LayerStep {
   const RotatedTokens* tokens;
-  void *normed, *qkv, *mixed, *gated;  // a row for each token, of the width that the weights have
+  void *normed, *qkv, *mixed, *gated, *sums;  // a row for each token, of the width that the weights have
   int64_t* pieces;
   int64_t piece_tasks;  // tasks of attention that are one piece
 };
@@ -46,12 +53,49 @@ void add_product(const LinearWeights& weights, const Norm& norm, const T* x, T* 
   add_normed(scratch, norm, hidden, stride, rows, weights.num_outputs);
 }
 
+inline thread_local Scratch gate_scratch;
+
+// Adds the experts of hidden states [rows, hidden_size], and those that all tokens share, as `add_product` adds one.
+template <typename T>
+void add_mixture(const DecoderLayer& layer, const LayerStep& step, int64_t rows, T* hidden, int64_t stride) {
+  T *normed = (T*)step.normed, *gated = (T*)step.gated, *sums = (T*)step.sums;
+  const Norm &input = layer.feed_forward_input, &output = layer.feed_forward_output;
+  int64_t size = layer.mixture->router->num_inputs, x_stride = size;
+  const T* x = normed;
+  if (input.weight)
+    rms_norm(hidden, stride, input, normed, size, rows, size);
+  else
+    x = hidden, x_stride = stride;
+  if (!layer.down && !output.weight) {
+    run_mixture(*layer.mixture, x, x_stride, rows, true, hidden, stride);
+    count_piece(step.pieces);
+    return;
+  }
+  run_mixture(*layer.mixture, x, x_stride, rows, false, sums, size);
+  count_piece(step.pieces);
+  if (layer.down)
+    linear(*layer.gate_up, x, x_stride, rows, Epilogue(layer.activation), gated, layer.down->num_inputs);
+  if (layer.down && layer.shared_gate) {
+    T* gates = reinterpret_cast<T*>(gate_scratch.floats(rows));
+    linear(*layer.shared_gate, x, x_stride, rows, STORE, gates, 1);
+    linear(*layer.down, gated, layer.down->num_inputs, rows, STORE, normed, size);
+    scale_by_sigmoid(normed, size, gates, rows, size);
+    add_rows(normed, rows, size, sums, size);
+  } else if (layer.down) {
+    linear(*layer.down, gated, layer.down->num_inputs, rows, ADD, sums, size);
+  }
+  if (output.weight)
+    add_normed(sums, output, hidden, stride, rows, size);
+  else
+    add_rows(sums, rows, size, hidden, stride);
+}
+
 // hidden: [rows, hidden_size], rows `stride` apart; the layer's attention and feed-forward are added to it.
 template <typename T>
 void run_layer(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* hidden,
                int64_t stride) {
   T *normed = (T*)step.normed, *qkv = (T*)step.qkv, *mixed = (T*)step.mixed, *gated = (T*)step.gated;
-  int64_t rows = step.tokens->num_rows, qkv_size = layer.qkv->num_outputs, gated_size = layer.down->num_inputs;
+  int64_t rows = step.tokens->num_rows, qkv_size = layer.qkv->num_outputs;
 
   normed_product(*layer.qkv, layer.attention_input, hidden, stride, normed, rows, STORE, qkv, qkv_size);
   if (layer.query_rows.weight) {
@@ -62,13 +106,15 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
   }
   count_piece(step.pieces);
   rotate_and_write(*layer.rotated, *step.tokens, qkv, qkv_size);
-  Attention<T> attend(attention, layer.index, qkv_size);
+  Attention<T> attend(attention, layer.index, qkv_size, layer.sinks);
   for (int64_t begin = 0; begin < attention.num_tasks; begin += step.piece_tasks) {
     attend.run(qkv, mixed, begin, std::min(begin + step.piece_tasks, attention.num_tasks));
     count_piece(step.pieces);
   }
   add_product(*layer.output, layer.attention_output, mixed, normed, rows, hidden, stride);
   count_piece(step.pieces);
+  if (layer.mixture) return add_mixture(layer, step, rows, hidden, stride);
+  int64_t gated_size = layer.down->num_inputs;
   normed_product(*layer.gate_up, layer.feed_forward_input, hidden, stride, normed, rows, Epilogue(layer.activation),
                  gated, gated_size);
   count_piece(step.pieces);

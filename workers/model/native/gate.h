@@ -26,6 +26,27 @@ void gate_mul(T* gate, int64_t gate_stride, const T* up, int64_t up_stride, int6
     multiply([](Vec x) { return silu<T>(x); });
 }
 
+// x: [rows, size], rows `stride` apart, becomes T(x * sigmoid(gates)), with a gate for each row.
+template <typename T>
+void scale_by_sigmoid(T* x, int64_t stride, const T* gates, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    T* to = x + row * stride;
+    Vec gate = broadcast(to_float(gates[row]));
+    for_vectors(size, [&](int64_t i, auto width) {
+      store_part(times_sigmoid<T>(load_part(to + i, width), gate), to + i, width);
+    });
+  }
+}
+
+extern "C" void tandem_scale_by_sigmoid(void* x, int64_t stride, const void* gates, int64_t rows, int64_t size,
+                                        int64_t is_bf16) {
+  if (is_bf16)
+    scale_by_sigmoid((Bf16*)x, stride, (const Bf16*)gates, rows, size);
+  else
+    scale_by_sigmoid((float*)x, stride, (const float*)gates, rows, size);
+}
+
 extern "C" void tandem_gate_mul(void* gate, int64_t gate_stride, const void* up, int64_t up_stride, int64_t rows,
                                 int64_t size, int64_t is_gelu, int64_t is_bf16) {
   if (is_bf16)

@@ -6,6 +6,7 @@
 
 #include "decoder_layer.h"
 #include "gate.h"
+#include "mixture.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

@@ -96,6 +96,19 @@ void add_normed(const T* x, const Norm& norm, T* to, int64_t stride, int64_t row
   }
 }
 
+// x: [rows, size], contiguous; it is added to `to` [rows, size], rows `stride` apart.
+template <typename T>
+void add_rows(const T* x, int64_t rows, int64_t size, T* to, int64_t stride) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * size;
+    T* target = to + row * stride;
+    for_vectors(size, [&](int64_t i, auto width) {
+      store_part(load_part(target + i, width) + load_part(from + i, width), target + i, width);
+    });
+  }
+}
+
 // A layer of the KV, and the norms of its queries and keys, of head_dim; without weights if there are none.
 struct RotatedLayer {
   Norm q_norm, k_norm;

@@ -103,39 +103,54 @@ INLINE Vec gelu(Vec x) {
   return times_sigmoid<T>(x, broadcast(2 * root) * fma(cube, broadcast(0.044715f), x));
 }
 
+// Writes combine(gate, up), for `columns` of the gates and ups among the sums c[rows, 32] of a panel; `bias` is the
+// panel's, or null.
+template <typename T, typename Combine>
+INLINE void finish_gates(const float* c, int64_t rows, const T* bias, int64_t columns, T* out, int64_t out_stride,
+                         const Combine& combine) {
+  constexpr int64_t half = PANEL / 2;
+  auto value = [&](const float* sums, int64_t v) {
+    return rounded<T>(bias ? load(sums + v) + load(bias + v) : load(sums + v));
+  };
+  for (int64_t m = 0; m < rows; m++, c += PANEL) {
+    T* to = out + m * out_stride;
+    for (int64_t v = 0; v < half && v < columns; v += LANES) {
+      Vec result = combine(value(c, v), value(c, v + half));
+      if (columns - v >= LANES)
+        store(result, to + v);
+      else
+        store(result, to + v, columns - v);
+    }
+  }
+}
+
+// The same with an activation of the gate, which is decided once: within the loop, several might be computed.
+template <typename T>
+void finish_gates(const float* c, int64_t rows, const T* bias, int64_t columns, T* out, int64_t out_stride,
+                  bool is_gelu) {
+  if (is_gelu)
+    finish_gates(c, rows, bias, columns, out, out_stride,
+                 [](Vec gate, Vec up) { return rounded<T>(gelu<T>(gate)) * up; });
+  else
+    finish_gates(c, rows, bias, columns, out, out_stride,
+                 [](Vec gate, Vec up) { return rounded<T>(silu<T>(gate)) * up; });
+}
+
 // Writes sums c[rows, 32] of panel `number` to the output.
 template <typename T>
 void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, int64_t number, Epilogue epilogue,
                   void* out, int64_t out_stride) {
   int64_t first = number * PANEL, left = weights.num_outputs - first;
   const T* bias = static_cast<const T*>(weights.bias);
+  if (is_gated(epilogue)) {
+    int64_t column = number * PANEL / 2;
+    return finish_gates(c, rows, bias ? bias + first : nullptr, weights.num_outputs / 2 - column,
+                        static_cast<T*>(out) + column, out_stride, epilogue == GATED_GELU);
+  }
   auto value = [&](const float* row, int64_t v, int64_t width) {
     Vec sum = load(row + v);
     return bias ? sum + load(bias + first + v, width) : sum;
   };
-  if (is_gated(epilogue)) {
-    // Which activation it is, is decided once: within the loop, both might be computed.
-    auto gate_with = [&](const auto& activation) {
-      constexpr int64_t half = PANEL / 2;
-      int64_t columns = weights.num_outputs / 2 - number * half;
-      for (int64_t m = 0; m < rows; m++, c += PANEL) {
-        T* to = static_cast<T*>(out) + m * out_stride + number * half;
-        for (int64_t v = 0; v < half && v < columns; v += LANES) {
-          Vec gate = rounded<T>(value(c, v, LANES)), up = rounded<T>(value(c, v + half, LANES));
-          Vec result = rounded<T>(activation(gate)) * up;
-          if (columns - v >= LANES)
-            store(result, to + v);
-          else
-            store(result, to + v, columns - v);
-        }
-      }
-    };
-    if (epilogue == GATED)
-      gate_with([](Vec x) { return silu<T>(x); });
-    else
-      gate_with([](Vec x) { return gelu<T>(x); });
-    return;
-  }
   for (int64_t m = 0; m < rows; m++, c += PANEL) {
     for (int64_t v = 0; v < PANEL && v < left; v += LANES) {
       int64_t width = left - v < LANES ? left - v : LANES, at = m * out_stride + first + v;
@@ -221,6 +236,17 @@ struct Split {
   int64_t step_ = 1;
 };
 
+// The rows of a group, of so many with k inputs each: groups are as equal as can be.
+template <typename T, typename A>
+int64_t group_rows(int64_t rows, int64_t k) {
+  // What is unpacked is read part of k by part of k, so that more rows fit.
+  constexpr bool unpacks = sizeof(A) > sizeof(T) || (LANES == 8 && sizeof(A) == 4);
+  int64_t most = unpacks ? GROUP_ROWS : GROUP_BYTES / (k * int64_t(sizeof(A))) / ROW_STEP * ROW_STEP;
+  most = most < ROW_STEP ? ROW_STEP : most > GROUP_ROWS ? GROUP_ROWS : most;
+  int64_t num_groups = (rows + most - 1) / most;
+  return (rows + num_groups * ROW_STEP - 1) / (num_groups * ROW_STEP) * ROW_STEP;
+}
+
 template <typename T, typename A>
 void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int64_t rows, int64_t begin,
                    int64_t end, Epilogue epilogue, T* out, int64_t out_stride) {
@@ -230,12 +256,7 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   float* sums = sum_scratch.floats(SUM_ROWS * PANEL);
   TileScope tiles;
-  // What is unpacked is read part of k by part of k, so that more rows fit.
-  constexpr bool unpacks = sizeof(A) > sizeof(T) || (LANES == 8 && sizeof(A) == 4);
-  int64_t group = unpacks ? GROUP_ROWS : GROUP_BYTES / (k * int64_t(sizeof(A))) / ROW_STEP * ROW_STEP;
-  group = group < ROW_STEP ? ROW_STEP : group > GROUP_ROWS ? GROUP_ROWS : group;
-  int64_t num_groups = (rows + group - 1) / group;  // as equal as can be
-  group = (rows + num_groups * ROW_STEP - 1) / (num_groups * ROW_STEP) * ROW_STEP;
+  int64_t group = group_rows<T, A>(rows, k);
   for (int64_t row = 0; row < rows; row += group) {
     int64_t count = rows - row < group ? rows - row : group;
     for (int64_t number = begin; number < end; number++) {

@@ -247,7 +247,7 @@ class ScalingChange(_message.Message):
     def __init__(self, at: _Optional[float] = ..., pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., by: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch", "held")
+    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch", "held", "ep")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class Replica(_message.Message):
     HOME_ROLE_FIELD_NUMBER: _ClassVar[int]
     ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    EP_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     pool: str
@@ -278,7 +279,8 @@ class Replica(_message.Message):
     home_role: ReplicaRole
     role_epoch: int
     held: Held
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping[str, object]]] = ...) -> None: ...
+    ep: int
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping[str, object]]] = ..., ep: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_prompts", "num_tokens", "num_sequences")
@@ -291,7 +293,7 @@ class Held(_message.Message):
     def __init__(self, num_prompts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share")
     class NumUnstoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +339,12 @@ class Load(_message.Message):
     NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_LANDINGS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_RANK_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_IDLE_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    HOTTEST_EXPERT_LAYER_FIELD_NUMBER: _ClassVar[int]
+    HOTTEST_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    HOTTEST_EXPERT_SHARE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -361,7 +369,13 @@ class Load(_message.Message):
     num_offloaded_blocks: int
     num_waiting_landings: int
     backend: str
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    expert_imbalance: float
+    expert_rank_imbalance: float
+    num_idle_experts: int
+    hottest_expert_layer: int
+    hottest_expert: int
+    hottest_expert_share: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ...) -> None: ...
 
 class PathsRequest(_message.Message):
     __slots__ = ("replica_ids",)

@@ -1,0 +1,258 @@
+"""Rows that are sent to the ranks of their experts: results as of one rank, as many bytes as the formula
+says, and no rank that waits for one that has failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import CASES, write_family_checkpoint
+from parallel_ranks import BLOCK_TOKENS
+from torch import Tensor
+
+from workers.model import expert_rows
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import SequenceSpan, StepInput
+from workers.model.decoder import Decoder, load_decoder
+from workers.model.expert_rows import RowProducts
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.router_rule import RouterRule
+from workers.model.experts.routing import Routing
+from workers.model.parallel import Unfinished, parallelize
+from workers.model.sizes import held_experts, part
+from workers.model.weights import ShardSpec
+
+CPU = torch.device("cpu")
+WAIT_S = 30.0
+NUM_ROWS, HIDDEN_SIZE, NUM_EXPERTS, NUM_CHOSEN = 53, 6, 8, 3
+SHAPE = MixtureShape(RouterRule(NUM_EXPERTS, NUM_CHOSEN), 4, (0,))
+
+
+class Meeting:
+    """Where the ranks of a stage, each in a thread, leave what they send."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        self.barrier = threading.Barrier(tp, timeout=WAIT_S)
+        self.left: list[Any] = [None] * tp
+
+    def meet(self, rank: int, sent: Any) -> list[Any]:
+        self.left[rank] = sent
+        self.barrier.wait()
+        found = list(self.left)
+        self.barrier.wait()
+        return found
+
+
+class MetCollectives:
+    """The collectives of a rank that is a thread; `sent` are the bytes of each of its exchanges."""
+
+    def __init__(self, meeting: Meeting, tp_rank: int) -> None:
+        self._meeting = meeting
+        self.tp, self.tp_rank, self.shares_memory = meeting.tp, tp_rank, True
+        self.sent: list[int] = []
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        parts = self._meeting.meet(self.tp_rank, tensor.clone())
+        assert len({tuple(it.shape) for it in parts}) == 1
+        tensor.copy_(torch.stack(parts).sum(0))
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        assert len(parts) == self.tp
+        self.sent.append(sum(it.nbytes for rank, it in enumerate(parts) if rank != self.tp_rank))
+        found = [theirs[self.tp_rank].clone() for theirs in self._meeting.meet(self.tp_rank, parts)]
+        others = [rank for rank in range(self.tp) if rank != self.tp_rank]
+        if num_rows is not None:
+            assert [len(found[rank]) for rank in others] == [num_rows[rank] for rank in others]
+        found[self.tp_rank] = parts[self.tp_rank]
+        return found
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        parts = self._meeting.meet(self.tp_rank, tensor)
+        return torch.cat(parts, 1) if self.tp_rank == 0 else None
+
+
+def together(tp: int, act: Callable[[MetCollectives], Any]) -> list[Any]:
+    """Run `act` for each rank, in a thread of its own; the results in the order of ranks."""
+    meeting = Meeting(tp)
+
+    def run(rank: int) -> Any:
+        try:
+            return act(MetCollectives(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(tp) as threads:
+        return list(threads.map(run, range(tp)))
+
+
+class KnownMixture:
+    """A mixture whose routing is known, and whose expert e gives e + 1 times a row, of which each of the
+    ranks that share it computes an equal part. A row begins with its number."""
+
+    def __init__(self, routing: Routing, rank: int, tp: int, ep: int) -> None:
+        self._routing, self._share = routing, ep / tp
+        self._held = held_experts(SHAPE, rank, tp, ep).experts
+
+    def route(self, x: Tensor) -> Routing:
+        rows = x[:, 0].long()
+        return Routing(self._routing.experts[rows], self._routing.weights[rows])
+
+    def sum_held(self, x: Tensor, routing: Routing) -> Tensor:
+        is_held = (routing.experts >= self._held.start) & (routing.experts < self._held.stop)
+        assert is_held.any(1).all(), "no row is sent in vain"
+        factors = (routing.experts + 1) * routing.weights * is_held
+        return x * (factors.sum(1, keepdim=True) * self._share)
+
+
+@pytest.fixture(params=[(2, 2), (3, 3), (4, 4), (4, 2)], ids=lambda param: f"tp{param[0]}-ep{param[1]}")
+def split(request: pytest.FixtureRequest) -> tuple[int, int]:
+    tp, ep = request.param
+    return tp, ep
+
+
+def test_rows_are_sent_once_to_each_rank_of_their_experts(split: tuple[int, int]) -> None:
+    tp, ep = split
+    generator = torch.Generator().manual_seed(11)
+    experts = torch.rand(NUM_ROWS, NUM_EXPERTS, generator=generator).argsort(1)[:, :NUM_CHOSEN].int()
+    experts[: NUM_ROWS // 3] = torch.tensor([0, 1, 2])  # one rank has much more to compute than others
+    routing = Routing(experts, torch.rand(NUM_ROWS, NUM_CHOSEN, generator=generator))
+    hidden = torch.randn(NUM_ROWS, HIDDEN_SIZE, generator=generator)
+    hidden[:, 0] = torch.arange(NUM_ROWS)
+    attention = torch.randn(tp, NUM_ROWS, HIDDEN_SIZE, generator=generator)
+    attention[:, :, 0] = 0
+
+    def run(collectives: MetCollectives) -> tuple[Tensor, list[int]]:
+        rank = collectives.tp_rank
+        mixture: Any = KnownMixture(routing, rank, tp, ep)
+        output: Any = lambda x: attention[rank].clone()  # noqa: E731
+        products = RowProducts(output, mixture, SHAPE, ep, collectives)
+        found = hidden.clone()
+        rows = products.own(found)
+        rows.add_(products.output(found))
+        normed = rows.clone()
+        rows.add_(products.mixture(normed))
+        products.gather(found)
+        return found, collectives.sent
+
+    before = hidden + attention.sum(0)
+    factors = ((experts + 1) * routing.weights).sum(1, keepdim=True)
+    for rank, (found, sent) in enumerate(together(tp, run)):
+        torch.testing.assert_close(found, before + before * factors)
+        assert sent == formula(experts.tolist(), rank, tp, ep)
+
+
+def formula(experts: list[list[int]], rank: int, tp: int, ep: int) -> list[int]:
+    """The bytes that a rank sends in each exchange: partial sums, rows, results, hidden states."""
+    row_bytes = 4 * HIDDEN_SIZE
+
+    def goes(row: int, other: int) -> bool:
+        return any(expert in held_experts(SHAPE, other, tp, ep).experts for expert in experts[row])
+
+    own = part(NUM_ROWS, rank, tp)
+    others = [other for other in range(tp) if other != rank]
+    num_sent = sum(goes(row, other) for row in own for other in others)
+    num_returned = sum(goes(row, rank) for row in range(NUM_ROWS) if row not in own)
+    return [
+        (NUM_ROWS - len(own)) * row_bytes,
+        num_sent * (8 * NUM_CHOSEN + row_bytes),
+        num_returned * row_bytes,
+        (tp - 1) * len(own) * row_bytes,
+    ]
+
+
+# ------------------------------------------------------------------------------------- a rank that fails
+
+
+class FailedError(Exception):
+    """A failure of one rank, before one of its collectives."""
+
+
+class Failing:
+    """Takes the collectives' place in the model, and fails once, before the `fails_at`-th is begun."""
+
+    def __init__(self, collectives: Unfinished) -> None:
+        self._collectives = collectives
+        self.tp, self.tp_rank, self.shares_memory = collectives.tp, collectives.tp_rank, True
+        self.gather_columns = collectives.gather_columns
+        self.fails_at, self.num_done = -1, 0
+
+    def _count(self) -> None:
+        if self.num_done == self.fails_at:
+            self.fails_at = -1
+            raise FailedError
+        self.num_done += 1
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._count()
+        self._collectives.all_reduce(tensor)
+
+    def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
+        self._count()
+        return self._collectives.exchange(parts, num_rows)
+
+
+class FailingRank:
+    """A rank of a model with experts in a thread, which computes a step of a prompt again and again."""
+
+    def __init__(self, decoder: Decoder, collectives: MetCollectives) -> None:
+        config, shard = decoder.config, decoder.shard
+        self.decoder, self.unfinished = decoder, Unfinished(collectives, decoder)
+        self.collectives = Failing(self.unfinished)
+        parallelize(decoder, self.collectives)
+        shape = (8, config.num_layers, 2, config.num_kv_heads // shard.tp_size, BLOCK_TOKENS, config.head_dim)
+        self.kv = torch.zeros(shape)
+
+    def step(self, tokens: Tensor) -> Tensor | None:
+        """Return the hidden states after the layers; None where the rank has failed."""
+        attention = choose_attention(self.decoder.attention_shape, self.kv)
+        step = StepInput.of([SequenceSpan(0, len(tokens), range(8))], BLOCK_TOKENS)
+        self.unfinished.begin(len(tokens), 1)
+        try:
+            hidden = self.decoder.forward(tokens, step, attention)
+            self.decoder.logits(hidden[-1:])
+        except FailedError:
+            self.unfinished.finish(self.kv)
+            return None
+        return hidden
+
+
+def test_a_rank_that_fails_sends_no_rows_and_returns_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of its sums and exchanges; then the ranks compute on as if nothing had happened."""
+    monkeypatch.setattr(expert_rows, "LEAST_ROWS", 8)
+    write_family_checkpoint(tmp_path, **CASES["qwen3_moe-2"] | {"num_key_value_heads": 3})
+    tokens = torch.randint(200, (23,), generator=torch.Generator().manual_seed(3))
+    num_layers = 4
+    whole = load_decoder(tmp_path, torch.float32, CPU, ShardSpec(0, num_layers))
+    config = whole.config
+    assert config.mixture is not None
+    num_with = len(config.mixture.layers)
+    kv = torch.zeros(8, num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
+    step = StepInput.of([SequenceSpan(0, 23, range(8))], BLOCK_TOKENS)
+    expected = whole.forward(tokens, step, choose_attention(whole.attention_shape, kv))
+    num_collectives = 1 + 4 * num_with + 2 * (num_layers - num_with)
+
+    def run(collectives: MetCollectives) -> None:
+        shard = ShardSpec(0, num_layers, collectives.tp_rank, 3, 3)
+        rank = FailingRank(load_decoder(tmp_path, torch.float32, CPU, shard), collectives)
+        for fails_at in range(num_collectives):
+            rank.collectives.num_done = 0
+            rank.collectives.fails_at = fails_at if collectives.tp_rank == 1 else -1
+            failed = rank.step(tokens)
+            assert (failed is None) == (collectives.tp_rank == 1)
+            found = rank.step(tokens)
+            assert found is not None
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert rank.collectives.num_done == num_collectives + (
+                fails_at if failed is None else num_collectives
+            )
+
+    together(3, run)

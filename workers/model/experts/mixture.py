@@ -1,0 +1,176 @@
+"""The feed-forward of a layer with experts: a router, the experts that it chooses, and those that all tokens
+share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.model import native
+from workers.model.apply_norm import apply_norm
+from workers.model.experts.expert_products import CountingExperts, Experts
+from workers.model.experts.host_experts import SplitExperts, split_experts
+from workers.model.experts.make_experts import choose, make_experts
+from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.experts.packed_experts import PackedExperts
+from workers.model.experts.packed_mixture import PackedMixture
+from workers.model.experts.router_rule import RouterRule
+from workers.model.experts.routing import Routing
+from workers.model.products import GatedActivation, PackedLinear, make_linear
+
+
+class ExpertRouter:
+    """Chooses experts for hidden states [num_tokens, hidden_size], by float32 logits."""
+
+    def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
+        router = weights.router
+        self._dtype = router.parts[0].dtype
+        self.logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic)
+        self._rule, self._correction = rule, weights.correction
+        self._norm, self._scale = weights.router_norm, weights.expert_scale
+
+    def __call__(self, x: Tensor) -> Routing:
+        if self._norm is not None:
+            x = apply_norm(x, self._norm)
+        experts, of_experts = choose(self.logits.floats(x.to(self._dtype)), self._rule, self._correction)
+        if self._scale is not None:
+            of_experts = of_experts * self._scale[experts]
+        return Routing(experts, of_experts)
+
+
+class SharedExperts:
+    """The experts that all tokens share, with their gate if they have one."""
+
+    def __init__(
+        self, weights: SharedWeights, activation: GatedActivation, *, is_deterministic: bool
+    ) -> None:
+        self.gate_up = make_linear(weights.gate_up.parts, gate=activation, is_deterministic=is_deterministic)
+        self.down = make_linear(weights.down.parts, is_deterministic=is_deterministic)
+        gate = weights.gate
+        self.gate = None if gate is None else make_linear(gate.clone(), is_deterministic=is_deterministic)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self.down(self.gate_up.gated(x))
+        return result if self.gate is None else _scale_by_sigmoid(result, self.gate(x))
+
+
+class Mixture:
+    """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
+    normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward.
+
+    `counts`, int64 [num_held], are the tokens that each expert of this rank has had, counted on the device,
+    those included with which a CUDA graph is padded."""
+
+    def __init__(
+        self,
+        weights: MixtureWeights,
+        rule: RouterRule,
+        activation: GatedActivation,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        self._router = ExpertRouter(weights, rule, is_deterministic=is_deterministic)
+        self._experts = _experts(weights, is_deterministic=is_deterministic)
+        self._shared = None
+        if weights.shared is not None:
+            self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
+        norms = weights.branch_norms
+        self._norm = None if norms is None else norms.experts_input
+        self._first, self._num_held = weights.held.start, len(weights.held)
+        self._holds_all = len(weights.held) == rule.num_experts
+        self._packed = self._packed_mixture(weights, rule)
+        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
+        self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
+        if self._packed is not None:
+            self.counts = self._packed.counts
+        if isinstance(self._experts, CountingExperts):
+            self.counts = self._experts.counts
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+
+    @property
+    def packed(self) -> PackedMixture | None:
+        """The router and the experts for the CPU kernels, if these compute them from one set of rows."""
+        return self._packed
+
+    @property
+    def shared(self) -> SharedExperts | None:
+        """The experts that all tokens share, if there are any."""
+        return self._shared
+
+    @property
+    def split(self) -> SplitExperts | None:
+        """The experts, if the CPU computes some of them for another device."""
+        return self._experts if isinstance(self._experts, SplitExperts) else None
+
+    def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
+        experts, router = self._experts, self._router.logits
+        if not isinstance(experts, PackedExperts) or not isinstance(router, PackedLinear):
+            return None
+        is_plain = weights.router_norm is None and weights.expert_scale is None
+        if not (self._holds_all and is_plain) or router.is_padded or experts.is_padded:
+            return None
+        return PackedMixture(experts.kernels, router, rule, experts, weights.correction)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self._of_experts(x)
+        return result if self._shared is None else result.add_(self._shared(x))
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        if self._shared is not None:
+            return self(x)
+        if self._packed is not None:
+            self._packed.add_to(hidden, x)
+            return None
+        return self._experts.add_to(hidden, self._normed(x), self._of_rank(self.route(x)))
+
+    def route(self, x: Tensor) -> Routing:
+        """Choose experts, by the numbers that they have in the layer."""
+        return self._router(x)
+
+    def sum_held(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute the weighted sums of the results of the experts that this rank holds, without shared
+        ones."""
+        return self._experts(self._normed(x), self._of_rank(routing))
+
+    def _of_experts(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            return self._packed(x)
+        return self.sum_held(x, self.route(x))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self._norm is None else apply_norm(x, self._norm)
+
+    def _of_rank(self, routing: Routing) -> Routing:
+        """Return the experts by the numbers that they have at this rank, which computes them: -1 for those of
+        others."""
+        if not self._holds_all:
+            experts = routing.experts - self._first
+            is_foreign = (experts < 0) | (experts >= self._num_held)
+            routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
+        if not isinstance(self._experts, CountingExperts):
+            self._count(routing)
+        return routing
+
+    def _count(self, routing: Routing) -> None:
+        """Count the tokens of this rank's experts, which the kernels count where they choose or sort them."""
+        experts = routing.experts.flatten()
+        if self._holds_all:
+            self.counts.index_add_(0, experts, self._one.expand(len(experts)))
+        else:
+            self.counts.index_add_(0, experts.clamp(min=0), (experts >= 0).long())
+
+
+def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if (offload := weights.offload) is None:
+        return make_experts(weights.experts, is_deterministic=is_deterministic)
+    return split_experts(weights.experts, offload.device, offload.num_in_host)
+
+
+def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
+    """Multiply x [num_tokens, size], in place, by the sigmoid of `gates` [num_tokens, 1]. On a CPU torch
+    computes the last numbers of a tensor in another way than the others, and the kernel all alike."""
+    if native.serves(x.device, x.dtype):
+        kernels = native.load()
+        assert kernels is not None
+        return kernels.scale_by_sigmoid(x, gates)
+    return x.mul_(torch.sigmoid(gates))

@@ -1,0 +1,180 @@
+"""Read the products of a layer's experts in the forms in which they are published: a tensor for each product
+of each expert; one for each product of all experts, with outputs as rows or with inputs; or quantized to
+MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from workers.errors import CheckpointError
+from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized
+from workers.model.families.expert_traits import ExpertNames
+from workers.model.sizes import HeldExperts
+from workers.model.tensor_files import TensorFiles
+
+
+class ReadWhenTaken(Sequence[Tensor]):
+    """Tensors that are read, and converted, each time that they are taken: all experts of a layer at once
+    may not fit beside those that are packed."""
+
+    def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> ReadWhenTaken: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | ReadWhenTaken:
+        chosen = range(self._count)[place]
+        if isinstance(chosen, range):
+            return ReadWhenTaken(len(chosen), lambda number: self._read(chosen[number]))
+        return self._read(chosen)
+
+
+class ExpertProducts(NamedTuple):
+    """The weights of experts as `ExpertWeights` has them."""
+
+    gates: Sequence[Tensor]
+    ups: Sequence[Tensor]
+    downs: Sequence[Tensor]
+
+
+class StoredExperts:
+    """Reads the experts of one layer that a rank holds; the names of their tensors begin with `block`."""
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        names: ExpertNames,
+        block: str,
+        shape: MixtureShape,
+        held: HeldExperts,
+        hidden_size: int,
+    ) -> None:
+        self._files, self._names, self._block = files, names, block
+        self._num_experts, self._size, self._hidden_size = shape.rule.num_experts, shape.size, hidden_size
+        self._held = held.experts
+        self._columns = slice(held.columns.start, held.columns.stop)
+
+    def products(self) -> ExpertProducts:
+        """Read the products in the form that the checkpoint has."""
+        gate_up = f"{self._block}{self._names.gate_up}"
+        if f"{gate_up}_blocks" in self._files:
+            return self._quantized(gate_up, f"{self._block}{self._names.down}")
+        if gate_up not in self._files:
+            return self._each()
+        return self._with_inputs_as_rows() if self._names.is_transposed else self._together()
+
+    def gate_up_bias(self) -> Tensor | None:
+        """Read the biases of gates and ups, [num_held, 2 * num_columns], those of gates first."""
+        if not self._names.gate_up_bias:
+            return None
+        shape = (self._num_experts, 2 * self._size)
+        bias = self._files.tensor(f"{self._block}{self._names.gate_up_bias}", shape, self._experts)
+        halves = (bias[:, ::2], bias[:, 1::2]) if self._names.is_transposed else bias.chunk(2, 1)
+        return torch.cat([half[:, self._columns] for half in halves], 1)
+
+    def down_bias(self) -> Tensor | None:
+        """Read the biases of downs, [num_held, hidden_size]."""
+        if not self._names.down_bias:
+            return None
+        shape = (self._num_experts, self._hidden_size)
+        return self._files.tensor(f"{self._block}{self._names.down_bias}", shape, self._experts).clone()
+
+    @property
+    def _experts(self) -> slice:
+        return slice(self._held.start, self._held.stop)
+
+    def _each(self) -> ExpertProducts:
+        self._leave_others()
+        inner, outer = (self._size, self._hidden_size), (self._hidden_size, self._size)
+
+        def each(name: str, shape: tuple[int, int], *slices: slice) -> list[Tensor]:
+            names = [f"{self._block}{name.format(expert=expert)}" for expert in self._held]
+            return [self._files.tensor(it, shape, *slices) for it in names]
+
+        return ExpertProducts(
+            each(self._names.each_gate, inner, self._columns),
+            each(self._names.each_up, inner, self._columns),
+            each(self._names.each_down, outer, slice(None), self._columns),
+        )
+
+    def _leave_others(self) -> None:
+        names = self._names
+        for expert in set(range(self._num_experts)).difference(self._held):
+            for name in (names.each_gate, names.each_up, names.each_down):
+                self._files.left.add(f"{self._block}{name.format(expert=expert)}")
+
+    def _together(self) -> ExpertProducts:
+        gate_up = self._files.tensor(
+            f"{self._block}{self._names.gate_up}",
+            (self._num_experts, 2 * self._size, self._hidden_size),
+            self._experts,
+        )
+        down = self._files.tensor(
+            f"{self._block}{self._names.down}",
+            (self._num_experts, self._hidden_size, self._size),
+            self._experts,
+            slice(None),
+            self._columns,
+        )
+        gates, ups = gate_up[:, self._columns], gate_up[:, self._size :][:, self._columns]
+        return ExpertProducts(list(gates), list(ups), list(down))
+
+    def _with_inputs_as_rows(self) -> ExpertProducts:
+        """Read experts whose outputs of gate and up are columns that take turns."""
+        gate_up = self._files.tensor(
+            f"{self._block}{self._names.gate_up}",
+            (self._num_experts, self._hidden_size, 2 * self._size),
+            self._experts,
+        )
+        down = self._files.tensor(
+            f"{self._block}{self._names.down}",
+            (self._num_experts, self._size, self._hidden_size),
+            self._experts,
+            self._columns,
+        )
+
+        def part(offset: int) -> ReadWhenTaken:
+            outputs = gate_up[:, :, offset::2][:, :, self._columns]
+            return ReadWhenTaken(len(outputs), lambda number: outputs[number].t().contiguous())
+
+        return ExpertProducts(
+            part(0), part(1), ReadWhenTaken(len(down), lambda number: down[number].t().contiguous())
+        )
+
+    def _quantized(self, gate_up: str, down: str) -> ExpertProducts:
+        """Dequantize experts whose outputs are rows; those of gate and up take turns."""
+        of_gate_up = self._blocks(gate_up, 2 * self._size, self._hidden_size)
+        of_down = self._blocks(down, self._hidden_size, self._size)
+        dtype, device = self._files.dtype, self._files.device
+        count, columns = len(self._held), self._columns
+
+        def part(offset: int) -> ReadWhenTaken:
+            blocks, scales = (it[:, offset::2][:, columns] for it in of_gate_up)
+            return ReadWhenTaken(count, lambda it: dequantized(blocks[it], scales[it], dtype).to(device))
+
+        def read_down(number: int) -> Tensor:
+            blocks, scales = of_down
+            whole = dequantized(blocks[number], scales[number], dtype)
+            return whole[:, columns].contiguous().to(device)
+
+        return ExpertProducts(part(0), part(1), ReadWhenTaken(count, read_down))
+
+    def _blocks(self, name: str, num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Map the blocks and scales of a product, [num_held, num_rows, num_blocks, ...]."""
+        if num_columns % BLOCK_ITEMS:
+            raise CheckpointError(f"{name}: {num_columns} columns are no whole blocks of {BLOCK_ITEMS}")
+        shape = (self._num_experts, num_rows, num_columns // BLOCK_ITEMS)
+        blocks = self._files.bytes_of(f"{name}_blocks", (*shape, BLOCK_BYTES), self._experts)
+        return blocks, self._files.bytes_of(f"{name}_scales", shape, self._experts)

@@ -1,0 +1,138 @@
+"""Map the tensors of a checkpoint's safetensors files, checked against the shapes that they must have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvtransfer.common.panics import PanicError, panics_as_errors
+from workers.errors import CheckpointError
+from workers.model.model_config import weight_files
+
+_BYTES = ("U8",)
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass
+class _Amount:
+    num_bytes: int = 0
+
+
+class TensorFiles:
+    """The tensors of one checkpoint, cast to `dtype` on `device`. A context manager.
+
+    Tensors may be views of the mapped files: a serving model must not change with its files, so they are to
+    be packed or copied once."""
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._amount = _Amount()
+        # The names of the tensors that were read.
+        self.read: set[str] = set()
+        # The names of those that other ranks read.
+        self.left: set[str] = set()
+        self._dir = model_dir
+        self._stack = ExitStack()
+        self._name_to_file: dict[str, tuple[Path, Any]] = {}
+
+    def __enter__(self) -> TensorFiles:
+        for file in weight_files(self._dir):
+            try:
+                with panics_as_errors:
+                    opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+                    self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
+            except (OSError, SafetensorError, PanicError) as error:
+                raise CheckpointError(f"{file}: unreadable: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def in_host_memory(self) -> TensorFiles:
+        """Return the same tensors, but in host memory; reading them counts here as well."""
+        files = copy.copy(self)
+        files.device = torch.device("cpu")
+        return files
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the parts that were read, as they are stored."""
+        return self._amount.num_bytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._name_to_file
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._name_to_file)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that the tensor is in."""
+        return self._name_to_file[name][0]
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which the tensor is stored; None if there is none or it is none of floats."""
+        if name not in self._name_to_file:
+            return None
+        return _FLOATS.get(self._name_to_file[name][1].get_slice(name).get_dtype())
+
+    def num_dims_of(self, name: str) -> int:
+        """Return how many dimensions the tensor has; 0 if there is none of this name."""
+        if name not in self._name_to_file:
+            return 0
+        return len(self._name_to_file[name][1].get_slice(name).get_shape())
+
+    def bytes_of(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
+        """Map slices of a tensor of bytes, [shape], where it is, after checking its shape and dtype."""
+        return self._mapped(name, shape, slices, _BYTES)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
+        copy where it must be converted to `self.dtype`, or to the given one, or moved."""
+        return self._mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+
+    def _mapped(
+        self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]
+    ) -> Tensor:
+        if name not in self._name_to_file:
+            raise CheckpointError(
+                f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"
+            )
+        file, opened = self._name_to_file[name]
+        self.read.add(name)
+        try:
+            with panics_as_errors:
+                stored = self._checked(file, opened, name, shape, dtypes)[slices]
+                self._amount.num_bytes += stored.nbytes
+                return stored
+        except (SafetensorError, PanicError) as error:
+            raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
+
+    def _checked(
+        self, file: Path, opened: Any, name: str, shape: tuple[int, ...], dtypes: Collection[str]
+    ) -> Tensor:
+        """Map the whole tensor, if it has this shape and one of these dtypes."""
+        stored = opened.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            found = list(stored.get_shape())
+            raise CheckpointError(f"{file}: tensor {name} has shape {found}, config.json says {list(shape)}")
+        if stored.get_dtype() not in dtypes:
+            *most, last = dtypes
+            supported = f"{', '.join(most)} or {last}" if most else last
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}, not {supported}; "
+                "take the checkpoint in 16 or 32 bits"
+            )
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor

@@ -1,0 +1,53 @@
+"""Report how many tokens the experts of a rank have had."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.messages.rank_channel import ExpertCounts
+from workers.model.decoder import Decoder
+from workers.model.sizes import held_experts
+
+
+class ExpertReports:
+    """Makes the reports of one rank's experts. Ranks that share their experts count the same tokens, so that
+    the first of them reports.
+
+    Counts are read beside the work that is under way on a device, on a stream of their own: a report neither
+    waits for that work nor holds it up, and what it misses is in the next one."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        """Begin to count: what was computed until now is in no report. `device` is that of the decoder."""
+        shard = decoder.shard
+        is_first = shard.tp_rank % (shard.tp_size // shard.ep_size) == 0
+        self._decoder = decoder
+        self._layers = decoder.expert_layers if is_first else ()
+        self._stream = None
+        if self._layers and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reported = self._read()
+
+    def take(self) -> ExpertCounts | None:
+        """Return the counts since the last report; None: there are no experts, or no tokens, or another rank
+        reports them."""
+        if not self._layers:
+            return None
+        counts = self._read()
+        new, self._reported = counts - self._reported, counts
+        if not new.any():
+            return None
+        shard, shape = self._decoder.shard, self._decoder.config.mixture
+        assert shape is not None
+        held = held_experts(shape, shard.tp_rank, shard.tp_size, shard.ep_size)
+        return ExpertCounts(
+            self._layers,
+            held.experts.start,
+            shape.rule.num_experts,
+            shape.rule.num_chosen,
+            new.numpy().astype("<u4").tobytes(),
+        )
+
+    def _read(self) -> Tensor:
+        with torch.cuda.stream(self._stream):  # does nothing without a stream
+            return self._decoder.expert_counts()
