@@ -187,11 +187,12 @@ def test_more_rows_than_are_computed_at_a_time(build: str, dtype: torch.dtype) -
         packed(x[i : i + 100], Routing(*(tensor[i : i + 100] for tensor in routing)))
         for i in range(0, 4100, 100)
     ]
-    counts = torch.ones(3, dtype=torch.int64)
+    of_parts = packed.counts.clone()
     torch.set_num_threads(7)
-    assert torch.equal(packed.count(x, routing, counts), torch.cat(parts))
-    expected = 1 + torch.bincount(routing.experts.flatten(), minlength=3)
-    assert torch.equal(counts, expected)
+    assert torch.equal(packed(x, routing), torch.cat(parts))
+    expected = torch.bincount(routing.experts.flatten(), minlength=3)
+    assert torch.equal(of_parts, expected)
+    assert torch.equal(packed.counts, 2 * expected)
 
 
 @builds
@@ -265,11 +266,14 @@ def test_a_mixture_is_its_router_and_its_experts(
     x = drawn_rows(num_rows, 64, dtype)
     routing = choose_by(kernels, router.floats(x.to(router_dtype)), rule, bias)
     expected = experts(x, routing)
+    of_one = torch.bincount(routing.experts.flatten(), minlength=9)
+    assert torch.equal(experts.counts, of_one)
     assert torch.equal(mixture(x), expected)
-    assert torch.equal(mixture.counts, torch.bincount(routing.experts.flatten(), minlength=9))
+    assert torch.equal(mixture.counts, 2 * of_one)
     hidden = x.clone()
     mixture.add_to(hidden, x)
     assert torch.equal(hidden, x + expected)
+    assert torch.equal(mixture.counts, 3 * of_one)
 
 
 @dtypes

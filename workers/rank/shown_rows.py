@@ -40,14 +40,14 @@ class ShownRows(NamedTuple):
         return ShownRows(tensors, starts, torch.tensor([*sizes, *places, end]))
 
     def write(self, slot: Tensor, start: int) -> None:
-        """Write the header, and the window from `start` on as far as the slot has room."""
+        """Write the header, and the window from `start` on as far as it fits into the slot."""
         slot[: self.header.nbytes].view(torch.int64).copy_(self.header)
-        room = slot[self.header.nbytes :]
+        payload = slot[self.header.nbytes :]
         for tensor, place in zip(self.tensors, self.starts, strict=True):
-            found = _overlap(range(place, place + len(tensor)), range(start, start + len(room)))
+            found = _overlap(range(place, place + len(tensor)), range(start, start + len(payload)))
             if found:
                 part = tensor[found.start - place : found.stop - place]
-                room[found.start - start : found.stop - start].copy_(part)
+                payload[found.start - start : found.stop - start].copy_(part)
 
 
 class RowsWindow(NamedTuple):

@@ -111,15 +111,15 @@ class HarmonyParser:
             return []
         if self._message is not None:
             return self._message.push(text)
-        room = _MAX_HEADER_CHARS - len(self._header)
-        self._header += text[:room]
+        num_left = _MAX_HEADER_CHARS - len(self._header)
+        self._header += text[:num_left]
         if not self._is_marked and not _may_be_header(self._header):
             self._message = self._text_of(Content)
-            return self._message.push(self._header + text[room:])
-        if len(text) <= room:
+            return self._message.push(self._header + text[num_left:])
+        if len(text) <= num_left:
             return []
         pieces = self._begin()
-        return [*pieces, *self._read(text[room:])]
+        return [*pieces, *self._read(text[num_left:])]
 
     def _read_marker(self, marker: str) -> list[Piece]:
         if self._message is None and marker == MESSAGE:

@@ -81,8 +81,6 @@ class Mixture:
         self._packed = self._packed_mixture(weights, rule)
         device = weights.router.parts[0].device  # that of the hidden states, also with an offload
         self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
-        if self._packed is not None:
-            self.counts = self._packed.counts
         if isinstance(self._experts, CountingExperts):
             self.counts = self._experts.counts
         self._one = torch.ones(1, dtype=torch.int64, device=device)

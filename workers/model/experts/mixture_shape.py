@@ -146,18 +146,16 @@ class MixtureReader(ConfigValues):
             case "enabled":
                 return tuple(layers) if self.raw.get("enable_moe_block") else ()
             case "after_first":
-                return tuple(layers[self._number_of_layers("first_k_dense_replace", 0) :])
+                return tuple(layers[self._number_of_layers("first_k_dense_replace") :])
             case "named":
                 named = self._named_layers(num_layers)
-                first = self._number_of_layers("first_k_dense_replace", 0)
+                first = self._number_of_layers("first_k_dense_replace")
                 return tuple(layers[first:]) if named is None else named
             case "interval":
                 every = self.count("moe_layer_interval", 1)
-                start = self._number_of_layers("moe_layer_start_index", 0)
+                start = self._number_of_layers("moe_layer_start_index")
                 end = self.raw.get("moe_layer_end_index")
-                end = (
-                    num_layers - 1 if end in (None, -1) else self._number_of_layers("moe_layer_end_index", 0)
-                )
+                end = num_layers - 1 if end in (None, -1) else self._number_of_layers("moe_layer_end_index")
                 return tuple(it for it in layers if (it + 1) % every == 0 and start <= it <= end)
             case "stepped":
                 every, dense = self.count("decoder_sparse_step", 1), self._dense_layers()
@@ -174,10 +172,9 @@ class MixtureReader(ConfigValues):
             self.refuse("mlp_layer_types", "is not supported (supported: dense, sparse)")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
-    def _number_of_layers(self, key: str, default: int) -> int:
-        """Return the whole number of the key, which may be 0."""
-        value: Any = self.raw.get(key)
-        return self.count(key, default) if value else 0 if value == 0 else default
+    def _number_of_layers(self, key: str) -> int:
+        """Return the whole number of the key; 0 where it is missing, null or 0."""
+        return self.count(key) if self.raw.get(key) else 0
 
     def _dense_layers(self) -> list[Any]:
         value = self.raw.get("mlp_only_layers") or []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import ExpertRows, ExpertWeights, ReadableExperts
+from workers.model.experts.expert_products import CountingExperts, ExpertRows, ExpertWeights, ReadableExperts
 from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
@@ -78,7 +78,7 @@ class _Panels:
         return rows.view(self._of_experts.dtype)
 
 
-class PackedExperts(ReadableExperts):
+class PackedExperts(CountingExperts, ReadableExperts):
     """Experts with packed float32 or bfloat16 weights, on a CPU. A token's result depends neither on the
     other tokens nor on the number of threads."""
 
@@ -114,6 +114,7 @@ class PackedExperts(ReadableExperts):
             is_paired,
             *weights.clamp,
         )
+        self.counts = torch.zeros(self.num_experts, dtype=torch.int64)
         self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
 
@@ -127,13 +128,6 @@ class PackedExperts(ReadableExperts):
 
     def add_to(self, hidden: Tensor, x: Tensor, routing: Routing) -> None:
         self._sum(x, routing, hidden, is_added=True)
-
-    def count(self, x: Tensor, routing: Routing, counts: Tensor) -> Tensor:
-        """Compute the sums, and increase int64 `counts` [num_experts] by the tokens of each expert."""
-        assert counts.dtype == torch.int64
-        assert counts.shape == (self.num_experts,)
-        out = torch.empty(x.shape, dtype=self.dtype)
-        return self._sum(x, routing, out, is_added=False, counts=counts)
 
     def rows(self, expert: int) -> ExpertRows:
         gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in self._biases)
@@ -151,9 +145,7 @@ class PackedExperts(ReadableExperts):
         halves = outputs.view(-1, 2, _HALF, *outputs.shape[2:]).transpose(0, 1).flatten(1, 2)
         return halves[:, : self._size].flatten(0, 1)
 
-    def _sum(
-        self, x: Tensor, routing: Routing, out: Tensor, *, is_added: bool, counts: Tensor | None = None
-    ) -> Tensor:
+    def _sum(self, x: Tensor, routing: Routing, out: Tensor, *, is_added: bool) -> Tensor:
         assert x.dtype == out.dtype == self.dtype, (x.dtype, out.dtype)
         assert x.shape == out.shape == (len(x), self.hidden_size), (x.shape, out.shape)
         assert out.stride(1) == 1
@@ -174,7 +166,7 @@ class PackedExperts(ReadableExperts):
             ctypes.c_int64(is_added),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int64(out.stride(0)),
-            ctypes.c_void_p(None if counts is None else counts.data_ptr()),
+            ctypes.c_void_p(self.counts.data_ptr()),
         )
         return out
 

@@ -41,7 +41,7 @@ class PackedMixture:
         assert not router.is_padded
         assert not experts.is_padded
         assert choice_bias is None or (choice_bias.dtype == torch.float32 and choice_bias.is_contiguous())
-        self.counts = torch.zeros(experts.num_experts, dtype=torch.int64)
+        self.counts = experts.counts
         self._parts = router, experts, choice_bias
         self._rule = RuleArguments.of(rule)
         self._mixture = _Mixture(
