@@ -15,6 +15,8 @@ from pydantic import (
     field_validator,
 )
 
+from workers.model.kv_form import KvDtype
+
 
 class Parallel(NamedTuple):
     """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
@@ -99,6 +101,9 @@ class EngineSettings(BaseModel):
     max_waiting: int = Field(default=512, ge=1)
     # CPU threads of each rank.
     num_threads: int = Field(default=1, ge=1)
+    # The dtype of keys and values. `auto`: as activations; `int8` and `fp8` (e4m3): 8 bits, with a scale for
+    # each token and head.
+    kv_dtype: KvDtype = "auto"
     # A sequence's tokens depend neither on the other sequences of a step, nor on how it was cut into chunks,
     # nor on the number of threads: ranks start only with products and attention that promise it.
     deterministic: bool = False

@@ -12,6 +12,7 @@ from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
+from workers.model.kv_form import KvForm
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
@@ -159,6 +160,7 @@ def _pool_need(
     """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
+    form = KvForm.of(engine.kv_dtype, item_bytes)
     ranks: list[RankNeed] = []
     first = 0
     for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
@@ -168,7 +170,9 @@ def _pool_need(
                 model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
             )
             shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
-            layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)
+            layout = BlockLayout(
+                shard, model.kv_cells.width, engine.block_tokens, form.item_bytes, form.scale_bytes
+            )
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],

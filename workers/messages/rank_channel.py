@@ -69,6 +69,8 @@ class RankSpec(Message, frozen=True):
     expert_offload: int = 0
     # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
     ep: int = 1
+    # As `engine.kv_dtype`.
+    kv_dtype: str = "auto"
 
     @property
     def num_ranks(self) -> int:

@@ -105,7 +105,7 @@ class NativeLayers:
         """Run the first `num_layers` layers over `hidden` [num_tokens, hidden_size], in place."""
         assert hidden.shape == (plan.num_tokens, self._shape.normed)
         assert hidden.stride(1) == 1
-        assert hidden.dtype == plan.backend.kv.dtype
+        assert hidden.dtype == plan.backend.dtype
         if self._arguments is None or not self._arguments.are_for(plan.backend):
             self._arguments = _Arguments(self._layers, plan.backend)
         widths = self._shape._asdict()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.kv_form import KvForm
 from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
 
@@ -218,7 +219,7 @@ class _LayerWork(NamedTuple):
     has_experts: bool
 
     @staticmethod
-    def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
+    def of(config: ModelConfig, layer: int, form: KvForm) -> _LayerWork:
         num_kv_heads, head_dim = config.heads_of(layer)
         shapes, window = config.layer_shapes, config.sliding_windows[layer]
         mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
@@ -237,7 +238,7 @@ class _LayerWork(NamedTuple):
             _AttentionWork(
                 window,
                 2 * config.num_heads * (head_dim + mixed_dim),
-                2 * num_kv_heads * head_dim * item_bytes,
+                2 * num_kv_heads * form.head_bytes(head_dim),
             ),
             config.has_experts(layer),
         )
@@ -266,9 +267,10 @@ class ModelWork:
     All weights are read once a step, but for experts that no token chooses, and so is the KV that each
     sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
 
-    def __init__(self, config: ModelConfig, item_bytes: int) -> None:
-        """`item_bytes` is the size of one weight, and of one KV value."""
-        layers = [_LayerWork.of(config, layer, item_bytes) for layer in range(config.num_layers)]
+    def __init__(self, config: ModelConfig, item_bytes: int, kv_dtype: str = "auto") -> None:
+        """`item_bytes` is the size of one weight, and of one KV value unless `kv_dtype` has another."""
+        form = KvForm.of(kv_dtype, item_bytes)
+        layers = [_LayerWork.of(config, layer, form) for layer in range(config.num_layers)]
         inputs = config.num_layers * config.layer_shapes.input_size
         self._layer_weights = sum(layer.weights for layer in layers) + config.hidden_size * inputs
         self._head_weights = config.vocab_size * config.hidden_size

@@ -26,9 +26,11 @@ from workers.errors import CapacityError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
 from workers.model.attention.kinds_backend import backend_of_kinds
+from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
+from workers.model.kv_form import KvForm
 from workers.model.model_config import ModelConfig
 from workers.model.products import refuse_nondeterministic
 from workers.model.rank_memory import least_kv_tokens
@@ -75,9 +77,9 @@ class ModelRunner:
     The ranks of a replica run the same plans in the same order and meet in the groups of their place: the
     first stage embeds, each stage passes its hidden states [num_tokens, hidden_size] to the next, and the
     first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens,
-    width]` of this rank's layers and cells, and `pool` the same memory for the transports. Raises
-    `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of less than one
-    block."""
+    width]` of this rank's layers and cells, as activations or quantized, and `pool` the same memory for the
+    transports. Raises `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of
+    less than one block."""
 
     def __init__(
         self,
@@ -135,14 +137,16 @@ class ModelRunner:
             )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
-        self.layout = _layout(config, decoder.shard, block_tokens, dtype)
+        self._form = form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        self.layout = _layout(config, decoder.shard, block_tokens, form)
+        self._kv_dtype = kv_dtype(capacity.kv_dtype, dtype)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
         num_host_blocks = capacity.num_offload_tokens // block_tokens
         num_blocks = self._num_blocks(capacity.num_kv_tokens, num_host_blocks, capacity.auto_kv)
         progress("allocating KV memory")
-        memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, dtype, device)
+        memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, self._kv_dtype, device)
         self.kv = memory[:num_blocks]
         self.host = self._allocate_host(num_host_blocks)
         self.attention = self._choose_attention(memory, clock)
@@ -166,7 +170,9 @@ class ModelRunner:
             max_context_tokens=self._max_context_tokens,
             eos_token_ids=config.eos_token_ids,
             backend=self.attention.name,
-            compatibility=_compatibility(config, model_fingerprint, self._dtype, self._block_tokens),
+            compatibility=_compatibility(
+                config, model_fingerprint, self._dtype, self._block_tokens, self._form
+            ),
         )
 
     def warm_up(self, step_tokens: int = WARM_UP_TOKENS) -> None:
@@ -277,7 +283,7 @@ class ModelRunner:
         """Run the largest steps, and record graphs, over as little KV as they need."""
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
-        memory = _zeros(self.layout, num_blocks + self._num_scratch, self._dtype, self._device)
+        memory = _zeros(self.layout, num_blocks + self._num_scratch, self._kv_dtype, self._device)
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
         started, *largest, freed = largest_steps(*limits)
@@ -303,7 +309,7 @@ class ModelRunner:
 
 
 def _compatibility(
-    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
+    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int, form: KvForm
 ) -> CompatibilityRecord:
     name, cells = str(dtype).removeprefix("torch."), config.kv_cells
     return CompatibilityRecord(
@@ -315,14 +321,16 @@ def _compatibility(
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,
         head_dim=cells.width,
+        kv_dtype=form.name,
+        scale_bytes=form.scale_bytes,
     )
 
 
-def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
+def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, form: KvForm) -> BlockLayout:
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize)
+    return BlockLayout(held, cells.width, block_tokens, form.item_bytes, form.scale_bytes)
 
 
 def _allocate(
@@ -352,4 +360,5 @@ def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: tor
 
 def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
     shard = layout.shard
-    return (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
+    width = layout.head_bytes // (layout.block_tokens * layout.item_bytes)
+    return (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, width)

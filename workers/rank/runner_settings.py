@@ -71,7 +71,8 @@ class RankCapacity(NamedTuple):
 
     Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with the
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
-    the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
+    the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. `kv_dtype` is
+    `engine.kv_dtype`.
     """
 
     block_tokens: int
@@ -80,6 +81,7 @@ class RankCapacity(NamedTuple):
     num_offload_tokens: int = 0
     offload_mode: OffloadMode | Literal["auto"] = "auto"
     auto_kv: AutoKv | None = None
+    kv_dtype: str = "auto"
 
 
 class RankPlace(NamedTuple):

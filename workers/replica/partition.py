@@ -68,7 +68,7 @@ class Shape:
         self.attention_ratio = 0.0
         self._name = spec.identity.replica_id
         self._model_dir = spec.model_dir
-        self._item_bytes = ITEM_BYTES[spec.dtype]
+        self._item_bytes, self._kv_dtype = ITEM_BYTES[spec.dtype], engine.kv_dtype
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = spec.role == "decode"
@@ -101,6 +101,7 @@ class Shape:
                 model_cache=spec.model_cache,
                 expert_offload=engine.expert_offload,
                 ep=parallel.ep,
+                kv_dtype=engine.kv_dtype,
             )
             for rank in range(parallel.num_ranks)
         ]
@@ -108,7 +109,7 @@ class Shape:
     @property
     def work(self) -> ModelWork:
         """The costs of the model's steps."""
-        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes)
+        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes, self._kv_dtype)
 
     def plan_stages(self, joined: Sequence[RankJoined]) -> Stages:
         """Return the layers of each stage: as configured, or so that the slowest stage is as fast as it can

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.model.attention.quantized_kv import is_quantized
+from workers.model.kv_form import SCALE_BYTES
 from workers.model.norm import Norm
 
 
@@ -158,7 +160,8 @@ class StepInput:
 
 class KvShape(NamedTuple):
     """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
-    `num_blocks`. Where layers have heads of several sizes, it is that of a view with one of the sizes."""
+    `num_blocks`. Where layers have heads of several sizes, it is that of a view with one of the sizes. Heads
+    with scales (`workers.model.attention.quantized_kv`) count without them."""
 
     num_layers: int
     num_kv_heads: int
@@ -168,7 +171,8 @@ class KvShape(NamedTuple):
 
 def kv_shape(kv: Tensor) -> KvShape:
     """Return the shape of a rank's KV."""
-    _, num_layers, _, num_kv_heads, block_tokens, head_dim = kv.shape
+    _, num_layers, _, num_kv_heads, block_tokens, width = kv.shape
+    head_dim = width - SCALE_BYTES if is_quantized(kv) else width
     return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
 
 
@@ -210,7 +214,8 @@ class AttentionShape:
 
     With several `kinds` of heads, rotations are those of the kinds, and `reads` are the layers of the KV that
     the decoder's layers attend to, one after another. `has_sinks` says whether layers have sinks, with which
-    backends are compared."""
+    backends are compared. `dtype` is that of queries and results; None: that of the KV, which has no
+    scales."""
 
     num_heads: int
     windows: tuple[int, ...]
@@ -220,6 +225,7 @@ class AttentionShape:
     kinds: tuple[HeadKind, ...] = ()
     reads: tuple[int, ...] = ()
     has_sinks: bool = False
+    dtype: torch.dtype | None = None
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""
@@ -264,7 +270,8 @@ class AttentionPlan(ABC):
 
 class AttentionBackend(ABC):
     """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
-    head_dim] of the model's dtype, whose heads are contiguous. Made once for a rank."""
+    head_dim], whose heads are contiguous, of the model's `dtype` or quantized
+    (`workers.model.attention.quantized_kv`). Made once for a rank."""
 
     name: str
     # Whether it can read blocks in host memory through staging buffers, and not only in place.
@@ -275,8 +282,10 @@ class AttentionBackend(ABC):
     can_capture = False
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
+        assert shape.dtype is not None or not is_quantized(kv)
         self.shape = shape
         self.kv = kv
+        self.dtype = shape.dtype or kv.dtype
 
     @abstractmethod
     def plan(self, step: StepInput) -> AttentionPlan:

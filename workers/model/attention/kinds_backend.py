@@ -21,6 +21,7 @@ from workers.model.attention.interface import (
     LayerRead,
     StepInput,
 )
+from workers.model.attention.quantized_kv import is_quantized
 
 MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
 
@@ -36,6 +37,7 @@ class KindsAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape, kv: Tensor, make: MakeBackend) -> None:
         """`make` makes the backend of one kind over its view of `kv`."""
         super().__init__(shape, kv)
+        assert not is_quantized(kv), "scales lie behind the heads of a cell"
         self.backends = [
             make(
                 dataclasses.replace(

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "kv_elements.h"
 #include "panel.h"
 
 constexpr int64_t MOST_FEW_ROWS = 4;
@@ -62,9 +63,10 @@ struct WideRows {
   // The queries in that order.
   struct Queries {
     alignas(64) float numbers[M * DIM];
-    explicit Queries(const float* queries) {
+    template <typename Q>
+    explicit Queries(const Q* queries) {
       for (int m = 0; m < M; m++)
-        for (int i = 0; i < DIM; i++) numbers[m * DIM + place(i)] = queries[m * DIM + i];
+        for (int i = 0; i < DIM; i++) numbers[m * DIM + place(i)] = to_float(queries[m * DIM + i]);
     }
   };
 
