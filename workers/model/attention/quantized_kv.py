@@ -44,13 +44,14 @@ class Quantized(NamedTuple):
     @staticmethod
     def of(vectors: Tensor, dtype: torch.dtype) -> Quantized:
         """Quantize `vectors` [..., head_dim] to one of the dtypes of quantized KV."""
-        wide, largest = vectors.float(), _LARGEST[dtype]
+        wide = vectors.float()
         most = wide.abs().amax(-1)
+        largest = torch.full_like(most, _LARGEST[dtype])  # by a number torch may divide in another way
         is_finite, is_zero = most.isfinite(), most < _LEAST
-        inverses = torch.where(is_finite & ~is_zero, largest / most, 0.0)
         scales = torch.where(is_zero, 0.0, most / largest)
         scales = torch.where(is_finite, scales, float("nan"))
-        scaled = torch.where(is_finite[..., None], wide, 0.0) * inverses[..., None]
+        scaled = wide * (largest / most)[..., None]
+        scaled = torch.where((is_finite & ~is_zero)[..., None], scaled, 0.0)
         if dtype == torch.int8:
             scaled = scaled.round()
         return Quantized(scaled.to(dtype), scales)
