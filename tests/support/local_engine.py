@@ -98,7 +98,12 @@ class LocalEngine:
                     dtype, CPU, config.num_threads, config.deterministic, queue, config.expert_offload
                 ),
                 RankCapacity(
-                    BLOCK, num_blocks * BLOCK, config.max_sequences, num_offload_blocks * BLOCK, mode
+                    BLOCK,
+                    num_blocks * BLOCK,
+                    config.max_sequences,
+                    num_offload_blocks * BLOCK,
+                    mode,
+                    kv_dtype=config.kv_dtype,
                 ),
                 ManualClock(5.0),
                 place=RankPlace(ShardSpec(first, end, rank % tp, tp), groups),
