@@ -78,7 +78,7 @@ class TritonPlan(AttentionPlan):
                 each = torch.arange(len(step.lengths), dtype=torch.int32, device=device)
                 chunks = torch.stack((each, each, torch.zeros_like(each)), 1)
         else:
-            tile = chunk_tile(backend.kv.dtype, backend.kv_shape.head_dim)
+            tile = chunk_tile(backend.dtype, backend.kv_shape.head_dim)
             is_chunk = (step.lengths > 1) | backend.is_deterministic
             tasks = [_decode_tasks(step, ~is_chunk), _chunk_tasks(step, is_chunk, tile.rows, backend.group)]
             token_slots = np.repeat(step.slots, step.lengths)
@@ -91,7 +91,7 @@ class TritonPlan(AttentionPlan):
         self._decodes, self._chunks = decodes, chunks
         self._window_to_view = self._views(step, sequences.tables)
         shape = backend.shape
-        self._rotations = [rope_table(positions, it, backend.kv.dtype) for it in shape.rotations]
+        self._rotations = [rope_table(positions, it, backend.dtype) for it in shape.rotations]
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
         self._partials = None
         if num_decodes:
@@ -112,9 +112,9 @@ class TritonPlan(AttentionPlan):
             k_norm=layer.k_norm,
             is_written=layer.has_own_kv,
         )
-        kv = LayerKv(blocks)
+        kv = LayerKv.of(blocks)
         if view.host is not None:
-            kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
+            kv = LayerKv.of(blocks, view.host.layer(layer.index), view.host.first_id)
         sequences = self._sequences._replace(tables=view.tables)
         scoring = backend.scoring
         if layer.sinks is not None:
