@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ FORMS = ("auto", "int8", "fp8")
 TARGET = 1.3
 NUM_STEPS = 8
 # Attention of a model of some billion parameters, with few other weights.
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2048,
     "num_hidden_layers": 4,

@@ -94,7 +94,7 @@ class Context(NamedTuple):
         """Take a sequence's products; its keys and values are quantized unless `kv_dtype` is None."""
         by_head = qkv.view(len(qkv), -1, heads.head_dim)
         counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        queries, keys, values = by_head.split(counts, 1)
+        queries, keys, values = torch.split(by_head, counts, 1)
         if kv_dtype is not None:
             keys, values = (Quantized.of(it, KV_DTYPES[kv_dtype]).floats() for it in (keys, values))
         group = heads.group

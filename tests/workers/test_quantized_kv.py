@@ -152,7 +152,7 @@ def test_attention_is_that_to_what_was_written(
         work = [it for it in range(3) if ends[it] > starts[it]]
         spans = [SequenceSpan(starts[it], ends[it] - starts[it], tables[it]) for it in work]
         mixed = run(backend, spans, torch.cat([qkv[it][starts[it] : ends[it]] for it in work]))
-        for number, part in zip(work, mixed.split([span.num_tokens for span in spans]), strict=True):
+        for number, part in zip(work, torch.split(mixed, [span.num_tokens for span in spans]), strict=True):
             parts[number].append(part)
     for given_qkv, done in zip(qkv, parts, strict=True):
         actual = torch.cat(done)

@@ -13,7 +13,7 @@ from workers.model.kv_form import SCALE_BYTES
 
 # The kernels' names of the elements of KV; 0: of the dtype of activations.
 INT8, FP8 = tl.constexpr(1), tl.constexpr(2)
-ELEMENTS = {torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}
+ELEMENTS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # From distances of elements, which are bytes, to those of scales.
 SCALE = tl.constexpr(SCALE_BYTES)
 _ABSOLUTE = tl.constexpr(0x7FFFFFFF)
