@@ -11,11 +11,10 @@ import torch
 from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
 
 from kvtransfer.blocks.keys import extend_keys
-from workers.config import EngineConfig
+from workers.config import EngineConfig, KvDtype
 from workers.messages.link import SampleState, Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, OffloadMode
-from workers.model.kv_form import KvDtype
 
 pytestmark = pytest.mark.slow
 

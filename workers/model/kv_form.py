@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
 
-# `auto` keeps KV in the dtype of activations.
-KvDtype = Literal["auto", "int8", "fp8"]
 # The size of the float32 by which the elements of a token of a head's keys or values are multiplied.
 SCALE_BYTES = 4
 
