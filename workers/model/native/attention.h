@@ -220,8 +220,11 @@ class Attention {
     int64_t begin = piece * PIECE, next = task.position + task.num_tokens;
     int64_t first = std::max(begin, first_key(task.position)), end = std::min(begin + PIECE, next);
     int64_t packed = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;
-    for (int64_t key = packed; key < last; key += PANEL)
+    for (int64_t key = packed; key < last; key += PANEL) {
+      for (int64_t group = key; group < std::min(key + PANEL, end); group += 16)
+        paged.prefetch_scales(task, head, group);
       paged.pack_keys(task, head, key, first, end, own.keys + (key - packed) * dim);
+    }
     paged.pack_values(task, head, packed, last - packed, first, end, next, own.values);
     copy_scales(task, head, begin, packed, last, first, end, own);
     int64_t num_rows = task.num_tokens * group;
@@ -264,6 +267,7 @@ class Attention {
     for (int64_t key = from; key < end; key += KEY_GROUP) {
       // After the last keys of a piece come its first values.
       const S* ahead = key + AHEAD < end ? keys_of(key + AHEAD) : values_of(from);
+      paged.prefetch_scales(task, head, key);
       Few::score(queries, keys_of(key), end - key, none, ahead, own.scores + key - begin, PIECE);
     }
     int64_t panels = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;

@@ -46,7 +46,7 @@ class PagedKv {
 
   // The 16 keys from `key` on, a multiple of 16: they are in one block.
   const S* keys_of(const AttentionTask& task, int64_t head, int64_t key) const {
-    return head_of(task, head, key) + key % step.block_tokens * dim;
+    return head_of(task, head, key) + offset_of(key) * dim;
   }
   int64_t to_values() const { return step.kind_stride; }
 
@@ -60,12 +60,20 @@ class PagedKv {
           memset(scales, 0, 16 * sizeof(float));
           continue;
         }
-        const S* scales_of_head = head_of(task, head, group) + to_kind + step.block_tokens * dim;
-        const float* own = (const float*)scales_of_head + group % step.block_tokens;
+        const float* own = scales_of(task, head, group, to_kind);
         for (int64_t i = 0; i < 16; i += LANES) store(load(own + i) * broadcast(S::UNIT), scales + i);
         for (int64_t key = group; key < first; key++) scales[key - group] = 0;
         for (int64_t key = std::max(group, end); key < group + 16; key++) scales[key - group] = 0;
       }
+    }
+  }
+
+  // Prefetches the scales of the 16 keys from `key` on, and of their values.
+  INLINE void prefetch_scales(const AttentionTask& task, int64_t head, int64_t key) const {
+    if constexpr (IS_QUANTIZED<S>) {
+      const char* own = (const char*)scales_of(task, head, key, 0);
+      prefetch(own);
+      prefetch(own + to_values());
     }
   }
 
@@ -136,11 +144,20 @@ class PagedKv {
   }
 
  private:
-  const S* head_of(const AttentionTask& task, int64_t head, int64_t key) const {
-    int64_t block = step.tables[step.slots[task.sequence] * step.table_stride + key / step.block_tokens];
+  // Keys are fewer than 2^32, whose division takes less time than that of longer numbers.
+  int64_t offset_of(int64_t key) const { return uint32_t(key) % uint32_t(step.block_tokens); }
+
+  INLINE const S* head_of(const AttentionTask& task, int64_t head, int64_t key) const {
+    int64_t place = uint32_t(key) / uint32_t(step.block_tokens);
+    int64_t block = step.tables[step.slots[task.sequence] * step.table_stride + place];
     const S* layer = block < step.first_host ? kv + block * step.block_stride
                                              : host + (block - step.first_host) * step.block_stride;
     return layer + head * step.head_stride;
+  }
+
+  INLINE const float* scales_of(const AttentionTask& task, int64_t head, int64_t key, int64_t to_kind) const {
+    const S* scales = head_of(task, head, key) + to_kind + step.block_tokens * dim;
+    return (const float*)scales + offset_of(key);
   }
 
   // `count` <= 16 keys or values that lie together, as T: where they are, or widened in memory of the thread.
