@@ -75,8 +75,8 @@ inline void plan_tasks(AttentionStep* step) {
 template <typename T, typename S = T>
 class Attention {
   using A = Operand<T>;
-  // Of one token without panels: elements of 8 bits are widened to float.
-  using TokenOperand = std::conditional_t<IS_QUANTIZED<S>, float, A>;
+  // Of one token without panels: some elements of 8 bits are widened to float.
+  using TokenOperand = std::conditional_t<IS_NARROW<S>, A, float>;
 
   const AttentionStep& step;
   const int64_t group, dim, padded_dim, window, query_stride;
@@ -226,7 +226,7 @@ class Attention {
       paged.pack_keys(task, head, key, first, end, own.keys + (key - packed) * dim);
     }
     paged.pack_values(task, head, packed, last - packed, first, end, next, own.values);
-    copy_scales(task, head, begin, packed, last, first, end, own);
+    if constexpr (IS_QUANTIZED<S>) copy_scales(task, head, begin, packed, last, first, end, S::UNIT, own);
     int64_t num_rows = task.num_tokens * group;
     for (int64_t row = 0; row < num_rows; row += TURN_ROWS) {
       int64_t rows = std::min(TURN_ROWS, num_rows - row);
@@ -271,7 +271,10 @@ class Attention {
       Few::score(queries, keys_of(key), end - key, none, ahead, own.scores + key - begin, PIECE);
     }
     int64_t panels = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;
-    copy_scales(task, head, begin, panels, last, first, end, own);
+    if constexpr (IS_QUANTIZED<S>) {
+      float unit = sizeof(TokenOperand) == 2 ? HALF_BIAS : S::UNIT;
+      copy_scales(task, head, begin, panels, last, first, end, unit, own);
+    }
     for (int64_t row = 0; row < M; row++)
       normalize(own, own.scores + row * PIECE, probabilities + row * PIECE, panels - begin, last - begin, first - begin,
                 end - begin, state.largest + row, state.sums + row);
@@ -283,11 +286,11 @@ class Attention {
     Few::mix(probabilities + from - begin, PIECE, from, end, none, values_of, ahead_of, state.mixed, padded_dim);
   }
 
-  // Copies the scales of keys and values of a piece that begins at `begin`.
+  // Copies the scales, times `unit`, of keys and values of a piece that begins at `begin`.
   void copy_scales(const AttentionTask& task, int64_t head, int64_t begin, int64_t from, int64_t to, int64_t first,
-                   int64_t end, Scratch& own) const {
-    paged.copy_scales(task, head, 0, from, to, first, end, own.key_scales + from - begin);
-    paged.copy_scales(task, head, paged.to_values(), from, to, first, end, own.value_scales + from - begin);
+                   int64_t end, float unit, Scratch& own) const {
+    paged.copy_scales(task, head, 0, from, to, first, end, unit, own.key_scales + from - begin);
+    paged.copy_scales(task, head, paged.to_values(), from, to, first, end, unit, own.value_scales + from - begin);
   }
 
   // Where the probabilities of one token's piece are kept: floats in place of the scores.

@@ -50,10 +50,10 @@ class PagedKv {
   }
   int64_t to_values() const { return step.kind_stride; }
 
-  // The scales of keys or, after `to_values()` elements, of values, from `from` to `to`, multiples of 16, times the
-  // unit of the elements; 0 outside [first, end).
+  // The scales of keys or, after `to_values()` elements, of values, from `from` to `to`, multiples of 16, times
+  // `unit`; 0 outside [first, end).
   void copy_scales(const AttentionTask& task, int64_t head, int64_t to_kind, int64_t from, int64_t to, int64_t first,
-                   int64_t end, float* scales) const {
+                   int64_t end, float unit, float* scales) const {
     if constexpr (IS_QUANTIZED<S>) {
       for (int64_t group = from; group < to; group += 16, scales += 16) {
         if (group >= end || group + 16 <= first) {
@@ -61,7 +61,7 @@ class PagedKv {
           continue;
         }
         const float* own = scales_of(task, head, group, to_kind);
-        for (int64_t i = 0; i < 16; i += LANES) store(load(own + i) * broadcast(S::UNIT), scales + i);
+        for (int64_t i = 0; i < 16; i += LANES) store(load(own + i) * broadcast(unit), scales + i);
         for (int64_t key = group; key < first; key++) scales[key - group] = 0;
         for (int64_t key = std::max(group, end); key < group + 16; key++) scales[key - group] = 0;
       }
