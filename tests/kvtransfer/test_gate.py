@@ -88,7 +88,7 @@ def test_opening_again_adds_blocks() -> None:
     gate.open(OpenLanding(b"a", WRITER, (2,)))
     landing = gate.find(b"a", WRITER)
     assert landing is not None
-    assert landing.block_ids == {1, 2}
+    assert landing.block_ids == ({1, 2},)
 
 
 def test_the_last_ids_are_remembered_and_few_before_them() -> None:

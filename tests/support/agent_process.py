@@ -137,7 +137,7 @@ class Ranks:
         agent = TransferAgent(
             identity=start.identity,
             rank=start.rank,
-            pool=pool,
+            pools=(pool,),
             trust=Trust.read(start.trust),
             clock=SystemClock(),
             faults=HoldingFaults(start.faults),

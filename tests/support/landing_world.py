@@ -231,7 +231,7 @@ class World:
         for writer in self.writers:
             writer.orders.append(ConnectPeer(self.connection, PREFILL, DECODE, (), (), 0.0))
         self.is_linked = True
-        aborts = self.landing.writer_joined(PREFILL, [(target, piece) for _, target, piece in self.pieces])
+        aborts = self.landing.writer_joined(PREFILL, [[(target, piece) for _, target, piece in self.pieces]])
         if aborts:
             self.do_landing(aborts)
 

@@ -161,7 +161,7 @@ class ReplicaHarness:
             clock=self.clock,
             faults=Faults(),
         )
-        self.kv_receiver.writer_joined(peer, lanes)
+        self.kv_receiver.writer_joined(peer, (lanes,))
         self.migration = MigrationManager(
             identity=identity,
             scheduler=self.scheduler,
@@ -394,7 +394,7 @@ class Side:
         self.replica.kv_sender.peer_failed(self.other.identity, "reset")
         self.replica.peers.to_reader.clear()
         self.other.replica.peers.to_writer.clear()
-        self.other.replica.kv_receiver.writer_joined(self.identity, ((0, WHOLE),))
+        self.other.replica.kv_receiver.writer_joined(self.identity, (((0, WHOLE),),))
         self.replica.migration.pump()
 
     def is_quiet(self) -> bool:

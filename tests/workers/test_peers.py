@@ -58,7 +58,7 @@ class Sides:
         self.lost: list[ReplicaIdentity] = []
         self.failed: list[str] = []
         self.num_ready = 0
-        self.pieces: Sequence[tuple[int, Shard]] = ()
+        self.pieces: Sequence[Sequence[tuple[int, Shard]]] = ()
         self.is_broken = False
         self.on_joined: Callable[[ReplicaIdentity], None] = lambda writer: None
 
@@ -73,7 +73,7 @@ class Sides:
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         self.failed.append(reason)
 
-    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[Sequence[tuple[int, Shard]]]) -> None:
         self.pieces = pieces
         self.on_joined(writer)
 
@@ -311,7 +311,7 @@ async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> Non
     stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
     feed.feed(None)
     await harness.serve(stream)
-    assert sorted(harness.sides.pieces, key=str) == sorted(
+    assert sorted(harness.sides.pieces[0], key=str) == sorted(
         ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
     )
     assert harness.sides.lost == [PEER]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.moving_average import moving_average
+from kvtransfer.messages import WindowBlocks
 from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,
@@ -78,9 +79,9 @@ class FinishedBlock:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of a prompt to hand over, or of a sequence that migrates,
-    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes the
-    cached tokens. Times are of the sampling rank's clock, for traces: the end of its part, and that less the
-    time that all stages took."""
+    is in `block_ids` (the last block may be partial), at every rank, and as far as it is within the windows
+    of groups of layers, in `windows`. The first one of a request includes the cached tokens. Times are of the
+    sampling rank's clock, for traces: the end of its part, and that less the time that all stages took."""
 
     request_id: str
     attempt: int
@@ -88,6 +89,7 @@ class ChunkDone:
     block_ids: tuple[int, ...]
     started_at: float
     finished_at: float
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class PromptDone:
     samples: tuple[SampleState, ...]
     block_ids: tuple[int, ...]
     num_loaded_tokens: dict[str, int]
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
