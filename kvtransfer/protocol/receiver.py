@@ -441,7 +441,7 @@ class LandingTable:
         for window, blocks in zip(self._windows, prefix.windows, strict=True):
             first = max(self._first_of(request, window), num_held)
             parts.append(LandingPart(window, window.window, list(blocks.block_ids), first, []))
-        pools = (self._pool, *self._windows)
+        pools: tuple[BlockSource | WindowSource, ...] = (self._pool, *self._windows)
         for pool, part in zip(pools, parts, strict=True):
             pool.acquire(part.held)
         for pool, part in zip(pools, parts, strict=True):
