@@ -418,7 +418,8 @@ class World:
     def sync_owners(self) -> None:
         """Take the blocks that a pool would hand out again from their owners."""
         self.landing.check()
-        for group, pool in enumerate((self.pool, *self.windows)):
+        pools: list[BlockPool | WindowBlockPool] = [self.pool, *self.windows]
+        for group, pool in enumerate(pools):
             pool.check()
             taken = pool.allocate(pool.num_free)
             for block in taken:
