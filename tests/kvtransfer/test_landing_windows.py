@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_interleaving import EVENTS, NUMBERS, Interleaving, block_key
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request, source_block
-from window_block_pool import WindowBlockPool
 
 from kvtransfer.messages import Shard, WindowBlocks
 from kvtransfer.peer_messages import LandingGrant, LandingRefusal, Manifest, PieceSum
 from kvtransfer.protocol.actions import Landed
 from kvtransfer.transfer_orders import PushOrder, VerifyOrder
 from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.window_pool import WindowPool
 
 # A model of three layers with two heads, as one rank holds it, as two stages and as two tensor-parallel
 # ranks do. The first stage has no layer of the last group.
@@ -40,7 +40,7 @@ class WindowWorld(World):
         for group, (window, indices) in enumerate(zip(self.windows, held, strict=True), start=1):
             for index in indices:
                 (block,) = window.allocate(1)
-                window.key_to_block[block_key(number, index)] = block
+                window.register(block, block_key(number, index), "t")
                 self._remember(number, group, index, block)
 
     def _remember(self, number: int, group: int, index: int, block: int) -> None:
@@ -118,7 +118,7 @@ def first_seen(num_tokens: int, window: int) -> int:
 
 def opened(num_tokens: int, *windows: int, num_blocks: int = 8, is_growing: bool = False) -> WindowWorld:
     """A world with a landing of request 1 that is open."""
-    pools = [WindowBlockPool(window, num_blocks) for window in windows]
+    pools = [WindowPool(window, num_blocks) for window in windows]
     layers = TWO_GROUPS if len(windows) == 1 else THREE_GROUPS
     world = WindowWorld(BlockPool(16, BLOCK), True, ONE_RANK, ONE_RANK, pools, layers)
     world.ask(request(1, num_tokens, is_growing=is_growing))
@@ -129,7 +129,7 @@ def opened(num_tokens: int, *windows: int, num_blocks: int = 8, is_growing: bool
 def is_empty(world: World) -> bool:
     """Whether nothing is referenced or in quarantine."""
     return world.pool.num_referenced == world.pool.num_quarantined == 0 and not any(
-        window.references or window.quarantined for window in world.windows
+        window.num_references or window.num_quarantined for window in world.windows
     )
 
 
@@ -151,7 +151,7 @@ def test_only_blocks_within_the_windows_are_asked_for_and_moved_once() -> None:
 def test_what_is_cached_for_all_groups_is_not_moved_again() -> None:
     world = WindowWorld(
         BlockPool(16, BLOCK),
-        windows=[WindowBlockPool(2 * BLOCK + 1, 8)],
+        windows=[WindowPool(2 * BLOCK + 1, 8)],
         layers=TWO_GROUPS,
         sources=ONE_RANK,
         readers=ONE_RANK,
@@ -174,7 +174,7 @@ def test_what_is_cached_for_all_groups_is_not_moved_again() -> None:
 def test_a_prompt_that_is_held_whole_moves_nothing() -> None:
     world = WindowWorld(
         BlockPool(16, BLOCK),
-        windows=[WindowBlockPool(BLOCK, 8)],
+        windows=[WindowPool(BLOCK, 8)],
         layers=TWO_GROUPS,
         sources=ONE_RANK,
         readers=ONE_RANK,
@@ -202,20 +202,20 @@ def test_a_prompt_that_is_held_whole_moves_nothing() -> None:
     ],
 )
 def test_a_grant_whose_windows_do_not_fit_is_given_back(windows: tuple[WindowBlocks, ...]) -> None:
-    world = WindowWorld(BlockPool(8, BLOCK), windows=[WindowBlockPool(BLOCK, 8)], layers=TWO_GROUPS)
+    world = WindowWorld(BlockPool(8, BLOCK), windows=[WindowPool(BLOCK, 8)], layers=TWO_GROUPS)
     world.ask(request(1, 2 * BLOCK))
     world.do_push(world.push.granted(DECODE, LandingGrant(LANDING, 0, (0, 1), windows), 0.0))
     assert world.ended == ({} if windows == (WindowBlocks(1, (5,)),) else {"r1": "peer"})
 
 
 def test_a_landing_waits_for_free_blocks_of_every_group() -> None:
-    pools = [WindowBlockPool(4 * BLOCK, 4), WindowBlockPool(BLOCK, 4)]
+    pools = [WindowPool(4 * BLOCK, 4), WindowPool(BLOCK, 4)]
     world = WindowWorld(BlockPool(16, BLOCK), windows=pools, layers=THREE_GROUPS)
     taken = world.windows[0].allocate(2)
     world.ask(request(1, 2 * BLOCK))
     world.settle()
     assert (world.landing.num_waiting, world.pool.num_referenced) == (1, 0)
-    assert not world.windows[1].references, "all is taken together"
+    assert not world.windows[1].num_references, "all is taken together"
     world.windows[0].release(taken)
     world.settle()
     assert world.landing.num_open == 1
@@ -274,7 +274,7 @@ def test_a_manifest_of_blocks_that_a_group_does_not_await_ends_the_landing(sums:
     world = opened(3 * BLOCK, BLOCK + 1)
     world.do_landing(world.landing.manifest(PREFILL, sums, 0.0))
     assert "the manifest names" in world.lost[0]
-    assert world.windows[0].quarantined == set(world.granted[LANDING].windows[0].block_ids)
+    assert world.windows[0].num_quarantined == len(world.granted[LANDING].windows[0].block_ids)
     world.settle()
     assert is_empty(world)
 
@@ -366,32 +366,33 @@ def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
     is_finished: bool,
 ) -> None:
     pool, num_held = BlockPool(14, BLOCK), held[0]
-    pools = [WindowBlockPool(window, 14) for window in windows]
+    pools = [WindowPool(window, 14) for window in windows]
     layers = TWO_GROUPS if len(windows) == 1 else THREE_GROUPS
     sources, readers = (tuple(enumerate(shards)) for shards in ranks)
     world = WindowWorld(pool, one_sided, sources, readers, pools, layers)
-    world.hold(0, num_held, held[1][: len(windows)])
+    held_windows = held[1][: len(windows)]
+    world.hold(0, num_held, held_windows)
     interleaving = Interleaving(world, num_keys=4)
     for event in events:
         interleaving.do(*event)
-        check_references(world, num_held)
+        check_references(world, num_held, held_windows)
     if is_finished:
         for number in interleaving.sizes:
             interleaving.do("compute", number, 80)
             world.settle()
     interleaving.end()
-    check_references(world, num_held)
+    check_references(world, num_held, held_windows)
     assert pool.num_quarantined == 0
-    assert not any(window.quarantined for window in pools)
+    assert not any(window.num_quarantined for window in pools)
     assert world.landing.num_window_references == (0,) * len(pools)
     assert world.landing.num_open == world.landing.num_waiting == 0
     if world.prefill_lives:
         assert set(world.ended) == {f"r{number}" for number in interleaving.sizes}
 
 
-def check_references(world: WindowWorld, num_held: int) -> None:
+def check_references(world: WindowWorld, num_held: int, held: list[set[int]]) -> None:
     """Every reference is a landing's, or of a block that the test holds."""
     assert world.pool.num_references == world.landing.num_references + num_held
     of_landings = world.landing.num_window_references
-    for window, count in zip(world.windows, of_landings, strict=True):
-        assert window.references.total() == count + len(window.key_to_block)
+    for window, count, indices in zip(world.windows, of_landings, held, strict=True):
+        assert window.num_references == count + len(indices)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from landing_ranks import LaneModel, TargetRank, WriterRank
-from window_block_pool import WindowBlockPool
 
 from kvtransfer.blocks.layout import BlockLayout, plan_pieces
 from kvtransfer.blocks.windows import first_needed_block
@@ -55,6 +54,7 @@ from kvtransfer.transfer_reports import (
     WriterGone,
 )
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.window_pool import WindowPool
 
 BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)
@@ -98,7 +98,7 @@ class World:
     sources: Ranks = ONE
     readers: Ranks = ONE
     # The blocks of the groups of layers behind the first, and the layers of all groups.
-    windows: Sequence[WindowBlockPool] = ()
+    windows: Sequence[WindowPool] = ()
     layers: Sequence[tuple[int, ...] | None] = (None,)
     now: float = 0.0
     landing: LandingTable = field(init=False)
@@ -418,7 +418,7 @@ class World:
     def sync_owners(self) -> None:
         """Take the blocks that a pool would hand out again from their owners."""
         self.landing.check()
-        pools: list[BlockPool | WindowBlockPool] = [self.pool, *self.windows]
+        pools: list[BlockPool | WindowPool] = [self.pool, *self.windows]
         for group, pool in enumerate(pools):
             pool.check()
             taken = pool.allocate(pool.num_free)

@@ -405,7 +405,8 @@ class Side:
     def check(self) -> None:
         replica = self.replica
         replica.pool.check()
-        replica.scheduler.check(replica.kv_receiver.landings.num_references)
+        landings = replica.kv_receiver.landings
+        replica.scheduler.check(landings.num_references, landings.num_window_references)
         replica.kv_receiver.landings.check()
 
 

@@ -185,8 +185,8 @@ class KvReceiver:
             times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
             first_index=min(len(sample.output) for sample in submission.samples) // TOKEN_BYTES,
         )
-        windows = [landed.windows] if landed.windows else []
-        ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now, *windows)
+        num_valid_tokens, windows = landed.num_valid_tokens, landed.windows
+        ended = self._scheduler.adopt(submission, landed.block_ids, num_valid_tokens, now, windows)
         gateway = hand_over.gateway_id, hand_over.gateway_epoch
         record = self._requests.add(replace(submission, decode=None), gateway)
         self._requests.post(record.key, report)

@@ -51,6 +51,7 @@ class SequenceMigration:
             num_settled=num_settled,
             most_tokens=request.num_prompt_tokens + request.output_limit,
             block_ids=self._life.tables.covering(sequence, num_settled),
+            windows=self._life.tables.windows.blocks(sequence),
         )
 
     def block_keys(self, key: RequestKey) -> tuple[bytes, ...]:
