@@ -30,9 +30,12 @@ class ToRank(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Action: join the sequence. `block_ids` cover all its tokens, and `windows` what the groups behind the
-    first need of them; their references pass to the caller. The KV of the first `num_valid_tokens` tokens is
-    held or verified, as far as what follows looks back at it."""
+    """Action: join the sequence. `block_ids` cover all its tokens; their references pass to the caller. The
+    KV of the first `num_valid_tokens` tokens is held or verified, as far as what follows looks back at it.
+
+    `windows` are the blocks of each group of layers behind the first, whose references pass too: from the
+    first one that is needed to continue behind the valid tokens to the last that `block_ids` have as well.
+    Where no token is valid they are empty, and the caller takes new ones."""
 
     landing_id: bytes
     block_ids: tuple[int, ...]

@@ -54,18 +54,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """A rank as a listener serves it: its pool behind its gate."""
+    """A rank as a listener serves it: its pools, one for each group of layers, behind its gate."""
 
     rank: int
-    pool: KvPool
+    pools: Sequence[KvPool]
     gate: Gate
     trust: Trust
     settings: TransferSettings
 
+    @property
+    def device(self) -> str:
+        """Where all pools lie."""
+        return self.pools[0].device
+
 
 @dataclass(frozen=True)
 class WriterRank:
-    """A rank as a channel writes for it: its identity and its pool."""
+    """A rank as a channel writes for it: its identity, and its pool of the channel's group of layers."""
 
     identity: ReplicaIdentity
     rank: int
@@ -89,6 +94,8 @@ class WriterRank:
             layout.item_bytes,
             layout.scale_bytes,
             layout.num_kinds,
+            lane.group,
+            layout.group,
         )
 
 
@@ -130,8 +137,9 @@ class Listener(ABC):
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         """Serve one accepted writer until its connection ends (sends the welcome first)."""
 
-    def _send_welcome(self, sock: socket.socket) -> None:
-        send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(self._target.pool.num_blocks)))
+    def _send_welcome(self, sock: socket.socket, hello: ChannelHello) -> None:
+        num_blocks = self._target.pools[hello.group].num_blocks
+        send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(num_blocks)))
 
     def _accepted(self, proven: socket.socket, name: str) -> None:
         """Serve a proven connection from now on."""
@@ -181,10 +189,14 @@ class Listener(ABC):
         two lacks."""
         if hello.target_rank != self._target.rank:
             raise IncompatibleError(f"this is rank {self._target.rank}, not {hello.target_rank}")
+        if not 0 <= hello.group < len(self._target.pools):
+            raise IncompatibleError(f"group {hello.group}: there are {len(self._target.pools)}")
         try:
-            plan_runs(hello.layout, self._target.pool.layout, hello.piece)
+            runs = plan_runs(hello.layout, self._target.pools[hello.group].layout, hello.piece)
         except ValueError as error:
             raise IncompatibleError(str(error)) from error
+        if not runs:
+            raise IncompatibleError(f"no layer of {hello.piece} is of group {hello.group}")
 
 
 class Channel(ABC):

@@ -44,16 +44,17 @@ _BATCH_BYTES = 16 << 20
 
 
 class ShmListener(OneSidedListener):
-    """Sends the pool's descriptor to proven writers."""
+    """Sends the descriptor of a pool to proven writers."""
 
     transport = "shm"
 
-    def __init__(self, target: TargetRank, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, target: TargetRank, fds: Sequence[int]) -> None:
+        """`fds` are the descriptors of all pools."""
+        self._fds = fds
         super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        socket.send_fds(sock, [_FD_MARK], [self._fd])
+        socket.send_fds(sock, [_FD_MARK], [self._fds[hello.group]])
 
 
 class ShmChannel(OneSidedChannel):
@@ -120,9 +121,9 @@ class ShmChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> ShmListener | None:
-    """Return a listener, or None where the pool's memory cannot be shared."""
-    pool = target.pool
-    return ShmListener(target, pool.memory.fd) if isinstance(pool, HostPool) and pool.memory.fd >= 0 else None
+    """Return a listener, or None where the memory of a pool cannot be shared."""
+    fds = [pool.memory.fd for pool in target.pools if isinstance(pool, HostPool) and pool.memory.fd >= 0]
+    return ShmListener(target, fds) if len(fds) == len(target.pools) else None
 
 
 def connect(

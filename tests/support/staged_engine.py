@@ -499,13 +499,20 @@ class SlotState:
 
 
 class HashRank:
-    """Executes plans in order; knows nothing but what they carry."""
+    """Executes plans in order; knows nothing but what they carry. `windows` are those of the groups of layers
+    behind the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[int] = ()) -> None:
         self.kv: dict[tuple[int, int], int] = {}
+        # What is in the blocks of those groups.
+        self._windows = Stage(0, windows)
         self.slots: dict[int, SlotState] = {}
         self.step = 0
-        self._reader = PlanReader()
+        self._reader = PlanReader(len(windows))
+
+    def kv_of(self, group: int) -> dict[tuple[int, int], int]:
+        """Return the KV of a group of layers by (block, offset)."""
+        return self._windows.window_kv[group - 1] if group else self.kv
 
     def run(self, plan: StepPlan) -> StepReport:
         assert plan.step == self.step + 1
@@ -518,24 +525,27 @@ class HashRank:
         copied = {
             (copy.dst_block, offset): self.kv[copy.src_block, offset]
             for copy in plan.copies
+            if not copy.group
             for offset in range(BLOCK_TOKENS)
             if (copy.src_block, offset) in self.kv
         }
         self.kv.update(copied)
+        self._windows.copy_blocks(plan)
         works = self._reader.read(plan)
         self._write(plan, works)
         tokens: list[int] = []
         for entry in works:
-            for slot in entry.sample_slots:
-                context = [
-                    self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
-                    for position in range(entry.start + entry.num_tokens)
-                ]
-                tokens.append(self.slots[slot].sample(context, plan.step))
+            context = [
+                self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+                for position in range(entry.start + entry.num_tokens)
+            ]
+            self._windows.check_windows(entry, context)
+            tokens += [self.slots[slot].sample(context, plan.step) for slot in entry.sample_slots]
         return StepReport(step=plan.step, tokens=pack(tokens), started_at=0.0, finished_at=0.0)
 
     def _write(self, plan: StepPlan, works: list[Work]) -> None:
         written: set[tuple[int, int]] = set()
+        written_windows: set[tuple[int, tuple[int, int]]] = set()
         for entry in works:
             assert entry.num_tokens > 0
             tokens = unpack(entry.tokens)
@@ -549,3 +559,4 @@ class HashRank:
                 assert place not in written
                 written.add(place)
                 self.kv[place] = token
+            self._windows.write_windows(entry, tokens, written_windows)

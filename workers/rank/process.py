@@ -255,7 +255,7 @@ class _Rank:
         agent = TransferAgent(
             identity=spec.replica,
             rank=spec.rank,
-            pool=runner.pool,
+            pools=(runner.pool,),
             trust=self._trust,
             clock=self._clock,
             faults=self._faults,
