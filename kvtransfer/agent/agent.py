@@ -40,7 +40,7 @@ from kvtransfer.transfer_orders import (
 )
 from kvtransfer.transfer_reports import TransferReport, Verified
 from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import Listener, TargetRank, WriterRank
+from kvtransfer.transports.base import Listener, TargetRank, WriterRank, pools_by_group
 
 # The names of the threads without which nothing moves or is verified start with this.
 TRANSFER_THREADS = "kv-"
@@ -64,8 +64,8 @@ class TransferAgent:
         settings: TransferSettings,
     ) -> None:
         """Offers those of `settings.transports` to writers that can listen here, and logs why the others
-        cannot; `ValueError` for an unknown one. `pools` are those of all groups of layers, in order, of zero
-        bytes where the rank has no layer of a group; they stay the caller's."""
+        cannot; `ValueError` for an unknown one. `pools` are those of all groups of layers. They stay the
+        caller's."""
         unknown = sorted(set(settings.transports) - set(TRANSPORTS))
         if unknown:
             raise ValueError(f"unknown transports {unknown}; there are {sorted(TRANSPORTS)}")
@@ -73,9 +73,11 @@ class TransferAgent:
         self._unlocked_report = report
         self._report_lock = threading.RLock()
         self._rank = rank
-        self._pools = tuple(pools)
+        self._pools = pools_by_group(pools)
+        any_pool = next(iter(self._pools.values()))
+        self._shard = any_pool.layout.shard
         # Decides about every copy of the rank that has a traffic class.
-        self.governor = TrafficGovernor(settings, clock, self._pools[0].device)
+        self.governor = TrafficGovernor(settings, clock, any_pool.device)
         self._gate = Gate(self._report)
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}
@@ -84,9 +86,13 @@ class TransferAgent:
             target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
         )
         self._verifier.start()
-        self._listeners, unoffered = _listen(TargetRank(rank, self._pools, self._gate, trust, settings))
+        self._listeners, unoffered = _listen(TargetRank(rank, pools, self._gate, trust, settings))
         self._context = WriterContext(
-            tuple(WriterRank(identity, rank, pool, trust, faults, settings) for pool in self._pools),
+            {
+                group: WriterRank(identity, rank, pool, trust, faults, settings)
+                for group, pool in self._pools.items()
+            },
+            settings,
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),
             unoffered,
@@ -98,7 +104,7 @@ class TransferAgent:
         """Return how writers reach this rank."""
         return RankEndpoints(
             self._rank,
-            self._pools[0].layout.shard,
+            self._shard,
             self._context.host_id,
             tuple(listener.endpoint for listener in self._listeners),
         )
@@ -158,13 +164,15 @@ class TransferAgent:
     def _verify_all(self) -> None:
         while (order := self._checks.get()) is not None:
             self._faults.at("verify")
-            bad = _bad_blocks(self._pools[order.group], order.pieces)
+            bad = _bad_blocks(self._pools.get(order.group), order.pieces)
             self._report(Verified(order.landing_id, tuple(sorted(bad))))
 
 
-def _bad_blocks(pool: KvPool, pieces: Sequence[PieceCheck]) -> set[int]:
+def _bad_blocks(pool: KvPool | None, pieces: Sequence[PieceCheck]) -> set[int]:
     """Return the indices of blocks with a piece that has another sum, or that the pool cannot hold: peers may
     lie."""
+    if pool is None:
+        return {piece.block_index for piece in pieces}
     bad: set[int] = set()
     batches: dict[Shard, list[PieceCheck]] = {}
     for piece in pieces:

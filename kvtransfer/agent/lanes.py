@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtransfer.agent.path_health import PathHealth, PathKey
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, TransferError
-from kvtransfer.transfer_orders import ConnectPeer, Lane
+from kvtransfer.transfer_orders import ConnectPeer, Lane, TransferSettings
 from kvtransfer.transfer_reports import LanePath
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Measured, WriterRank
@@ -26,10 +26,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What all connections of a rank share: who writes the blocks of each group of layers, which transports
-    it offers itself (so its host has them) and why not the others, and which paths have failed."""
+    """What all connections of a rank share: who writes the blocks of each group of layers of which it has
+    some, which transports it offers itself (so its host has them) and why not the others, and which paths
+    have failed."""
 
-    ranks: tuple[WriterRank, ...]
+    ranks: Mapping[int, WriterRank]
+    settings: TransferSettings
     host_id: str
     offered: frozenset[str]
     unoffered: Mapping[str, str]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,10 +81,10 @@ class WriterConnection:
         self._paths = Paths(order, context, lambda _: self._queue.wake())
         self._lanes: list[OpenLane] = []
         # What a block of each group of layers moves over all its lanes.
-        self._block_bytes = [0] * len(context.ranks)
+        self._block_bytes: Counter[int] = Counter()
         for lane in order.lanes:
             self._block_bytes[lane.group] += context.ranks[lane.group].pool.piece_bytes(lane.piece)
-        self._max_failures = context.ranks[0].settings.error_budget * max(1, len(order.transports))
+        self._max_failures = context.settings.error_budget * max(1, len(order.transports))
         # The results of `_seek`: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None

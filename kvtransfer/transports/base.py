@@ -54,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """A rank as a listener serves it: its pools, one for each group of layers, behind its gate."""
+    """A rank as a listener serves it: its pools behind its gate, one for each group of layers. Blocks of a
+    group of which the rank has no layer are empty."""
 
     rank: int
     pools: Sequence[KvPool]
@@ -63,9 +64,14 @@ class TargetRank:
     settings: TransferSettings
 
     @property
+    def group_to_pool(self) -> dict[int, KvPool]:
+        """The pools that have something."""
+        return pools_by_group(self.pools)
+
+    @property
     def device(self) -> str:
         """Where all pools lie."""
-        return self.pools[0].device
+        return next(iter(self.group_to_pool.values())).device
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,11 @@ class WriterRank:
             lane.group,
             layout.group,
         )
+
+
+def pools_by_group(pools: Sequence[KvPool]) -> dict[int, KvPool]:
+    """Return the pools of the groups of which the rank has layers, one at least."""
+    return {group: pool for group, pool in enumerate(pools) if pool.layout.num_layers(pool.layout.shard)}
 
 
 class Measured(NamedTuple):
@@ -138,7 +149,7 @@ class Listener(ABC):
         """Serve one accepted writer until its connection ends (sends the welcome first)."""
 
     def _send_welcome(self, sock: socket.socket, hello: ChannelHello) -> None:
-        num_blocks = self._target.pools[hello.group].num_blocks
+        num_blocks = self._target.group_to_pool[hello.group].num_blocks
         send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(num_blocks)))
 
     def _accepted(self, proven: socket.socket, name: str) -> None:
@@ -189,10 +200,11 @@ class Listener(ABC):
         two lacks."""
         if hello.target_rank != self._target.rank:
             raise IncompatibleError(f"this is rank {self._target.rank}, not {hello.target_rank}")
-        if not 0 <= hello.group < len(self._target.pools):
-            raise IncompatibleError(f"group {hello.group}: there are {len(self._target.pools)}")
+        pool = self._target.group_to_pool.get(hello.group)
+        if pool is None:
+            raise IncompatibleError(f"rank {self._target.rank} has no blocks of group {hello.group}")
         try:
-            runs = plan_runs(hello.layout, self._target.pools[hello.group].layout, hello.piece)
+            runs = plan_runs(hello.layout, pool.layout, hello.piece)
         except ValueError as error:
             raise IncompatibleError(str(error)) from error
         if not runs:

@@ -21,7 +21,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -84,14 +84,13 @@ class CudaIpcListener(OneSidedListener):
 
     transport = "cuda_ipc"
 
-    def __init__(self, target: TargetRank, pools: Sequence[DevicePool], driver: CudaDriver) -> None:
-        self._scratch = pools[0].tensor.new_empty(SCRATCH_BYTES)
+    def __init__(self, target: TargetRank, pools: Mapping[int, DevicePool], driver: CudaDriver) -> None:
+        """`pools` are the pools of the rank by group of layers."""
+        self._scratch = next(iter(pools.values())).tensor.new_empty(SCRATCH_BYTES)
         scratch = driver.export(self._scratch.data_ptr())
-        # By group. One without a layer here has no memory, and no writer.
         self._offered = {
             group: PoolOffer(*driver.export(pool.tensor.data_ptr()), *scratch)
-            for group, pool in enumerate(pools)
-            if pool.layout.block_bytes
+            for group, pool in pools.items()
         }
         super().__init__(target)
 
@@ -216,10 +215,15 @@ class CudaIpcChannel(OneSidedChannel):
 def listen(target: TargetRank) -> CudaIpcListener | None:
     """Return a listener, or None for a pool that is not on a CUDA device. `PathError`: memory that cannot be
     shared (of torch's expandable segments, for one)."""
-    pools = [pool for pool in target.pools if isinstance(pool, DevicePool) and pool.tensor.is_cuda]
-    if len(pools) < len(target.pools):
+    pools = {
+        group: pool
+        for group, pool in target.group_to_pool.items()
+        if isinstance(pool, DevicePool) and pool.tensor.is_cuda
+    }
+    if len(pools) < len(target.group_to_pool):
         return None
-    return CudaIpcListener(target, pools, cuda_driver(pools[0].tensor.device.index))
+    device = next(iter(pools.values())).tensor.device
+    return CudaIpcListener(target, pools, cuda_driver(device.index))
 
 
 def connect(

@@ -109,7 +109,7 @@ class _Receiver:
         self._group = group
         self._piece = hello.piece
         self._layer_group = hello.group
-        pool = target.pools[hello.group]
+        pool = target.group_to_pool[hello.group]
         self._piece_bytes = pool.piece_bytes(hello.piece)
         self._staged = [StagingArea(pool, staging_bytes(self._piece_bytes)) for _ in range(_NUM_STAGED)]
         self._num_started = 0

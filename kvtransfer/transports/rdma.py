@@ -101,7 +101,7 @@ class RdmaListener(Listener):
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
-        of_group = self._target.pools[hello.group]
+        of_group = self._target.group_to_pool[hello.group]
         pool, scratch = pool_region(of_group), RegisteredBuffer(of_group, SCRATCH_BYTES)
         try:
             agent = NixlAgent(self._devices)
@@ -322,9 +322,8 @@ class RdmaChannel(OneSidedChannel):
 
 def listen(target: TargetRank) -> RdmaListener:
     """Return a listener; the text of `PathError` gives the reason why there is none (no device, no NIXL)."""
-    for pool in target.pools:
-        if pool.layout.block_bytes:
-            pool_region(pool)
+    for pool in target.group_to_pool.values():
+        pool_region(pool)
     devices = network_devices(target.settings)
     NixlAgent(devices).close()
     return RdmaListener(target, devices)

@@ -18,7 +18,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvtransfer.blocks.host_memory import map_shared, mapping_bytes, scratch_offset
@@ -48,13 +48,13 @@ class ShmListener(OneSidedListener):
 
     transport = "shm"
 
-    def __init__(self, target: TargetRank, fds: Sequence[int]) -> None:
-        """`fds` are the descriptors of all pools."""
-        self._fds = fds
+    def __init__(self, target: TargetRank, group_to_fd: Mapping[int, int]) -> None:
+        """Take the descriptor of each pool."""
+        self._group_to_fd = group_to_fd
         super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        socket.send_fds(sock, [_FD_MARK], [self._fds[hello.group]])
+        socket.send_fds(sock, [_FD_MARK], [self._group_to_fd[hello.group]])
 
 
 class ShmChannel(OneSidedChannel):
@@ -122,8 +122,13 @@ class ShmChannel(OneSidedChannel):
 
 def listen(target: TargetRank) -> ShmListener | None:
     """Return a listener, or None where the memory of a pool cannot be shared."""
-    fds = [pool.memory.fd for pool in target.pools if isinstance(pool, HostPool) and pool.memory.fd >= 0]
-    return ShmListener(target, fds) if len(fds) == len(target.pools) else None
+    pools = target.group_to_pool
+    fds = {
+        group: pool.memory.fd
+        for group, pool in pools.items()
+        if isinstance(pool, HostPool) and pool.memory.fd >= 0
+    }
+    return ShmListener(target, fds) if len(fds) == len(pools) else None
 
 
 def connect(

@@ -49,7 +49,7 @@ class TcpListener(Listener):
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
         self._send_welcome(sock, hello)
-        pool, gate = self._target.pools[hello.group], self._target.gate
+        pool, gate = self._target.group_to_pool[hello.group], self._target.gate
         with contextlib.suppress(PeerGoneError):  # the writer left
             StreamReceiver(pool, gate, sock, hello.writer, hello.piece, hello.group).run()
 

@@ -84,7 +84,7 @@ class CudaIpcHarness:
         self.pool = setup.pool()
         assert isinstance(self.pool, DevicePool)
         target = TargetRank(0, (self.pool,), self.gate, TRUST, SETTINGS)
-        self.listener = CudaIpcListener(target, (self.pool,), self.driver)
+        self.listener = CudaIpcListener(target, {0: self.pool}, self.driver)
 
     @property
     def lane(self) -> Lane:

@@ -134,7 +134,7 @@ def test_a_rank_without_lanes_of_a_group_has_nothing_to_write(harness: TransferH
     [
         ((GROUPS[0], (1, 2)), WHOLE[0], "group: (1, 2) at the source, (2,) there"),
         (GROUPS, Shard(0, 2, 0, 4), "is of group 1"),
-        ((*GROUPS, (2,)), WHOLE[0], "group 2: there are 2"),
+        ((*GROUPS, (2,)), WHOLE[0], "rank 0 has no blocks of group 2"),
     ],
     ids=["other layers", "no layer of the group", "no such group"],
 )

@@ -255,7 +255,7 @@ class _Rank:
         agent = TransferAgent(
             identity=spec.replica,
             rank=spec.rank,
-            pools=(runner.pool,),
+            pools=runner.pools,
             trust=self._trust,
             clock=self._clock,
             faults=self._faults,
@@ -263,7 +263,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.pools[0], spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
