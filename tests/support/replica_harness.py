@@ -533,8 +533,8 @@ class MigrationPair:
         for side in self.sides:
             side.check()
             replica = side.replica
-            for pool in (replica.pool, *replica.window_pools):
-                assert pool.num_references == pool.num_quarantined == 0
+            assert replica.pool.num_references == replica.pool.num_quarantined == 0
+            assert not any(it.num_references or it.num_quarantined for it in replica.window_pools)
             left = (len(replica.table), len(replica.migration), replica.kv_sender.sends.num_active)
             assert left == (0, 0, 0), f"{side.identity.replica_id}: {left}"
             assert replica.kv_receiver.landings.num_open == replica.kv_receiver.landings.num_waiting == 0
