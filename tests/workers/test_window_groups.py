@@ -51,7 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
 }
-NO_GROUPS = {"llama": {"family": "llama"}, "mistral": {"family": "mistral", "sliding_window": WINDOW}}
+NO_GROUPS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "mistral": {"family": "mistral", "sliding_window": WINDOW},
+}
 
 
 @pytest.fixture(autouse=True)

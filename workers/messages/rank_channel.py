@@ -69,6 +69,8 @@ class RankSpec(Message, frozen=True):
     expert_offload: int = 0
     # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
     ep: int = 1
+    # Whether layers with a window have KV apart, of which what is behind the window is freed.
+    frees_windows: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -50,6 +50,14 @@ class GroupBytes(NamedTuple):
     block_bytes: Sequence[int]
     most_blocks: Sequence[int] = ()
 
+    @staticmethod
+    def sum(parts: Sequence[GroupBytes]) -> GroupBytes:
+        """Return the bytes of blocks that several ranks of a replica have together."""
+        if not parts:
+            return GroupBytes([0])
+        of_groups = zip(*(part.block_bytes for part in parts), strict=True)
+        return GroupBytes([sum(of_group) for of_group in of_groups], parts[0].most_blocks)
+
     def bytes_of(self, num_blocks: int) -> int:
         """Return the bytes of `num_blocks` blocks of layers without a window, and of the others beside
         them."""

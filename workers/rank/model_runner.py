@@ -80,7 +80,7 @@ class ModelRunner:
     first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens,
     width]` of this rank's layers and cells, and `pool` the same memory for the transports. Where layers with
     a window have KV apart, these are of the others, `window_kvs` those of each group with a window, and
-    `pools` the memory of each group; None where this rank has no layer of it. Raises
+    `pools` the memory of each group. Raises
     `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of less than one
     block."""
 
@@ -209,8 +209,7 @@ class ModelRunner:
             self.host.close()
         del self.kv, self.window_kvs, self.attention, self.steps
         for pool in self.pools:
-            if pool is not None:
-                pool.close()
+            pool.close()
 
     def _choose_attention(self, memory: Sequence[Tensor], clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over the KV `memory` of each group of layers, with a clock by
@@ -380,12 +379,12 @@ def _layouts(
 
 def _allocate(
     layout: BlockLayout, num_blocks: int, num_scratch: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, KvPool | None]:
+) -> tuple[Tensor, KvPool]:
     """Allocate zeroed blocks, `num_scratch` more than `num_blocks`: as the model's tensor, and as the
-    transports' pool over the same memory; None for blocks of nothing."""
+    transports' pool over the same memory. Where this rank has no layer of the blocks, the pool has none."""
     num_all = num_blocks + num_scratch
     if not layout.block_bytes:
-        return _zeros(layout, num_all, dtype, device), None
+        return _zeros(layout, num_all, dtype, device), HostPool(layout, KvMemory.allocate(0))
     if device.type == "cpu":
         memory = KvMemory.allocate(num_all * layout.block_bytes)
         memory.populate(_POPULATED_BYTES)

@@ -185,7 +185,6 @@ class Sequence:
         "hold_at",
         "holds_back",
         "index",
-        "keeps_windows",
         "keys",
         "known_border",
         "last_step",
@@ -254,8 +253,6 @@ class Sequence:
         self.num_expected_cached_tokens = 0
         # Its tables in the groups of layers with a window; `block_ids` are those of the others.
         self.windows: list[WindowTable] = []
-        # Whether what falls behind its windows is kept, since it moves to another replica.
-        self.keeps_windows = False
         # How many of its first blocks were cached without what windows need behind them: there other prompts
         # have left the way of this one.
         self.known_border = 0

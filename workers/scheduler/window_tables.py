@@ -117,7 +117,7 @@ class WindowTables:
         return any(
             first_needed_block(it.num_scheduled, pool.window, self._block_tokens) > table.first
             for it in sequences
-            if it.num_scheduled > it.num_settled and not it.keeps_windows
+            if it.num_scheduled > it.num_settled and not it.hold_at
             for _, pool, table in self._groups(it)
         )
 
@@ -155,7 +155,7 @@ class WindowTables:
 
     def _first_needed(self, pool: WindowPool, table: WindowTable, sequence: Sequence) -> int:
         """Return the first block of the table that plans which are not reported may read, or a transfer."""
-        if sequence.keeps_windows:
+        if sequence.hold_at:  # it moves to another replica: transfers read them
             return table.first
         return min(first_needed_block(sequence.num_settled, pool.window, self._block_tokens), table.end)
 
