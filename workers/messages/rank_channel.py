@@ -69,6 +69,8 @@ class RankSpec(Message, frozen=True):
     expert_offload: int = 0
     # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
     ep: int = 1
+    # Whether layers with a window have KV apart, of which what is behind the window is freed.
+    frees_windows: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -150,6 +152,8 @@ class RankReady(Message, frozen=True):
     byte_s: float = 0.0
     # The name of its attention backend.
     backend: str = ""
+    # The blocks of each group of layers behind the first, which has `num_blocks`.
+    num_window_blocks: tuple[int, ...] = ()
 
 
 class RankFailed(Message, frozen=True):
@@ -214,12 +218,13 @@ class SlotStart(Part, frozen=True):
 
 
 class TableChange(Part, frozen=True):
-    """Write `block_ids` (uint32) into the block table of `slot` from index `first` on. It is forgotten with
-    its slot."""
+    """Write `block_ids` (uint32) into the block table of `slot`, of a group of layers, from index `first` on.
+    It is forgotten with its slot."""
 
     slot: int
     first: int
     block_ids: bytes
+    group: int = 0
 
 
 class PromptTargets(Part, frozen=True):
@@ -252,10 +257,11 @@ class BatchEntry(Part, frozen=True):
 
 
 class BlockCopy(Part, frozen=True):
-    """Copy-on-write, before the step's computation."""
+    """Copy-on-write of a block of a group of layers, before the step's computation."""
 
     src_block: int
     dst_block: int
+    group: int = 0
 
 
 class StepPlan(Message, frozen=True):

@@ -59,6 +59,7 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
+from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
@@ -227,6 +228,7 @@ class _Rank:
         )
         first_layer, end_layer = form.stages[spec.stage]
         auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
+        windows = WindowCapacity(spec.block_tokens, spec.max_sequences, spec.max_batch_tokens, spec.pp)
         return ModelRunner(
             CheckpointFolder(Path(spec.model_dir), self._fingerprint),
             ComputeSettings(
@@ -242,6 +244,7 @@ class _Rank:
                 spec.max_sequences,
                 spec.num_offload_tokens,
                 auto_kv=auto,
+                windows=windows if spec.frees_windows else None,
             ),
             self._clock,
             place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
@@ -255,7 +258,7 @@ class _Rank:
         agent = TransferAgent(
             identity=spec.replica,
             rank=spec.rank,
-            pool=runner.pool,
+            pools=runner.pools,
             trust=self._trust,
             clock=self._clock,
             faults=self._faults,
@@ -263,7 +266,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.pools[0], spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
@@ -409,6 +412,7 @@ def _ready(
         load_s=load_s,
         warm_up_s=warm_up_s,
         num_offload_blocks=fields.num_offload_blocks,
+        num_window_blocks=fields.num_window_blocks,
         flop_s=limits.flop_s,
         byte_s=limits.byte_s,
         backend=fields.backend,

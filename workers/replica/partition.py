@@ -56,6 +56,7 @@ class ReplicaSpec:
     # As in `RankSpec`.
     gguf_file: str = ""
     model_cache: str = ""
+    frees_windows: bool = False
 
 
 class Shape:
@@ -101,6 +102,7 @@ class Shape:
                 model_cache=spec.model_cache,
                 expert_offload=engine.expert_offload,
                 ep=parallel.ep,
+                frees_windows=spec.frees_windows,
             )
             for rank in range(parallel.num_ranks)
         ]
