@@ -69,6 +69,8 @@ class RankSpec(Message, frozen=True):
     expert_offload: int = 0
     # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
     ep: int = 1
+    # The slots for copies of experts in each layer of each rank.
+    expert_copies: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -258,6 +260,16 @@ class BlockCopy(Part, frozen=True):
     dst_block: int
 
 
+class ExpertCopy(Part, frozen=True):
+    """Before the step's computation: the ranks of part `part` of the experts take a copy of `expert` of the
+    layer into a slot, or free it (-1)."""
+
+    layer: int
+    part: int
+    slot: int
+    expert: int
+
+
 class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
     starts, tables, copies, computation, sampling. `grown` are pairs (uint32) of a slot, one a slot, and a
@@ -273,6 +285,7 @@ class StepPlan(Message, frozen=True):
     tables: tuple[TableChange, ...] = ()
     grown: bytes = b""
     decodes: bytes = b""
+    expert_copies: tuple[ExpertCopy, ...] = ()
 
     @property
     def started_slots(self) -> list[int]:
@@ -339,14 +352,16 @@ class RowMask(Part, frozen=True):
 
 class ExpertCounts(Part, frozen=True):
     """The tokens that each expert of a rank has had since its last such report: `counts` (uint32)
-    [num_layers, num_held] of the layers with these numbers, and of the experts from `first_expert` on. A
-    token has `num_chosen` of the `num_experts` experts of a layer."""
+    [num_layers, num_owned] of the layers with these numbers, and of the experts from `first_expert` on. A
+    token has `num_chosen` of the `num_experts` experts of a layer. `copied` are the tokens of copies of other
+    experts, triples (uint32) of a layer, an expert and its tokens."""
 
     layers: tuple[int, ...]
     first_expert: int
     num_experts: int
     num_chosen: int
     counts: bytes
+    copied: bytes = b""
 
 
 class StepReport(Message, frozen=True):

@@ -61,7 +61,7 @@ from workers.messages.rank_channel import (
 from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -235,6 +235,7 @@ class _Rank:
                 spec.num_threads,
                 is_deterministic=spec.deterministic,
                 expert_offload=spec.expert_offload,
+                expert_copies=spec.expert_copies,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -382,6 +383,13 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_stages(config, spec.pp)
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
+    )
+    refuse_expert_copies(
+        config,
+        spec.expert_copies,
+        ep=spec.ep,
+        has_offload=spec.expert_offload > 0,
+        is_deterministic=spec.deterministic,
     )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()

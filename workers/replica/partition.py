@@ -101,6 +101,7 @@ class Shape:
                 model_cache=spec.model_cache,
                 expert_offload=engine.expert_offload,
                 ep=parallel.ep,
+                expert_copies=engine.expert_copies,
             )
             for rank in range(parallel.num_ranks)
         ]

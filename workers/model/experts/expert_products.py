@@ -75,8 +75,9 @@ class ReplaceableExperts(Experts):
 
     @abstractmethod
     def replace(self, expert: int, rows: ExpertRows) -> None:
-        """Overwrite the weights of an expert by those of another of the same shape, in host memory, which on
-        CUDA is pinned: the copy takes its turn in the work of the current stream, without more memory."""
+        """Overwrite the weights of an expert by those of another of the same shape, on the device or in host
+        memory, which on CUDA is pinned: the copy takes its turn in the work of the current stream, without
+        more memory."""
 
 
 class CountingExperts(Experts):

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import CountingExperts, ExpertRows, ExpertWeights, ReadableExperts
+from workers.model.experts.expert_products import (
+    CountingExperts,
+    ExpertRows,
+    ExpertWeights,
+    ReadableExperts,
+    ReplaceableExperts,
+)
 from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
@@ -60,14 +66,19 @@ class _Panels:
 
     def pack(self, weights: Sequence[Tensor], width: int, offset: int) -> None:
         """Pack the rows of each expert's weight as `width` outputs of a panel, from `offset` on."""
-        for rows, panels in zip(weights, self._of_experts, strict=True):
-            assert rows.stride(1) == 1
-            self._pack(
-                ctypes.c_void_p(rows.data_ptr()),
-                *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
-                ctypes.c_int64(self._is_bf16),
-                ctypes.c_void_p(panels.data_ptr()),
-            )
+        assert len(weights) == len(self._of_experts)
+        for expert, rows in enumerate(weights):
+            self.pack_one(expert, rows, width, offset)
+
+    def pack_one(self, expert: int, rows: Tensor, width: int, offset: int) -> None:
+        """Pack the rows of one expert's weight, in place of earlier ones of the same shape."""
+        assert rows.stride(1) == 1
+        self._pack(
+            ctypes.c_void_p(rows.data_ptr()),
+            *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
+            ctypes.c_int64(self._is_bf16),
+            ctypes.c_void_p(self._of_experts[expert].data_ptr()),
+        )
 
     def outputs(self, expert: int) -> Tensor:
         """Return the rows of an expert in the order of the panels' outputs, [num_panels, PANEL, num_inputs],
@@ -78,7 +89,7 @@ class _Panels:
         return rows.view(self._of_experts.dtype)
 
 
-class PackedExperts(CountingExperts, ReadableExperts):
+class PackedExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
     """Experts with packed float32 or bfloat16 weights, on a CPU. A token's result depends neither on the
     other tokens nor on the number of threads."""
 
@@ -99,7 +110,7 @@ class PackedExperts(CountingExperts, ReadableExperts):
         self._down = _Panels(self.num_experts, down_panels, padded_size, dtype, kernels)
         self._down.pack(weights.downs, PANEL, 0)
         self._biases = (
-            _gate_up_bias(weights.gate_up_bias, gate_up_panels),
+            None if (bias := weights.gate_up_bias) is None else _in_panels(bias, gate_up_panels),
             _down_bias(weights.down_bias, down_panels),
         )
         self._experts = _Experts(
@@ -139,6 +150,20 @@ class PackedExperts(CountingExperts, ReadableExperts):
             None if down_bias is None else down_bias[: self.hidden_size],
         )
 
+    def replace(self, expert: int, rows: ExpertRows) -> None:
+        gate, up = rows.gate_up.chunk(2)
+        self._gate_up.pack_one(expert, gate, _HALF, 0)
+        self._gate_up.pack_one(expert, up, _HALF, _HALF)
+        self._down.pack_one(expert, rows.down, PANEL, 0)
+        gate_up_bias, down_bias = self._biases
+        if gate_up_bias is not None:
+            assert rows.gate_up_bias is not None
+            num_panels = gate_up_bias.shape[1]
+            gate_up_bias[expert] = _in_panels(rows.gate_up_bias[None], num_panels)[0]
+        if down_bias is not None:
+            assert rows.down_bias is not None
+            down_bias[expert, : self.hidden_size] = rows.down_bias
+
     def _gates_and_ups(self, outputs: Tensor) -> Tensor:
         """Bring outputs of panels [num_panels, PANEL, ...], gates and ups in turn, into the order of gates
         and then ups, [2 * size, ...]."""
@@ -171,10 +196,9 @@ class PackedExperts(CountingExperts, ReadableExperts):
         return out
 
 
-def _gate_up_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
-    """Return the bias in the order of the panels' outputs, 16 of gates and 16 of ups in each."""
-    if bias is None:
-        return None
+def _in_panels(bias: Tensor, num_panels: int) -> Tensor:
+    """Return a bias of gates and ups, [num_experts, 2 * size], in the order of the panels' outputs, 16 of
+    gates and 16 of ups in each."""
     num_experts, size = len(bias), bias.shape[1] // 2
     halves = F.pad(bias.view(num_experts, 2, size), (0, num_panels * _HALF - size))
     return halves.view(num_experts, 2, num_panels, _HALF).transpose(1, 2).contiguous()
