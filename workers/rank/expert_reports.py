@@ -31,18 +31,21 @@ class ExpertReports:
         if self._layers and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reported, self._copied = self._read()
+        # Loads are known when all ranks have reported: copies shall not wait for one that no token chooses.
+        self._owes_report = any(it.copies is not None for it in decoder.mixtures.values())
 
     def take(self) -> ExpertCounts | None:
         """Return the counts since the last report; None: there are no experts, or no tokens, or another rank
-        reports them."""
+        reports them. Where ranks have slots for copies, the first report may be of no tokens."""
         if not self._layers:
             return None
         counts, copied = self._read()
         new, self._reported = counts - self._reported, counts
         triples = [(*key, count - self._copied.get(key, 0)) for key, count in copied.items()]
         triples, self._copied = [it for it in triples if it[2]], copied
-        if not (new.any() or triples):
+        if not (new.any() or triples or self._owes_report):
             return None
+        self._owes_report = False
         shape = self._decoder.config.mixture
         assert shape is not None
         return ExpertCounts(

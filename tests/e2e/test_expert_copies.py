@@ -1,0 +1,86 @@
+"""A replica whose router sends most tokens to the experts of one rank: copies appear while it serves, and
+then loads are even. Tokens stay those of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from e2e_harness import E2eHarness, until
+from family_checkpoints import write_family_checkpoint
+from paged_model import tokens_of
+from safetensors.torch import load_file, save_file
+
+from workers.config import Parallel
+
+pytestmark = pytest.mark.slow
+
+NUM_EXPERTS = 8
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 33,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+}
+PROMPTS = [tokens_of(seed, length) for seed, length in enumerate((70, 33, 9, 54, 41, 18))]
+NUM_TOKENS = 24
+
+
+def write_skewed(path: Path) -> None:
+    """Write a checkpoint whose routers choose the first two experts for every token, and any third."""
+    write_family_checkpoint(path, "minimax_m2", seed=1, **SHAPE)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == SHAPE["num_hidden_layers"]
+    for bias in biases:
+        bias[:2] += 10.0
+    save_file(tensors, file, {"format": "pt"})
+
+
+async def tokens_at(harness: E2eHarness, name: str, turn: int) -> list[list[int]]:
+    """Return the tokens that a replica generates for all prompts at once, greedily."""
+    replica = harness.replicas[name]
+    submissions = [
+        harness.submission(f"{name}-{turn}-{number}", prompt, max_tokens=NUM_TOKENS, temperature=0.0)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    ended = await asyncio.gather(*(harness.run(replica, submission) for submission in submissions))
+    assert all(heard.failure is None for heard in ended)
+    return [heard.sequence() for heard in ended]
+
+
+async def test_copies_of_hot_experts_appear_while_a_replica_serves(tmp_path: Path) -> None:
+    write_skewed(tmp_path)
+    async with E2eHarness(tmp_path) as harness:
+        await harness.add("one")
+        expected = await tokens_at(harness, "one", 0)
+        split = await harness.add("split", parallel=Parallel(tp=2, ep=2), engine={"expert_copies": 2})
+        core = split.core
+        assert await tokens_at(harness, "split", 0) == expected
+        assert core.reports.load().num_expert_copies == 0, "nothing is known of the loads yet"
+        turn = 1
+        while core.reports.load().num_expert_copies == 0:
+            assert await tokens_at(harness, "split", turn) == expected
+            assert turn < 200, "no copies appear"
+            turn += 1
+
+        async def serve_until_even() -> None:
+            for later in range(turn, 1000):
+                assert await tokens_at(harness, "split", later) == expected
+                load = core.reports.load()
+                if load.expert_rank_imbalance < 1.1:
+                    break
+
+        await serve_until_even()
+        load = core.reports.load()
+        assert load.expert_rank_imbalance < 1.1 < 1.5 < load.expert_uncopied_imbalance
+        assert load.num_expert_copies >= SHAPE["num_hidden_layers"]
+        await harness.quiet()
+        await until(lambda: not core.steps.steps_under_way(), "all steps are reported")
