@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from e2e_harness import E2eHarness, until
+from e2e_harness import E2eHarness, Heard, fired, rule, until
 from family_checkpoints import write_family_checkpoint
 from paged_model import tokens_of
 from safetensors.torch import load_file, save_file
@@ -71,16 +71,39 @@ async def test_copies_of_hot_experts_appear_while_a_replica_serves(tmp_path: Pat
             assert turn < 200, "no copies appear"
             turn += 1
 
-        async def serve_until_even() -> None:
-            for later in range(turn, 1000):
-                assert await tokens_at(harness, "split", later) == expected
-                load = core.reports.load()
-                if load.expert_rank_imbalance < 1.1:
-                    break
-
-        await serve_until_even()
+        for later in range(turn, 2000):
+            assert await tokens_at(harness, "split", later) == expected
+            if core.reports.load().expert_rank_imbalance < 1.25:
+                break
         load = core.reports.load()
-        assert load.expert_rank_imbalance < 1.1 < 1.5 < load.expert_uncopied_imbalance
+        # Tokens from before the copies count as well.
+        assert load.expert_rank_imbalance < 1.25 < 1.4 < load.expert_uncopied_imbalance
         assert load.num_expert_copies >= SHAPE["num_hidden_layers"]
         await harness.quiet()
-        await until(lambda: not core.steps.steps_under_way(), "all steps are reported")
+
+
+async def test_a_rank_that_dies_while_an_expert_is_copied_ends_the_replica(tmp_path: Path) -> None:
+    """The other rank, which waits for it or sends to it, does not hang; requests resume elsewhere."""
+    write_skewed(tmp_path)
+    kill = rule("rank.step.copies", "kill", tmp_path)
+    async with E2eHarness(tmp_path) as harness:
+        await harness.add("one")
+        expected = await tokens_at(harness, "one", 0)
+        split = await harness.add(
+            "split", parallel=Parallel(tp=2, ep=2), engine={"expert_copies": 2}, faults=[kill]
+        )
+        turn, heard = 0, Heard()
+        while heard.failure is None:
+            submission = harness.submission(
+                f"split-{turn}", PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0
+            )
+            heard = await harness.run(split, submission)
+            turn += 1
+            assert turn < 2000, "no copies appear"
+        assert fired(kill)
+        assert heard.failure.code == "internal"
+        await until(lambda: split.core._death != "", "the replica has ended")
+        begun = heard.sequence()
+        again = harness.submission("again", PROMPTS[0], output=begun, max_tokens=NUM_TOKENS, temperature=0.0)
+        second = await harness.run(harness.replicas["one"], again)
+        assert begun + [second.tokens[0][it] for it in sorted(second.tokens[0])] == expected[0]

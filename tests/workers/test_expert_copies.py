@@ -146,7 +146,7 @@ def test_a_copy_computes_the_bits_of_its_original(
         assert isinstance(experts, PackedExperts if backend == "kernels" else TorchExperts)
         slots = CopySlots(10, CopyPlace(number, 2, NUM_SLOTS), CPU)
         counts = torch.zeros(5 + NUM_SLOTS, dtype=torch.int64)
-        ranks.append((experts, CopiedExperts(experts, own, owned, slots, counts)))
+        ranks.append((experts, CopiedExperts(experts, owned, slots, counts)))
     (owner, of_owner), (holder, of_holder) = ranks
     x = drawn(30, dtype)[0]
 

@@ -25,8 +25,8 @@ class ExpertCopier:
     An error here ends the rank, as one between two steps or inside a collective does."""
 
     def __init__(self, decoder: Decoder, groups: RankGroups) -> None:
-        """Raise `WorkerError` if ranks that would have copies compute by unlike kernels: who computes a row
-        follows from its bits, which all of them must have alike."""
+        """Raise `WorkerError` if ranks that would have copies compute by unlike kernels: copies have the
+        layout of these, and who computes a row follows from its bits, which all ranks must have alike."""
         shard = decoder.shard
         self._groups = groups
         self._num_sharing = shard.tp_size // shard.ep_size

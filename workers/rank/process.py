@@ -429,6 +429,8 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
+    if plan.expert_copies:
+        faults.at("rank.step.copies")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
     if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):

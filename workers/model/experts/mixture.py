@@ -88,7 +88,7 @@ class Mixture:
         self._copies: CopiedExperts | None = None
         if (place := weights.copies) is not None:
             slots = CopySlots(rule.num_experts, place, device)
-            self._copies = CopiedExperts(self._experts, weights.experts, weights.held, slots, self.counts)
+            self._copies = CopiedExperts(self._experts, weights.held, slots, self.counts)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property

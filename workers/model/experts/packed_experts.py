@@ -11,11 +11,11 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.experts.expert_products import (
+    CopyableExperts,
     CountingExperts,
     ExpertRows,
     ExpertWeights,
     ReadableExperts,
-    ReplaceableExperts,
 )
 from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
@@ -66,19 +66,18 @@ class _Panels:
 
     def pack(self, weights: Sequence[Tensor], width: int, offset: int) -> None:
         """Pack the rows of each expert's weight as `width` outputs of a panel, from `offset` on."""
-        assert len(weights) == len(self._of_experts)
-        for expert, rows in enumerate(weights):
-            self.pack_one(expert, rows, width, offset)
+        for rows, panels in zip(weights, self._of_experts, strict=True):
+            assert rows.stride(1) == 1
+            self._pack(
+                ctypes.c_void_p(rows.data_ptr()),
+                *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
+                ctypes.c_int64(self._is_bf16),
+                ctypes.c_void_p(panels.data_ptr()),
+            )
 
-    def pack_one(self, expert: int, rows: Tensor, width: int, offset: int) -> None:
-        """Pack the rows of one expert's weight, in place of earlier ones of the same shape."""
-        assert rows.stride(1) == 1
-        self._pack(
-            ctypes.c_void_p(rows.data_ptr()),
-            *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
-            ctypes.c_int64(self._is_bf16),
-            ctypes.c_void_p(self._of_experts[expert].data_ptr()),
-        )
+    def of(self, expert: int) -> Tensor:
+        """Return the panels of an expert, flat."""
+        return self._of_experts[expert]
 
     def outputs(self, expert: int) -> Tensor:
         """Return the rows of an expert in the order of the panels' outputs, [num_panels, PANEL, num_inputs],
@@ -89,7 +88,7 @@ class _Panels:
         return rows.view(self._of_experts.dtype)
 
 
-class PackedExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
+class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
     """Experts with packed float32 or bfloat16 weights, on a CPU. A token's result depends neither on the
     other tokens nor on the number of threads."""
 
@@ -110,7 +109,7 @@ class PackedExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
         self._down = _Panels(self.num_experts, down_panels, padded_size, dtype, kernels)
         self._down.pack(weights.downs, PANEL, 0)
         self._biases = (
-            None if (bias := weights.gate_up_bias) is None else _in_panels(bias, gate_up_panels),
+            _gate_up_bias(weights.gate_up_bias, gate_up_panels),
             _down_bias(weights.down_bias, down_panels),
         )
         self._experts = _Experts(
@@ -150,19 +149,9 @@ class PackedExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
             None if down_bias is None else down_bias[: self.hidden_size],
         )
 
-    def replace(self, expert: int, rows: ExpertRows) -> None:
-        gate, up = rows.gate_up.chunk(2)
-        self._gate_up.pack_one(expert, gate, _HALF, 0)
-        self._gate_up.pack_one(expert, up, _HALF, _HALF)
-        self._down.pack_one(expert, rows.down, PANEL, 0)
-        gate_up_bias, down_bias = self._biases
-        if gate_up_bias is not None:
-            assert rows.gate_up_bias is not None
-            num_panels = gate_up_bias.shape[1]
-            gate_up_bias[expert] = _in_panels(rows.gate_up_bias[None], num_panels)[0]
-        if down_bias is not None:
-            assert rows.down_bias is not None
-            down_bias[expert, : self.hidden_size] = rows.down_bias
+    def memory(self, expert: int) -> list[Tensor]:
+        biases = [bias[expert] for bias in self._biases if bias is not None]
+        return [self._gate_up.of(expert), self._down.of(expert), *biases]
 
     def _gates_and_ups(self, outputs: Tensor) -> Tensor:
         """Bring outputs of panels [num_panels, PANEL, ...], gates and ups in turn, into the order of gates
@@ -196,9 +185,10 @@ class PackedExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
         return out
 
 
-def _in_panels(bias: Tensor, num_panels: int) -> Tensor:
-    """Return a bias of gates and ups, [num_experts, 2 * size], in the order of the panels' outputs, 16 of
-    gates and 16 of ups in each."""
+def _gate_up_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
+    """Return the bias in the order of the panels' outputs, 16 of gates and 16 of ups in each."""
+    if bias is None:
+        return None
     num_experts, size = len(bias), bias.shape[1] // 2
     halves = F.pad(bias.view(num_experts, 2, size), (0, num_panels * _HALF - size))
     return halves.view(num_experts, 2, num_panels, _HALF).transpose(1, 2).contiguous()
