@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e_harness import E2eHarness, Heard, fired, rule, until
@@ -17,13 +18,14 @@ from workers.config import Parallel
 pytestmark = pytest.mark.slow
 
 NUM_EXPERTS = 8
-SHAPE = {
+NUM_LAYERS = 3
+SHAPE: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 33,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": NUM_LAYERS,
     "num_local_experts": NUM_EXPERTS,
     "num_experts_per_tok": 3,
     "rotary_dim": 8,
@@ -38,7 +40,7 @@ def write_skewed(path: Path) -> None:
     file = path / "model.safetensors"
     tensors = load_file(file)
     biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
-    assert len(biases) == SHAPE["num_hidden_layers"]
+    assert len(biases) == NUM_LAYERS
     for bias in biases:
         bias[:2] += 10.0
     save_file(tensors, file, {"format": "pt"})
@@ -71,7 +73,7 @@ async def test_copies_of_hot_experts_appear_while_a_replica_serves(tmp_path: Pat
                 break
         # Tokens from before the copies count as well.
         assert load.expert_rank_imbalance < 1.25 < 1.4 < load.expert_uncopied_imbalance
-        assert load.num_expert_copies >= SHAPE["num_hidden_layers"]
+        assert load.num_expert_copies >= NUM_LAYERS
         await harness.quiet()
 
 

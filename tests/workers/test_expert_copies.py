@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from family_checkpoints import CASES, write_family_checkpoint
 from torch import Tensor
 
+from workers.errors import WorkerError
+from workers.model.decoder import load_decoder
 from workers.model.experts.copied_experts import CopiedExperts, with_slots
 from workers.model.experts.copy_slots import NUM_CHOICES, CopyPlace, CopySlots
 from workers.model.experts.expert_products import ExpertWeights, TorchExperts
@@ -15,6 +20,9 @@ from workers.model.experts.make_experts import make_experts
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.routing import Routing
 from workers.model.sizes import part
+from workers.model.weights import ShardSpec
+from workers.rank.collectives import RankGroups
+from workers.rank.expert_copier import ExpertCopier
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, NUM_PARTS, NUM_SLOTS, HIDDEN_SIZE, SIZE = 10, 4, 2, 50, 21
@@ -68,7 +76,7 @@ def test_who_computes_a_row_follows_from_that_row_alone(dtype: torch.dtype) -> N
     assert torch.equal(slots.parts(x[order], experts[order]), parts[order])
     wide = torch.full((64, HIDDEN_SIZE + 3), 7.0, dtype=dtype)
     wide[:, :HIDDEN_SIZE] = x
-    rows = zip(wide[:, :HIDDEN_SIZE].split(1), experts.split(1), strict=True)
+    rows = zip(torch.split(wide[:, :HIDDEN_SIZE], 1), torch.split(experts, 1), strict=True)
     assert torch.equal(torch.cat([slots.parts(*row) for row in rows]), parts)
 
 
@@ -109,6 +117,25 @@ def test_tokens_of_copies_are_those_of_the_expert_that_was_there() -> None:
     assert slots.tokens(counts) == {8: 136, 9: 7}
 
 
+class UnlikeGroups:
+    """The groups of a rank whose neighbor names other kernels."""
+
+    tp, tp_rank = 2, 0
+
+    def exchange(self, parts: list[Tensor], num_rows: list[int]) -> list[Tensor]:
+        assert num_rows == [1, 1]
+        return [parts[0], torch.full_like(parts[1], ord("x"))]
+
+
+def test_ranks_of_unlike_kernels_do_not_start_with_copies(tmp_path: Path) -> None:
+    write_family_checkpoint(tmp_path, **CASES["qwen3_moe-1"])
+    shard, groups = ShardSpec(0, 4, 0, 2, 2), UnlikeGroups()
+    ExpertCopier(load_decoder(tmp_path, torch.float32, CPU, shard), cast("RankGroups", groups))
+    decoder = load_decoder(tmp_path, torch.float32, CPU, shard, expert_copies=1)
+    with pytest.raises(WorkerError, match=r"^engine\.expert_copies: .*unlike kernels \(.+, x+\).*; set 0"):
+        ExpertCopier(decoder, cast("RankGroups", groups))
+
+
 # -------------------------------------------------------------------------------------------- weights
 
 
@@ -135,12 +162,13 @@ def test_a_copy_computes_the_bits_of_its_original(
     for number in range(2):
         owned = part(10, number, 2)
         cut = slice(owned.start, owned.stop)
-        own = ExpertWeights(
-            whole.gates[cut],
-            whole.ups[cut],
-            whole.downs[cut],
-            whole.activation,
-            *(None if it is None else it[cut] for it in (whole.gate_up_bias, whole.down_bias)),
+        own = dataclasses.replace(
+            whole,
+            gates=whole.gates[cut],
+            ups=whole.ups[cut],
+            downs=whole.downs[cut],
+            gate_up_bias=None if whole.gate_up_bias is None else whole.gate_up_bias[cut],
+            down_bias=None if whole.down_bias is None else whole.down_bias[cut],
         )
         experts = make_experts(with_slots(own, NUM_SLOTS))
         assert isinstance(experts, PackedExperts if backend == "kernels" else TorchExperts)

@@ -272,10 +272,10 @@ class ExpertCopy(Part, frozen=True):
 
 class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
-    starts, tables, copies, computation, sampling. `grown` are pairs (uint32) of a slot, one a slot, and a
-    block on the device, which is one more behind those of its table. `decodes` are slots (uint32): each
-    computes its newest token and samples the next. The newest is that of the slot's start, or any that an
-    earlier plan sampled, which the engine core may not know yet."""
+    starts, tables, copies, copies of experts, computation, sampling. `grown` are pairs (uint32) of a slot,
+    one a slot, and a block on the device, which is one more behind those of its table. `decodes` are slots
+    (uint32): each computes its newest token and samples the next. The newest is that of the slot's start, or
+    any that an earlier plan sampled, which the engine core may not know yet."""
 
     step: int
     free_slots: tuple[int, ...] = ()

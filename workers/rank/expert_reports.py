@@ -62,7 +62,7 @@ class ExpertReports:
         those of its copies, by layer and expert."""
         with torch.cuda.stream(self._stream):  # does nothing without a stream
             counts = self._decoder.expert_counts()
-        copied = {}
+        copied: dict[tuple[int, int], int] = {}
         for of_layer, (number, mixture) in zip(counts, self._decoder.mixtures.items(), strict=True):
             if mixture.copies is not None:
                 of_copies = mixture.copies.slots.tokens(of_layer)

@@ -125,8 +125,8 @@ class StepLoop:
             for stage in range(self._pp)
         ]
         failed = _merged(rank_to_report)
-        # The head at every position would make all chunks look slower.
-        is_typical = not (failed or plan.num_targets)
+        # The head at every position, or experts that were copied before, would make all chunks look slower.
+        is_typical = not (failed or plan.num_targets or plan.expert_copies)
         if is_typical:
             self.rates.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]

@@ -39,7 +39,7 @@ class CopiedExperts:
     def write(self, slot: int, packed: Tensor) -> None:
         """Overwrite a slot by an expert that another rank has read."""
         memory = [_bytes(it) for it in self._experts.memory(len(self._owned) + slot)]
-        for own, copied in zip(memory, packed.split([len(it) for it in memory]), strict=True):
+        for own, copied in zip(memory, torch.split(packed, [len(it) for it in memory]), strict=True):
             own.copy_(copied)
 
     def note(self, part: int, slot: int, expert: int) -> None:
