@@ -38,7 +38,8 @@ class CompatibilityRecord(Part, frozen=True):
     """What two replicas must share before a byte of KV may pass between them.
 
     `model_fingerprint` is of the checkpoint as it lies on disk, `weight_dtype` the form in which its weights
-    take part in products, `dtype` that of activations and KV: KV computed with other weights is other KV.
+    take part in products, `dtype` that of activations: KV computed with other weights is other KV. The last
+    three say how KV is kept, as `kvtransfer.blocks.layout.BlockLayout` has it: `kv_dtype` "" is `dtype`.
     """
 
     protocol: int
@@ -49,11 +50,20 @@ class CompatibilityRecord(Part, frozen=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kv_dtype: str = ""
+    num_kinds: int = 2
+    scale_bytes: int = 0
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Size of an element of KV; 0 for a dtype that is not known here."""
+        return ITEM_BYTES.get(self.kv_dtype or self.dtype, 0)
 
     @property
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES.get(self.dtype, 2)
+        head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes
+        return self.num_kinds * self.num_layers * self.num_kv_heads * head_bytes
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """Return one line per differing field; no lines when the two may exchange KV."""

@@ -281,9 +281,10 @@ class DevicePool(KvPool):
 
 
 def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
-    """View the piece of the blocks, uint8 [num_blocks, num_layers, 2, num_heads, head_bytes]."""
+    """View the piece of the blocks, uint8 [num_blocks, num_layers, num_kinds, num_heads, head_bytes]."""
     shard = blocks.layout.shard
-    whole = blocks.data.view(len(blocks.data), shard.num_layers, 2, shard.num_heads, blocks.layout.head_bytes)
+    sizes = shard.num_layers, blocks.layout.num_kinds, shard.num_heads, blocks.layout.head_bytes
+    whole = blocks.data.view(len(blocks.data), *sizes)
     layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
     return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
 

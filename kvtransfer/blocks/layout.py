@@ -3,8 +3,9 @@ shapes.
 
 A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. If a
 model's layers have heads of several sizes, a head here is a cell with one or more of them, and `head_dim` is
-the cell's width. KV is addressed by layer, head and token, so any (TP, PP, head replication) can assemble
-what any other computed.
+the cell's width. Where a head's elements have scales, those of its tokens follow them: `[token][head_dim]`
+and then `[token]`. Where keys and values are products of one latent, that is the only kind there is. KV is
+addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError
-from kvtransfer.messages import Shard
+from kvtransfer.messages import CompatibilityRecord, Shard
 
 _RANK = itemgetter(0)
 
@@ -49,27 +50,41 @@ class PlannedPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`."""
+    """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`, with
+    `scale_bytes` of scales for a token of a head's K or V. `num_kinds` is 2, keys and values, or 1, latents
+    of both."""
 
     shard: Shard
     head_dim: int
     block_tokens: int
     item_bytes: int
+    scale_bytes: int = 0
+    num_kinds: int = 2
+
+    @staticmethod
+    def of(compatibility: CompatibilityRecord, shard: Shard) -> BlockLayout:
+        """Return the layout of blocks that hold `shard`. Its `block_bytes` are 0 for elements that are not
+        known here."""
+        fields, item_bytes = compatibility, compatibility.kv_item_bytes
+        scale_bytes = fields.scale_bytes if item_bytes else 0
+        return BlockLayout(
+            shard, fields.head_dim, fields.block_tokens, item_bytes, scale_bytes, fields.num_kinds
+        )
 
     @property
     def head_bytes(self) -> int:
         """Size of K or V of one head of one layer, for all tokens of the block."""
-        return self.block_tokens * self.head_dim * self.item_bytes
+        return self.block_tokens * (self.head_dim * self.item_bytes + self.scale_bytes)
 
     @property
     def block_bytes(self) -> int:
         """Size of a block."""
-        return 2 * self.shard.num_layers * self.shard.num_heads * self.head_bytes
+        return self.num_kinds * self.shard.num_layers * self.shard.num_heads * self.head_bytes
 
     def offset(self, layer: int, kind: int, head: int) -> int:
         """Return the byte offset in the block of K (`kind` 0) or V (1) of a layer and head, in the model's
         numbering."""
-        row = (layer - self.shard.layer_start) * 2 + kind
+        row = (layer - self.shard.layer_start) * self.num_kinds + kind
         return (row * self.shard.num_heads + head - self.shard.head_start) * self.head_bytes
 
 
@@ -115,7 +130,7 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
     """Plan the copies that move `piece`, in ascending order, as few and as long as possible: a single one
     between equal layouts. Raises `IncompatibleError` if the blocks' shapes differ, `ValueError` if a block
     does not hold the piece."""
-    for field in ("head_dim", "block_tokens", "item_bytes"):
+    for field in ("head_dim", "block_tokens", "item_bytes", "scale_bytes", "num_kinds"):
         if getattr(src, field) != getattr(dst, field):
             raise IncompatibleError(
                 f"{field}: {getattr(src, field)} at the source, {getattr(dst, field)} there"
@@ -126,7 +141,7 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
     num_bytes = piece.num_heads * src.head_bytes
     runs: list[Run] = []
     for layer in range(piece.layer_start, piece.layer_end):
-        for kind in (0, 1):
+        for kind in range(src.num_kinds):
             src_offset = src.offset(layer, kind, piece.head_start)
             _append(runs, Run(src_offset, dst.offset(layer, kind, piece.head_start), num_bytes))
     return runs
@@ -136,7 +151,7 @@ def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
     """Return the one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K
     or V of the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
     row_bytes = piece.num_heads * src.head_bytes
-    num_rows = 2 * piece.num_layers
+    num_rows = src.num_kinds * piece.num_layers
     pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
     if pitches == [row_bytes, row_bytes]:
         row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2

@@ -68,9 +68,13 @@ _THREAD = threading.local()
 
 
 def space_id(compatibility: CompatibilityRecord) -> bytes:
-    """Return the 8-byte name of the space of a model, dtype and block layout. KV is shared within a space."""
+    """Return the 8-byte name of the space of a model, dtype and block layout. KV is shared within a space.
+    A field with its default is left out: one that a later version added changes no name that it need not."""
     fields = msgspec.structs.asdict(compatibility)
     del fields["protocol"]
+    for field in msgspec.structs.fields(CompatibilityRecord):
+        if not field.required and fields[field.name] == field.default:
+            del fields[field.name]
     return hashlib.sha256(msgspec.msgpack.encode(fields)).digest()[:SPACE_BYTES]
 
 

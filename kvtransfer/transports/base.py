@@ -87,6 +87,8 @@ class WriterRank:
             layout.head_dim,
             layout.block_tokens,
             layout.item_bytes,
+            layout.scale_bytes,
+            layout.num_kinds,
         )
 
 

@@ -44,10 +44,13 @@ class ChannelHello(Message, frozen=True):
     head_dim: int
     block_tokens: int
     item_bytes: int
+    scale_bytes: int = 0
+    num_kinds: int = 2
 
     @property
     def layout(self) -> BlockLayout:
-        return BlockLayout(self.shard, self.head_dim, self.block_tokens, self.item_bytes)
+        sizes = self.head_dim, self.block_tokens, self.item_bytes, self.scale_bytes, self.num_kinds
+        return BlockLayout(self.shard, *sizes)
 
 
 class ChannelWelcome(Message, frozen=True):

@@ -161,7 +161,9 @@ def test_what_lands_is_what_one_rank_would_hold(
     data: st.DataObject, num_layers: int, num_heads: int, num_blocks: int
 ) -> None:
     tokens, head_dim, item_bytes = data.draw(st.sampled_from([(1, 1, 1), (3, 2, 2), (4, 1, 4)]))
-    shape = (num_blocks, num_layers, 2, num_heads, tokens * head_dim * item_bytes)
+    scale_bytes, num_kinds = data.draw(st.sampled_from([(0, 2), (4, 2), (0, 1)]))
+    head_bytes = tokens * (head_dim * item_bytes + scale_bytes)
+    shape = (num_blocks, num_layers, num_kinds, num_heads, head_bytes)
     whole = np.random.default_rng(num_blocks).integers(0, 256, shape, dtype=np.uint8)
     sources = data.draw(replicas(num_layers, num_heads))
     targets = data.draw(replicas(num_layers, num_heads))
@@ -171,7 +173,7 @@ def test_what_lands_is_what_one_rank_would_hold(
         return part.reshape(num_blocks, -1)
 
     def block_layout(shard: Shard) -> BlockLayout:
-        return BlockLayout(shard, head_dim, tokens, item_bytes)
+        return BlockLayout(shard, head_dim, tokens, item_bytes, scale_bytes, num_kinds)
 
     def checksum(pool: npt.NDArray[np.uint8], shard: Shard, block: int, piece: Shard) -> int:
         data = pool[block].tobytes()

@@ -151,9 +151,11 @@ def test_a_space_is_all_of_compatibility_but_the_protocol() -> None:
         replace(COMPATIBILITY, model_fingerprint=b"g" * 32),
         replace(COMPATIBILITY, dtype="float32"),
         replace(COMPATIBILITY, weight_dtype="float32"),
+        replace(COMPATIBILITY, kv_dtype="int8"),
+        replace(COMPATIBILITY, num_kinds=1),
         *(
             replace(COMPATIBILITY, **{name: 7})
-            for name in ("block_tokens", "num_layers", "num_kv_heads", "head_dim")
+            for name in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "scale_bytes")
         ),
     ]
     assert len({space_id(each) for each in [COMPATIBILITY, *changed]}) == 1 + len(changed)

@@ -16,9 +16,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages.engine_session import (
@@ -94,7 +95,7 @@ class StoreConnector:
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
         self._client = StoreClient(name, trust, hello, self, clock, engine.control.fail)
-        block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
+        block_bytes = {shard: BlockLayout.of(compatibility, shard).block_bytes for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()
         self.saver = BlockSaver(
@@ -322,9 +323,3 @@ def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
     if remote_ranks:
         _log.warning("ranks %s are on other hosts: this replica does not use the store", remote_ranks)
     return not remote_ranks
-
-
-def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
-    num_heads = shard.num_layers * shard.num_heads
-    token_bytes = 2 * num_heads * compatibility.head_dim * ITEM_BYTES[compatibility.dtype]
-    return token_bytes * compatibility.block_tokens

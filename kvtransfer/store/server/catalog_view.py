@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, Shard
+from kvtransfer.messages import CompatibilityRecord, Shard
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.holder_reader import Holder
@@ -112,7 +112,7 @@ class CatalogView:
     async def learn(self, chain: bytes, keys: Sequence[bytes]) -> None:
         """Look up the holders of these blocks in the index, within its budget."""
         index = self._index()
-        if index is None or self._compatibility.dtype not in ITEM_BYTES:
+        if index is None or not self._compatibility.kv_item_bytes:
             return
         for key, holders in zip(keys, await index.find(self.space, chain, keys), strict=True):
             self._learned.pop(key, None)
@@ -150,9 +150,7 @@ class CatalogView:
 
     def payload_bytes(self, shard: Shard) -> int:
         """Return the payload size of a block's record of that shard; 0 when it cannot be known."""
-        fields = self._compatibility
-        item_bytes = ITEM_BYTES.get(fields.dtype, 0)
-        return BlockLayout(shard, fields.head_dim, fields.block_tokens, item_bytes).block_bytes
+        return BlockLayout.of(self._compatibility, shard).block_bytes
 
     def _held(self, key: bytes) -> Mapping[Shard, Held]:
         return self._catalog.lookup(self.space, key)
