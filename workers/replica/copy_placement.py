@@ -80,6 +80,8 @@ def _improved(
     """Add copies one by one. Return the placement of the fewest copies whose busiest part has nearly as
     little load as can be had in this way, or `is_held` if none is better by `least_gain`."""
     most = [_most(loads, is_held)]
+    if most[0] < loads.sum() / is_owned.shape[1] + least_gain:
+        return is_held  # as most layers do: not even equal loads would be worth it
     placements = [is_held]
     added = is_held.copy()
     while _add_copy(loads, added, (added & ~is_owned).sum(0) < num_slots):

@@ -39,7 +39,6 @@ class CopySlots:
     def __init__(self, num_experts: int, place: CopyPlace, device: torch.device) -> None:
         """Begin without copies."""
         self.place = place
-        self._num_experts = num_experts
         self._owned = [part(num_experts, number, place.num_parts) for number in range(place.num_parts)]
         self._slots = np.full((place.num_parts, place.num_slots), -1)
         shape = (num_experts, NUM_CHOICES)
