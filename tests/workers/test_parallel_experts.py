@@ -12,6 +12,7 @@ from family_checkpoints import write_family_checkpoint
 from paged_model import error_of, reference_logits, reference_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case
 from safetensors.torch import load_file
+from slow_cases import slow_but
 
 from workers.model.expert_rows import LEAST_ROWS
 from workers.model.model_config import read_model_config
@@ -57,6 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "residual_multiplier": 0.6,
     },
+}
+# The experts of one have biases; in the other, shared experts are beside them.
+COPIED_FAMILIES = FAMILIES | {
+    "gpt_oss": {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 20, "swiglu_limit": 0.8}
 }
 # The ranks of a stage, the parts of experts, and the stages.
 LAYOUTS: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
@@ -121,12 +126,12 @@ def test_experts_on_any_ranks_equal_those_on_one(
                 torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize("family", slow_but(["qwen3_moe", "gpt_oss", "glm4_moe"], "qwen3_moe"))
 def test_copies_that_change_between_steps_leave_results_as_they_are(
     family: str, processes: RankProcesses, tmp_path: Path
 ) -> None:
     """The rows of a copied expert are divided, and no row is computed twice or not at all."""
-    write_family_checkpoint(tmp_path, family, seed=1, **SHAPE, **FAMILIES[family])
+    write_family_checkpoint(tmp_path, family, seed=1, **SHAPE, **COPIED_FAMILIES[family])
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(257, (length,), generator=generator).tolist() for length in LENGTHS]
 
@@ -149,4 +154,4 @@ def test_copies_that_change_between_steps_leave_results_as_they_are(
         torch.testing.assert_close(sampling["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
         firsts = ranks[:: tp // ep]  # ranks that share experts count the same tokens
         assert torch.equal(sum(it["of_experts"] for it in firsts), expected["of_experts"])
-        assert sum(int(it["copied"]) for it in firsts) > 50, "copies computed some of the rows"
+        assert any(it["copied"] for it in firsts), "copies computed some of the rows"
