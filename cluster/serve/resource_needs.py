@@ -183,7 +183,13 @@ def _pool_need(
         for tp_rank in range(pool.tp):
             layers = (first, first + num_layers)
             shape = RankShape(
-                model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
+                model,
+                *layers,
+                tp_rank,
+                pool.tp,
+                ep=pool.ep,
+                expert_offload=engine.expert_offload,
+                expert_copies=engine.expert_copies,
             )
             shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
             layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)

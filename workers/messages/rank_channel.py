@@ -71,6 +71,8 @@ class RankSpec(Message, frozen=True):
     ep: int = 1
     # Whether layers with a window have KV apart, of which what is behind the window is freed.
     frees_windows: bool = False
+    # The slots for copies of experts in each layer of each rank.
+    expert_copies: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -264,12 +266,22 @@ class BlockCopy(Part, frozen=True):
     group: int = 0
 
 
+class ExpertCopy(Part, frozen=True):
+    """Before the step's computation: the ranks of part `part` of the experts take a copy of `expert` of the
+    layer into a slot, or free it (-1)."""
+
+    layer: int
+    part: int
+    slot: int
+    expert: int
+
+
 class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
-    starts, tables, copies, computation, sampling. `grown` are pairs (uint32) of a slot, one a slot, and a
-    block on the device, which is one more behind those of its table. `decodes` are slots (uint32): each
-    computes its newest token and samples the next. The newest is that of the slot's start, or any that an
-    earlier plan sampled, which the engine core may not know yet."""
+    starts, tables, copies, copies of experts, computation, sampling. `grown` are pairs (uint32) of a slot,
+    one a slot, and a block on the device, which is one more behind those of its table. `decodes` are slots
+    (uint32): each computes its newest token and samples the next. The newest is that of the slot's start, or
+    any that an earlier plan sampled, which the engine core may not know yet."""
 
     step: int
     free_slots: tuple[int, ...] = ()
@@ -279,6 +291,7 @@ class StepPlan(Message, frozen=True):
     tables: tuple[TableChange, ...] = ()
     grown: bytes = b""
     decodes: bytes = b""
+    expert_copies: tuple[ExpertCopy, ...] = ()
 
     @property
     def started_slots(self) -> list[int]:
@@ -345,14 +358,16 @@ class RowMask(Part, frozen=True):
 
 class ExpertCounts(Part, frozen=True):
     """The tokens that each expert of a rank has had since its last such report: `counts` (uint32)
-    [num_layers, num_held] of the layers with these numbers, and of the experts from `first_expert` on. A
-    token has `num_chosen` of the `num_experts` experts of a layer."""
+    [num_layers, num_owned] of the layers with these numbers, and of the experts from `first_expert` on. A
+    token has `num_chosen` of the `num_experts` experts of a layer. `copied` are the tokens of copies of other
+    experts, triples (uint32) of a layer, an expert and its tokens."""
 
     layers: tuple[int, ...]
     first_expert: int
     num_experts: int
     num_chosen: int
     counts: bytes
+    copied: bytes = b""
 
 
 class StepReport(Message, frozen=True):

@@ -130,6 +130,7 @@ class ModelRunner:
                 progress,
                 is_deterministic=compute.is_deterministic,
                 expert_offload=compute.expert_offload,
+                expert_copies=compute.expert_copies,
             )
             if_it_fails.pop_all()
         if decoder.split_experts and self._queue is not None:

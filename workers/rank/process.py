@@ -62,7 +62,7 @@ from workers.model.fingerprint import FingerprintTask
 from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -237,6 +237,7 @@ class _Rank:
                 spec.num_threads,
                 is_deterministic=spec.deterministic,
                 expert_offload=spec.expert_offload,
+                expert_copies=spec.expert_copies,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -386,6 +387,13 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )
+    refuse_expert_copies(
+        config,
+        spec.expert_copies,
+        ep=spec.ep,
+        has_offload=spec.expert_offload > 0,
+        is_deterministic=spec.deterministic,
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
@@ -425,6 +433,8 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
+    if plan.expert_copies:
+        faults.at("rank.step.copies")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
     if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):

@@ -47,7 +47,8 @@ class ComputeSettings(NamedTuple):
     `is_deterministic`: products and attention of a sequence must depend on nothing else. With a `queue`
     (default: on CUDA, unless stages are on several ranks) tokens stay on the device and steps that decode are
     graphs, also on a CPU, where Triton then runs in its interpreter. `expert_offload` experts of each layer
-    are computed by the CPU, also where `device` is one, as tests have it.
+    are computed by the CPU, also where `device` is one, as tests have it. The rank has slots for copies of
+    `expert_copies` experts of each layer.
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class ComputeSettings(NamedTuple):
     is_deterministic: bool = False
     queue: DeviceQueue | None = None
     expert_offload: int = 0
+    expert_copies: int = 0
 
 
 class AutoKv(NamedTuple):

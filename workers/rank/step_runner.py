@@ -76,7 +76,7 @@ class StepRunner:
     ) -> None:
         """At the rank that samples, outputs may follow `grammars`. With a `queue`, tokens stay on the device,
         and the last block of `kv` is scratch."""
-        self._decoder, self._groups, self._unfinished = model
+        self._decoder, self._groups, self._unfinished, self._copier = model
         decoder, groups = model.decoder, model.groups
         self._attention = attention
         self._kv = kv = attention.kv
@@ -188,6 +188,7 @@ class StepRunner:
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._hot_experts.between_steps()
+        self._copier.change(plan.expert_copies)
         self._reader.begin(plan)
         return started_at, rows
 

@@ -516,6 +516,7 @@ def _step_loop(
         parallel.pp,
         StepStats(capability),
         piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
+        shape.expert_copies(engine.expert_copies, clock.now()),
     )
 
 

@@ -120,6 +120,7 @@ class ReplicaReports:
             load_s=self._load_s,
             backend=self._backend,
             warm_up_s=self._warm_up_s,
+            num_expert_copies=self._steps.copies.num_copies,
             **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
             **self._of_the_store(),

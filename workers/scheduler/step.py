@@ -34,7 +34,7 @@ from workers.messages.sampling import SamplingParams
 from workers.scheduler.sequence import Phase, Request, Sequence
 
 # The most bytes that starts, entries and tables of one plan may take. The other half is for changes that
-# cannot wait: a freed slot takes 5 bytes, and a block that is moved 31, copy and place in a table.
+# cannot wait: a freed slot takes 5 bytes, and a block that is moved 33, copy and place in a table.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
 # The most bytes that the log-probabilities of prompts may take of one report.
 LOGPROB_BYTES = MAX_FRAME_BYTES // 4
@@ -457,7 +457,7 @@ def _names_output(submission: Submission) -> bool:
 # Upper bounds of the bytes that msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
 # The bytes of a slot of `StepPlan.decodes`.
 DECODE_BYTES = 4
-_TABLE_CHANGE_BYTES = 16
+_TABLE_CHANGE_BYTES = 17
 
 
 def entry_bytes(num_tokens: int, num_samplers: int) -> int:
