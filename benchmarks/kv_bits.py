@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, drivers: dict[str, EngineDriver]) -> None:
                 rates[form].append(rate)
     kernels = native.load()
     for form, found in rates.items():
-        layout = drivers[form].runner.layout
+        layout = drivers[form].runner.layouts[0]
         line = {
             "benchmark": "kv_bits",
             "cpu": cpu_name(),

@@ -7,7 +7,7 @@ from workers.config import EngineSettings, Parallel
 from workers.errors import CheckpointError
 from workers.model.kv_form import refuse_kv_dtype
 from workers.model.model_config import ModelConfig
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 
 
 def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: EngineSettings) -> None:
@@ -26,5 +26,12 @@ def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: Engin
         refuse_stages(model, pp, layers)
         refuse_kv_dtype(model, engine.kv_dtype)
         refuse_expert_offload(model, num_in_host, devices, tp=tp, is_deterministic=is_deterministic)
+        refuse_expert_copies(
+            model,
+            engine.expert_copies,
+            ep=ep,
+            has_offload=num_in_host > 0,
+            is_deterministic=is_deterministic,
+        )
     except CheckpointError as error:
         raise ConfigError(f"pool {pool}: {error}") from error

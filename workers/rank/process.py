@@ -60,9 +60,10 @@ from workers.messages.rank_channel import (
 )
 from workers.model.fingerprint import FingerprintTask
 from workers.model.kv_form import refuse_kv_dtype
+from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -228,6 +229,7 @@ class _Rank:
         )
         first_layer, end_layer = form.stages[spec.stage]
         auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
+        windows = WindowCapacity(spec.block_tokens, spec.max_sequences, spec.max_batch_tokens, spec.pp)
         return ModelRunner(
             CheckpointFolder(Path(spec.model_dir), self._fingerprint),
             ComputeSettings(
@@ -236,6 +238,7 @@ class _Rank:
                 spec.num_threads,
                 is_deterministic=spec.deterministic,
                 expert_offload=spec.expert_offload,
+                expert_copies=spec.expert_copies,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -244,6 +247,7 @@ class _Rank:
                 spec.num_offload_tokens,
                 auto_kv=auto,
                 kv_dtype=spec.kv_dtype,
+                windows=windows if spec.frees_windows else None,
             ),
             self._clock,
             place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
@@ -257,7 +261,7 @@ class _Rank:
         agent = TransferAgent(
             identity=spec.replica,
             rank=spec.rank,
-            pool=runner.pool,
+            pools=runner.pools,
             trust=self._trust,
             clock=self._clock,
             faults=self._faults,
@@ -265,7 +269,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.pools[0], spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
@@ -386,6 +390,13 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )
+    refuse_expert_copies(
+        config,
+        spec.expert_copies,
+        ep=spec.ep,
+        has_offload=spec.expert_offload > 0,
+        is_deterministic=spec.deterministic,
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
@@ -412,6 +423,7 @@ def _ready(
         load_s=load_s,
         warm_up_s=warm_up_s,
         num_offload_blocks=fields.num_offload_blocks,
+        num_window_blocks=fields.num_window_blocks,
         flop_s=limits.flop_s,
         byte_s=limits.byte_s,
         backend=fields.backend,
@@ -424,6 +436,8 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
+    if plan.expert_copies:
+        faults.at("rank.step.copies")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
     if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):

@@ -99,9 +99,10 @@ def test_an_update_cannot_change_it(folder: Path) -> None:
 def test_it_halves_kv_in_memory_and_in_the_store(folder: Path, kv_dtype: str) -> None:
     configs = [config_with(folder, it, offload_tokens=640) for it in (kv_dtype, "auto")]
     small, whole = (needs_of(config).pools[0].ranks[0] for config in configs)
-    assert small.kv_token_bytes == 2 * 3 * 2 * (128 + 4)
-    assert small.kv_token_bytes / whole.kv_token_bytes == pytest.approx(0.516, abs=1e-3)
-    assert small.offload_bytes == 640 * small.kv_token_bytes
+    (small_bytes,), (whole_bytes,) = small.block_bytes.block_bytes, whole.block_bytes.block_bytes
+    assert small_bytes == 32 * 2 * 3 * 2 * (128 + 4)
+    assert small_bytes / whole_bytes == pytest.approx(0.516, abs=1e-3)
+    assert small.offload_bytes == 640 // 32 * small_bytes
     assert small.weight_bytes == whole.weight_bytes
     record_bytes = smallest_record_bytes(configs[0].pools, folder)
-    assert record_bytes == HEADER_BYTES + 32 * small.kv_token_bytes
+    assert record_bytes == HEADER_BYTES + small_bytes
