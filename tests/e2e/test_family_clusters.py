@@ -121,9 +121,10 @@ class Cluster:
     async def start(self) -> None:
         await self._store.start()
         add, how = self._harness, self._store
-        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks)
-        self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages)
-        self.single = await add_with_store(add, how, "s")
+        settings: dict[str, Any] = {"frees_windows": True}
+        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks, **settings)
+        self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages, **settings)
+        self.single = await add_with_store(add, how, "s", **settings)
 
     async def check_hand_over(self) -> None:
         submission = self._harness.submission("r", PROMPT, decode=self.decode, max_tokens=NUM_TOKENS)

@@ -186,7 +186,9 @@ class EngineCore:
             trust=trust,
             identity=spec.identity,
             ready=ready,
-            engine=EngineParts(self.pool, self.scheduler, self._group, self.steps.rates, self),
+            engine=EngineParts(
+                self.pool, self.scheduler, self._group, self.steps.rates, self, self.window_pools
+            ),
             clock=self._clock,
         )
 
