@@ -168,7 +168,10 @@ def _pool_need(
                 model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
             )
             shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
-            layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)
+            cells = model.kv_cells
+            layout = BlockLayout(
+                shard, cells.width, engine.block_tokens, item_bytes, num_kinds=cells.num_kinds
+            )
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],

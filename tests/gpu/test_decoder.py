@@ -108,7 +108,7 @@ class Stage:
         shard = self.decoder.shard
         cells = config.kv_cells
         num_cells = len(kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size))
-        kv = torch.zeros(8, cells.num_layers, 2, num_cells, BLOCK, cells.width)
+        kv = torch.zeros(8, cells.num_layers, cells.num_kinds, num_cells, BLOCK, cells.width)
         self.kv = kv.to(device, dtype)
         make: MakeBackend = TorchAttention
         if cuda.serves(device):

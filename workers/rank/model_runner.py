@@ -315,6 +315,7 @@ def _compatibility(
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,
         head_dim=cells.width,
+        num_kinds=cells.num_kinds,
     )
 
 
@@ -322,7 +323,7 @@ def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: tor
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize)
+    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize, num_kinds=cells.num_kinds)
 
 
 def _allocate(
@@ -352,4 +353,5 @@ def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: tor
 
 def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
     shard = layout.shard
-    return (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
+    sizes = shard.num_layers, layout.num_kinds, shard.num_heads, layout.block_tokens, layout.head_dim
+    return (num_blocks, *sizes)

@@ -143,7 +143,12 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
         qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv).head_dim).to(backend.kv)
 
         def run() -> None:
-            backend.plan(made).run(layer, qkv)
+            plan = backend.plan(made)
+            # Of latents, the backend that is measured neither rotates nor writes.
+            if backend.shape.rotations:
+                plan.run(layer, qkv)
+            else:
+                plan.attend(layer, qkv[:, : -2 * kv_shape(backend.kv).head_dim])
             if backend.kv.is_cuda:
                 torch.cuda.synchronize(backend.kv.device)
 

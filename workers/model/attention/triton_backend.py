@@ -24,7 +24,7 @@ from workers.model.attention.interface import (
     kv_shape,
     to_device,
 )
-from workers.model.attention.torch_backend import rope_table
+from workers.model.attention.rotary import rope_table
 from workers.model.cuda.attention import (
     LayerKv,
     PagedSequences,
@@ -59,6 +59,9 @@ class TritonAttention(AttentionBackend):
 
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        return TritonAttention(shape, kv, is_deterministic=self.is_deterministic)
 
 
 class TritonPlan(AttentionPlan):
@@ -99,11 +102,9 @@ class TritonPlan(AttentionPlan):
             self._partials = Partials.allocate(num_decodes, num_heads, head_dim, most, device)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        backend, view = self._backend, self._window_to_view[layer.window]
-        blocks = backend.kv[:, layer.index]
         queries = rotate_and_write(
             qkv,
-            blocks,
+            self._backend.kv[:, layer.index],
             self._sequences.tables,
             self._token_slots,
             self._positions,
@@ -112,6 +113,15 @@ class TritonPlan(AttentionPlan):
             k_norm=layer.k_norm,
             is_written=layer.has_own_kv,
         )
+        return self._attend(layer, queries)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        return self._attend(layer, queries.unflatten(1, (-1, self._backend.kv_shape.head_dim)))
+
+    def _attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        """Attend from `queries` [num_tokens, num_heads, head_dim], which are rotated."""
+        backend, view = self._backend, self._window_to_view[layer.window]
+        blocks = backend.kv[:, layer.index]
         kv = LayerKv(blocks)
         if view.host is not None:
             kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
