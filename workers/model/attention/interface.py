@@ -273,7 +273,7 @@ class AttentionPlan(ABC):
 
     @abstractmethod
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
-        """Attend as `run` does from `queries` [num_tokens, num_heads * head_dim], which are rotated, and whose
+        """Attend as `run` does from `queries` [num_tokens, num_heads * head_dim], which are rotated and whose
         rows may be apart, to keys and values that lie in their blocks."""
 
 
