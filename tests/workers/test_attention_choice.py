@@ -13,7 +13,13 @@ from torch import Tensor
 from kvtransfer.common.clock import ManualClock
 from workers.model.attention import choice
 from workers.model.attention.choice import AttentionTimes, candidate_backends, choose_attention
-from workers.model.attention.interface import AttentionBackend, AttentionPlan, LayerAttention, StepInput
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    LayerAttention,
+    StepInput,
+)
 
 SHAPE = unrotated(4, 16)
 
