@@ -46,6 +46,13 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 # scores, norms of rows and of what a layer adds, a feed-forward without a gate, kinds of layers that rotate
 # in their own ways or not; in one family, heads of two sizes, normed values, layers that attend to the KV of
 # others, and inputs of layers; and experts, with a dense layer, with shared ones, or with biases and sinks.
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},
@@ -74,6 +81,22 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 28,
     },
+    "deepseek_v2": {
+        **_LATENT,
+        "num_hidden_layers": NUM_LAYERS,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "q_lora_rank": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 
@@ -98,7 +121,7 @@ class Stage:
         dtype: torch.dtype = torch.float32,
         is_deterministic: bool = False,
     ) -> None:
-        from workers.model.attention.triton_backend import TritonAttention
+        from workers.model.attention.triton_latents import make_triton
 
         self.device = device
         self.decoder: Decoder = load_decoder(
@@ -112,7 +135,7 @@ class Stage:
         self.kv = kv.to(device, dtype)
         make: MakeBackend = TorchAttention
         if cuda.serves(device):
-            make = functools.partial(TritonAttention, is_deterministic=is_deterministic)
+            make = functools.partial(make_triton, is_deterministic=is_deterministic)
         self.attention = backend_of_kinds(self.decoder.attention_shape, self.kv, make)
 
     def hidden(self, spans: Sequence[SequenceSpan], most_layers: int | None = None) -> Tensor:

@@ -198,12 +198,10 @@ class ModelRunner:
     def _choose_attention(self, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over the KV `memory`, with a clock by measurement."""
         if self._queue is not None and self._queue.has_triton and memory.device.type == "cpu":
-            from workers.model.attention.triton_backend import (
-                TritonAttention,  # in the interpreter, for tests
-            )
+            from workers.model.attention.triton_latents import make_triton  # in the interpreter, for tests
 
             shape = self._model.decoder.attention_shape
-            make = functools.partial(TritonAttention, is_deterministic=self._is_deterministic)
+            make = functools.partial(make_triton, is_deterministic=self._is_deterministic)
             return backend_of_kinds(shape, memory, make)
         return choose_attention(
             self._model.decoder.attention_shape,

@@ -97,9 +97,9 @@ def candidate_backends(
     backends: list[AttentionBackend] = [TorchAttention(shape, kv)]
     if cuda.serves(kv.device):
         # Only here: where it serves nothing there may be no Triton.
-        from workers.model.attention.triton_backend import TritonAttention
+        from workers.model.attention.triton_latents import make_triton
 
-        backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))
+        backends.insert(0, make_triton(shape, kv, is_deterministic=is_deterministic))
     if CpuAttention.serves(kv):
         kernels = native.load()
         assert kernels is not None

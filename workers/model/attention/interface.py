@@ -214,7 +214,8 @@ class AttentionShape:
     With several `kinds` of heads, rotations are those of the kinds, and `reads` are the layers of the KV that
     the decoder's layers attend to, one after another. `has_sinks` says whether layers have sinks, with which
     backends are compared. With a `latent`, the KV is of latents, and rotations are those of its rotated
-    part."""
+    part. With a `value_dim` the rows of the KV are keys, and so many of their first columns values: results
+    have these for each head, or whole rows."""
 
     num_heads: int
     windows: tuple[int, ...]
@@ -225,6 +226,7 @@ class AttentionShape:
     reads: tuple[int, ...] = ()
     has_sinks: bool = False
     latent: LatentShape | None = None
+    value_dim: int = 0
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""

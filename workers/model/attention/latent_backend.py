@@ -50,7 +50,8 @@ class LatentAttention(AttentionBackend):
         self.latent = shape.latent
         scale = shape.scale(self.latent.head_dim)
         self._alike = dataclasses.replace(shape, rotations=(), latent=None, score_scale=scale)
-        self.absorbed = make(self._alike, _as_both_kinds(kv))
+        absorbed = dataclasses.replace(self._alike, value_dim=self.latent.kv_lora_rank)
+        self.absorbed = make(absorbed, _as_both_kinds(kv))
         self.name = self.absorbed.name
         self.can_stage = self.absorbed.can_stage
         self.is_deterministic = self.absorbed.is_deterministic
@@ -140,7 +141,7 @@ class LatentPlan(AttentionPlan):
         wide = queries.new_empty(*queries.shape[:2], latent.width)
         heads.absorb(queries[..., :num_unrotated], wide[..., :rank])
         wide[..., rank:] = queries[..., num_unrotated:]
-        latents = plan.attend(layer, wide.flatten(1)).view(wide.shape)
+        latents = plan.attend(layer, wide.flatten(1)).view(len(wide), self._num_heads, -1)
         heads.values(latents[..., :rank], mixed)
 
 
