@@ -90,13 +90,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "rope_scaling": None,
     },
-    "glm4_moe_lite": {
-        **_LATENT,
-        "q_lora_rank": 20,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 

@@ -48,6 +48,7 @@ from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
+from workers.interfaces import BlockSharing
 from workers.messages.link import (
     LINK_UP_CODEC,
     HandOverReport,
@@ -117,6 +118,7 @@ class ReplicaHarness:
         max_migrations: int = 2,
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
+        sharing: BlockSharing | None = None,
     ) -> None:
         """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
@@ -160,6 +162,7 @@ class ReplicaHarness:
             ranks=self.ranks,
             clock=self.clock,
             faults=Faults(),
+            sharing=sharing,
         )
         self.kv_receiver.writer_joined(peer, lanes)
         self.migration = MigrationManager(

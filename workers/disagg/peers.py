@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
+from kvtransfer.blocks.layout import PlannedPiece, intersect, landing_shards, plan_pieces
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
 from kvtransfer.common.tasks import SupervisedTasks
@@ -247,7 +247,7 @@ class Peers:
         if hello.identity != peer.target.identity:
             raise IncompatibleError(f"expected {peer.target.identity}, found {hello.identity}")
         self._check_compatibility(hello)
-        pieces = _plan(self._ranks, hello.ranks)
+        pieces = _plan(self._ranks, hello.ranks, is_given_on=self._compatibility.is_given_on)
         for own in self._ranks:
             lanes = (
                 Lane(hello.ranks[target], piece) for source, target, piece in pieces if source == own.rank
@@ -304,7 +304,7 @@ class Peers:
             return
         try:
             self._check_compatibility(hello)
-            pieces = _plan(hello.ranks, self._ranks)
+            pieces = _plan(hello.ranks, self._ranks, is_given_on=self._compatibility.is_given_on)
         except IncompatibleError as error:
             stream.send(PEER_CODEC.encode(PeerRefusal(str(error))))
             await stream.receive()
@@ -360,7 +360,10 @@ class Peers:
         await self._tasks.close()
 
 
-def _plan(writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]) -> tuple[PlannedPiece, ...]:
-    return plan_pieces(
-        [(item.rank, item.shard) for item in writer], [(item.rank, item.shard) for item in target]
-    )
+def _plan(
+    writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints], *, is_given_on: bool
+) -> tuple[PlannedPiece, ...]:
+    targets = [(item.rank, item.shard) for item in target]
+    if is_given_on:
+        targets = landing_shards(targets)
+    return plan_pieces([(item.rank, item.shard) for item in writer], targets)
