@@ -20,8 +20,8 @@ from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
-from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.attention.kinds_backend import MakeBackend, backend_of_kinds
+from workers.model.attention.interface import MakeBackend, SequenceSpan, StepInput
+from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import parallelize

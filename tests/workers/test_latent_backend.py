@@ -31,7 +31,7 @@ BLOCK = 16
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-class Case(NamedTuple):
+class DrawnWork(NamedTuple):
     """Sequences (tokens before, new ones), and the heads that they attend with."""
 
     latent: LatentShape
@@ -58,7 +58,7 @@ ALIGNED = st.builds(
     st.integers(1, 8),
 )
 CASES = st.builds(
-    Case,
+    DrawnWork,
     st.one_of(LATENTS, ALIGNED),
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=4),
@@ -69,7 +69,7 @@ CASES = st.builds(
 class Drawn:
     """The latents and queries of a case. Blocks lie in random places, and what no token wrote is NaN."""
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+    def __init__(self, case: DrawnWork, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
         latent, num_heads = case.latent, case.num_heads
         self.generator = generator = torch.Generator().manual_seed(case.seed)
@@ -118,12 +118,12 @@ class Drawn:
         latent, num_heads, results = self.case.latent, self.case.num_heads, []
         by_head = self.expansion.double().view(num_heads, latent.expanded_dim, latent.kv_lora_rank)
         for span, latents, qkv in zip(self.spans, self.latents, self.qkv, strict=True):
-            normed, shared = latents.double().split([latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
+            normed, shared = torch.split(latents.double(), [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
             queries = qkv[:, : num_heads * latent.head_dim].double().view(len(qkv), num_heads, -1)
             heads = []
             for head in range(num_heads):
-                keys, values = (normed @ by_head[head].T).split(
-                    [latent.qk_nope_head_dim, latent.v_head_dim], 1
+                keys, values = torch.split(
+                    normed @ by_head[head].T, [latent.qk_nope_head_dim, latent.v_head_dim], 1
                 )
                 scores = queries[:, head] @ torch.cat((keys, shared), 1).T / math.sqrt(latent.head_dim)
                 hidden = torch.ones_like(scores, dtype=torch.bool).tril_(span.start).logical_not_()
@@ -141,7 +141,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=25)
 @given(case=CASES)
-def test_it_equals_a_loop_over_heads(name: str, dtype: torch.dtype, case: Case) -> None:
+def test_it_equals_a_loop_over_heads(name: str, dtype: torch.dtype, case: DrawnWork) -> None:
     """Chunks in the form that they take, and all in the one that is the same bits in any chunks."""
     drawn = Drawn(case, dtype)
     before, expected = drawn.kv.clone(), drawn.expected()
@@ -155,7 +155,7 @@ def test_it_equals_a_loop_over_heads(name: str, dtype: torch.dtype, case: Case) 
 def test_blocks_in_host_memory_are_read(name: str, mode: OffloadMode) -> None:
     if mode == "stream" and name != "torch":
         pytest.skip("the kernels read blocks where they lie")
-    case = Case(LatentShape(0, 26, 10, 6, 9), 3, [(40, 1), (70, 20), (0, 30)], 5)
+    case = DrawnWork(LatentShape(0, 26, 10, 6, 9), 3, [(40, 1), (70, 20), (0, 30)], 5)
     drawn = Drawn(case, torch.float32)
     expected, host = drawn.expected(), HostKv(drawn.kv, 8)
     host.use(mode)

@@ -51,8 +51,10 @@ class KvReceiver:
     ) -> None:
         """`sharing` gives on what landed, where ranks receive parts of what all hold."""
         self._sharing = sharing
-        # Sequences that landed and whose blocks are given on; False: they were cancelled meanwhile.
-        self._given: dict[RequestKey, bool] = {}
+        # Sequences that landed and whose blocks are given on, with their sharing groups; and which of them
+        # were cancelled meanwhile.
+        self._given: dict[RequestKey, str] = {}
+        self._unwanted: set[RequestKey] = set()
         self._num_given_references = 0
         self._vocab_size = vocab_size
         self._block_tokens = block_tokens
@@ -115,10 +117,15 @@ class KvReceiver:
         """The landings that are open, and those whose blocks are given on."""
         return self.landings.num_open + len(self._given)
 
+    def num_of(self, group: str | None) -> int:
+        """Return the number of landings of this sharing group (None: all) that wait, are open or are given
+        on."""
+        return self.landings.num_of(group) + sum(group in (None, it) for it in self._given.values())
+
     def cancel(self, key: RequestKey) -> None:
         """Abort the landing of this attempt."""
         if key in self._given:
-            self._given[key] = False
+            self._unwanted.add(key)
         self._do(self.landings.cancel(*key))
 
     def leave(self, reason: str) -> None:
@@ -196,12 +203,14 @@ class KvReceiver:
             self._join(landed, hand_over)
             return
         key = hand_over.submission.request_id, hand_over.submission.attempt
-        self._given[key] = True
+        self._given[key] = hand_over.submission.facts.sharing_group
         self._num_given_references += len(landed.block_ids)
 
         def join() -> None:
             self._num_given_references -= len(landed.block_ids)
-            self._join(landed, hand_over, is_wanted=self._given.pop(key))
+            del self._given[key]
+            self._join(landed, hand_over, is_wanted=key not in self._unwanted)
+            self._unwanted.discard(key)
 
         self._sharing.give(landed.block_ids[num_held:num_valid], join)
 

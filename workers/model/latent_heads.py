@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from workers.model.head_products import HeadProducts, make_head_products
@@ -17,7 +18,7 @@ class LatentHeads:
 
     def __init__(self, rows: Tensor, shape: LatentShape, *, is_deterministic: bool = False) -> None:
         by_head = rows.view(-1, shape.expanded_dim, shape.kv_lora_rank)
-        keys, values = by_head.split([shape.qk_nope_head_dim, shape.v_head_dim], 1)
+        keys, values = torch.split(by_head, [shape.qk_nope_head_dim, shape.v_head_dim], 1)
         self.num_heads = len(by_head)
 
         def products(weights: Tensor) -> HeadProducts:

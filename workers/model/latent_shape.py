@@ -13,13 +13,13 @@ MOST_EXPANDED_BYTES = 16 << 20
 
 
 # The fewest tokens that memory for expanded keys and values is divided by.
-_LEAST_ROOM = 256
+_LEAST_CAPACITY = 256
 
 
-def expanded_room(num_tokens: int) -> int:
-    """Return for how many tokens there is room where keys and values of `num_tokens` are expanded: lengths
+def expanded_capacity(num_tokens: int) -> int:
+    """Return for how many tokens there is capacity where keys and values of `num_tokens` are expanded: lengths
     are rounded up to powers of two, so that kernels meet few of them."""
-    return max(_LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+    return max(_LEAST_CAPACITY, 1 << (num_tokens - 1).bit_length())
 
 
 class ProductShape(NamedTuple):
@@ -116,7 +116,7 @@ class LatentShape(NamedTuple):
     def most_expanded_bytes(self, num_heads: int, max_context_tokens: int, item_bytes: int) -> int:
         """Return the memory that the latents of one sequence and what is expanded of them take at most."""
         latents = max_context_tokens * self.width * item_bytes
-        head_bytes = 2 * expanded_room(max_context_tokens) * self.head_dim * item_bytes
+        head_bytes = 2 * expanded_capacity(max_context_tokens) * self.head_dim * item_bytes
         return latents + max(head_bytes, min(num_heads * head_bytes, MOST_EXPANDED_BYTES))
 
     def num_projected(self, num_heads: int) -> int:

@@ -354,7 +354,7 @@ class EngineCore:
             self.connector.purge(order.sharing_group)
         num_requests = self.scheduler.life.keep_private(order.sharing_group)
         num_blocks, num_held = self.pool.purge(order.sharing_group)
-        num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
+        num_landings = self.kv_receiver.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
 
     # ------------------------------------------------------------------------------------------ peers

@@ -26,13 +26,14 @@ from workers.model.attention.interface import (
     LayerAttention,
     LayerRead,
     MakeBackend,
+    SequenceSpan,
     StepInput,
     kv_shape,
     to_device,
 )
 from workers.model.attention.rotary import rope_table, rotate
 from workers.model.latent_heads import LatentHeads
-from workers.model.latent_shape import expanded_room
+from workers.model.latent_shape import expanded_capacity
 
 _ALL_LAYERS = LayerAttention(0, 0)
 
@@ -65,13 +66,13 @@ class LatentAttention(AttentionBackend):
         """Return the backend of as many heads as are expanded at a time for `num_tokens` tokens, over memory
         that it shares with all others: [1, 1, 2, num_expanded, more than num_tokens, head_dim]."""
         latent, dtype = self.latent, self.kv.dtype
-        room = expanded_room(num_tokens)
-        num_heads = latent.num_expanded_heads(self.shape.num_heads, room, dtype.itemsize)
-        num_items = 2 * num_heads * room * latent.head_dim
+        capacity = expanded_capacity(num_tokens)
+        num_heads = latent.num_expanded_heads(self.shape.num_heads, capacity, dtype.itemsize)
+        num_items = 2 * num_heads * capacity * latent.head_dim
         if self._expanded_memory.numel() < num_items:
             # Attention may multiply what no token has written with zero.
             self._expanded_memory = torch.zeros(num_items, dtype=dtype, device=self.kv.device)
-        kv = self._expanded_memory[:num_items].view(1, 1, 2, num_heads, room, latent.head_dim)
+        kv = self._expanded_memory[:num_items].view(1, 1, 2, num_heads, capacity, latent.head_dim)
         shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,))
         return self.absorbed.over(shape, kv)
 
@@ -110,7 +111,7 @@ class LatentPlan(AttentionPlan):
         latent, num_heads = self._latent, self._num_heads
         num_columns = num_heads * latent.head_dim
         queries, row = qkv[:, :num_columns], qkv[:, num_columns:]
-        by_head = queries.unflatten(1, (num_heads, latent.head_dim))
+        by_head = queries.view(len(queries), num_heads, latent.head_dim)
         table = self._rotations[layer.rotation]
         for part in (by_head[..., latent.qk_nope_head_dim :], row[:, None, latent.kv_lora_rank :]):
             part.copy_(rotate(part, *table))
@@ -119,7 +120,7 @@ class LatentPlan(AttentionPlan):
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         latent, rows = self._latent, self._absorbed_rows
-        by_head = queries.unflatten(1, (self._num_heads, latent.head_dim))
+        by_head = queries.view(len(queries), self._num_heads, latent.head_dim)
         mixed = queries.new_empty(len(queries), self._num_heads, latent.v_head_dim)
         if self._absorbed is not None and rows is None:
             self._attend_absorbed(self._absorbed, layer, by_head, mixed)
@@ -164,10 +165,9 @@ class _ExpandedChunk:
         self._rows = slice(first, first + num_tokens)
         expanded = backend.expanded(self._num_context)
         self._expanded = expanded.kv[0, 0].transpose(1, 2)[:, : self._num_context]
-        places = (np.array([it], dtype=np.int32) for it in (0, start, num_tokens))
-        block_tokens = kv_shape(expanded.kv).block_tokens
-        tables = np.zeros((1, 1), dtype=np.int32)
-        self._plan = expanded.plan(StepInput(tables, *places, block_tokens, step.marks))
+        span = SequenceSpan(start, num_tokens, (0,))
+        capacity = kv_shape(expanded.kv).block_tokens
+        self._plan = expanded.plan(StepInput.of([span], capacity, marks=step.marks))
 
     def attend(self, layer: LayerAttention, queries: Tensor, mixed: Tensor) -> None:
         """Attend from the chunk's `queries` [num_tokens, num_heads * head_dim], of the whole step, into its
@@ -175,11 +175,11 @@ class _ExpandedChunk:
         latent, heads = self._latent, _heads_of(layer)
         latents = self._kv[:, layer.index, 0, 0].index_select(0, self._blocks)
         latents = latents.view(-1, latent.width)[: self._num_context]
-        normed, shared = latents.split([latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
+        normed, shared = torch.split(latents, [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
         keys, values = self._expanded
         num_expanded, head_dim = keys.shape[1:]
         for first in range(0, heads.num_heads, num_expanded):
-            unrotated, rotated = keys.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], 2)
+            unrotated, rotated = torch.split(keys, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], 2)
             heads.expand(normed, unrotated, values[..., : latent.v_head_dim], first)
             rotated.copy_(shared[:, None].expand_as(rotated))
             values[..., latent.v_head_dim :] = 0

@@ -112,7 +112,7 @@ class TorchPlan(AttentionPlan):
         return self._attend(queries, layer)
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
-        return self._attend(queries.unflatten(1, (-1, self._kv_shape.head_dim)), layer)
+        return self._attend(queries.view(len(queries), -1, self._kv_shape.head_dim), layer)
 
     def _clear_partial_blocks(self, step: StepInput) -> None:
         """Zero the blocks that this step begins and does not fill, so that stale bytes never reach a softmax

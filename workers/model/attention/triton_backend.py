@@ -130,7 +130,7 @@ class TritonPlan(AttentionPlan):
         return self._attend(layer, queries)
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
-        return self._attend(layer, queries.unflatten(1, (-1, self._backend.kv_shape.head_dim)))
+        return self._attend(layer, queries.view(len(queries), -1, self._backend.kv_shape.head_dim))
 
     def _attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         """Attend from `queries` [num_tokens, num_heads, head_dim], which are rotated."""
