@@ -12,12 +12,12 @@ from workers.model.layer_shapes import head_dim_problem
 MOST_EXPANDED_BYTES = 16 << 20
 
 
-# The fewest tokens that memory for expanded keys and values is divided by.
+# The fewest tokens for which there is memory where keys and values are expanded.
 _LEAST_CAPACITY = 256
 
 
 def expanded_capacity(num_tokens: int) -> int:
-    """Return for how many tokens there is capacity where keys and values of `num_tokens` are expanded: lengths
+    """Return for how many tokens there is memory where keys and values of `num_tokens` are expanded: lengths
     are rounded up to powers of two, so that kernels meet few of them."""
     return max(_LEAST_CAPACITY, 1 << (num_tokens - 1).bit_length())
 
