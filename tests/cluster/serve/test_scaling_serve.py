@@ -25,7 +25,7 @@ import logging, sys
 import ray
 from ray import serve
 from cluster.serve.app import build_application
-from cluster.serve.rollout import recall
+from cluster.serve.deployed import recall
 ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
 known = recall("tandem")
 raw = known.config.model_dump(mode="json")
