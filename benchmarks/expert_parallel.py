@@ -8,12 +8,16 @@ rows, as counted by their collectives, and `formula_bytes` what follows from the
 what two ring all-reduces send. `mean_others` is to how many other ranks a row goes.
 
 *even*: each expert is chosen as often as its router says, about alike. *hot*: 40 % of the rows choose the
-first expert beside others. There are no copies of an expert that many rows choose: its rank computes for all
-of them, and `busiest_share` is the part of all (row, expert) pairs that the busiest rank computes.
+first expert beside others, and its rank computes for all of them. *copied*: the same, with `--copies` slots
+in each rank for copies of experts, placed as an engine core does. `busiest_share` is the part
+of all (row, expert) pairs that the busiest rank computes. `busiest_sums_cpu_ms` and `busiest_rows_cpu_ms` are
+the processor times of the rank that has most, and `sums_of_even` and `rows_of_even` how many times those of
+even loads they are: what a stage of ranks with cores of their own waits for.
 
-A rank computes with one thread. With fewer cores than ranks the times say little, and the bytes are the same.
+`choice_us` is the time in which a rank finds the rows that it computes of a step. A rank computes with one
+thread. With fewer cores than ranks the times say little, and the bytes are the same.
 
-    python -m benchmarks.expert_parallel [--ranks 2,4] [--rows 16,64,256,1024] [--dtype bf16]
+    python -m benchmarks.expert_parallel [--ranks 2,4] [--rows 16,64,256,1024] [--dtype bf16] [--copies 1]
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.experts import SHAPES
@@ -36,6 +42,7 @@ from benchmarks.replica import CLOCK
 from kvtransfer.rpc.trust import Trust
 from workers.model.apply_norm import apply_norm
 from workers.model.expert_rows import RowProducts, routed_row_bytes, row_parts
+from workers.model.experts.copy_slots import CopyPlace
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture import Mixture
 from workers.model.experts.mixture_shape import MixtureShape
@@ -47,13 +54,15 @@ from workers.model.norm import Norm
 from workers.model.products import make_linear
 from workers.model.sizes import held_experts
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.replica.copy_placement import CopyRules, place_copies
 
 HOST = "127.0.0.1"
 SMALL = SHAPES["small"]
 HIDDEN_SIZE = SMALL.hidden_size
 RULE = RouterRule(SMALL.num_experts, SMALL.num_chosen, "softmax", is_normalized=True)
 HOT_SHARE = 0.4
-LOADS = ("even", "hot")
+LOADS = ("even", "hot", "copied")
+WAYS = ("sums", "rows")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -64,6 +73,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--links", default="memory", choices=("memory", "gloo"))
     parser.add_argument("--chosen", type=int, default=SMALL.num_chosen, help="experts of a row")
+    parser.add_argument("--copies", type=int, default=1, help="slots for copies of experts in a rank")
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -78,6 +88,7 @@ def main() -> None:
             "links": args.links,
             "repeat": args.repeat,
             "chosen": args.chosen,
+            "copies": args.copies,
         }
         measure(order)
 
@@ -90,11 +101,18 @@ def measure(order: dict[str, Any]) -> None:
             parts.enter_context(part({**order, "rank": rank, "address": address}))
             for rank in range(order["num_ranks"])
         ]
-        for _ in range(len(LOADS) * len(order["rows"])):
-            answers = [answer(rank) for rank in ranks]
-            first = answers[0]
-            first["bytes"] = sum(it["bytes"] for it in answers)
-            print(json.dumps(first), flush=True)
+        for _ in order["rows"]:
+            even: dict[str, float] = {}
+            for _ in LOADS:
+                answers = [answer(rank) for rank in ranks]
+                first = answers[0]
+                first["bytes"] = sum(it["bytes"] for it in answers)
+                busiest = {way: max(it[f"{way}_cpu_ms"] for it in answers) for way in WAYS}
+                even = even or busiest
+                for way in WAYS:
+                    first[f"busiest_{way}_cpu_ms"] = busiest[way]
+                    first[f"{way}_of_even"] = round(busiest[way] / even[way], 2)
+                print(json.dumps(first), flush=True)
     del store
 
 
@@ -142,7 +160,7 @@ def play(order: dict[str, Any]) -> None:
     for num_rows in order["rows"]:
         for load in LOADS:
             case = RoutedStep.make(num_rows, load, dtype, RULE._replace(num_chosen=order["chosen"]))
-            layer = Layer(case, groups)
+            layer = Layer(case, groups, order["copies"] if load == "copied" else 0)
             print(json.dumps(layer.measure(order)), flush=True)
     groups.smallest(0)
     groups.close()
@@ -168,12 +186,24 @@ class RoutedStep(NamedTuple):
         router = torch.randn(SMALL.num_experts, HIDDEN_SIZE, generator=generator).mul_(0.05).to(dtype)
         logits = make_linear(router).floats(apply_norm(hidden, norm_of_ones()))
         bias = torch.zeros(SMALL.num_experts)
-        if load == "hot":
+        if load != "even":
             scores = logits.softmax(-1)
             missing = scores.topk(rule.num_chosen).values[:, -1] - scores[:, 0]
             bias[0] = missing.quantile(HOT_SHARE)
         experts = choose_experts(logits, rule, bias).experts
         return RoutedStep(load, MixtureShape(rule, SMALL.size, (0,)), hidden, router, bias, experts)
+
+
+def place(case: RoutedStep, num_ranks: int, num_slots: int) -> NDArray[np.bool_]:
+    """Return which rank holds each expert [num_experts, num_ranks], with copies for the loads of the case."""
+    num_experts = case.shape.rule.num_experts
+    is_owned = np.zeros((num_experts, num_ranks), dtype=bool)
+    for rank in range(num_ranks):
+        owned = held_experts(case.shape, rank, num_ranks, num_ranks).experts
+        is_owned[owned.start : owned.stop, rank] = True
+    # As many tokens as an engine core counts in a while: then chance does not matter.
+    loads = case.experts.flatten().bincount(minlength=num_experts).numpy() * 1e4
+    return place_copies(loads, is_owned, is_owned, num_slots, CopyRules())
 
 
 def norm_of_ones() -> Norm:
@@ -183,7 +213,7 @@ def norm_of_ones() -> Norm:
 class Layer:
     """The part of a layer from the product of attention's output on, on one rank."""
 
-    def __init__(self, case: RoutedStep, groups: RankGroups) -> None:
+    def __init__(self, case: RoutedStep, groups: RankGroups, num_slots: int) -> None:
         self._case, self._groups = case, groups
         num_ranks, dtype = groups.tp, case.hidden.dtype
         self._held = [held_experts(case.shape, rank, num_ranks, num_ranks) for rank in range(num_ranks)]
@@ -193,15 +223,38 @@ class Layer:
             for size in ((SMALL.size, HIDDEN_SIZE), (HIDDEN_SIZE, SMALL.size))
         )
         weights = MixtureWeights(
-            LinearWeights((case.router,), None), case.bias, held, ExpertWeights(gates, gates, downs), None
+            LinearWeights((case.router,), None),
+            case.bias,
+            held,
+            ExpertWeights(gates, gates, downs),
+            None,
+            copies=CopyPlace(groups.tp_rank, num_ranks, num_slots) if num_slots else None,
         )
         self._mixture = Mixture(weights, case.shape.rule, "silu")
+        self._is_held = place(case, num_ranks, num_slots)
+        if (copies := self._mixture.copies) is not None:
+            owners = place(case, num_ranks, 0)
+            for number in range(num_ranks):
+                of_part = (self._is_held & ~owners)[:, number].nonzero()[0].tolist()
+                for slot, expert in enumerate(of_part):
+                    copies.note(number, slot, expert)
         num_inputs = HIDDEN_SIZE // num_ranks
         self._mixed = torch.randn(len(case.hidden), num_inputs).to(dtype)
         # Attention adds nothing, so that the routing is known.
         self._output = make_linear(torch.zeros(HIDDEN_SIZE, num_inputs, dtype=dtype))
         self._rows = RowProducts(self._output, self._mixture, case.shape, num_ranks, groups)
         self._norm = norm_of_ones()
+
+    def _choice_us(self, repeat: int) -> float:
+        """Return the least time in which the rank finds the rows that it computes."""
+        normed = apply_norm(self._case.hidden, self._norm)
+        routing = self._mixture.route(normed)
+        times = []
+        for _ in range(10 * repeat):
+            began_at = CLOCK.now()
+            self._mixture._of_rank(normed, routing)
+            times.append(1e6 * (CLOCK.now() - began_at))
+        return round(min(times), 1)
 
     @torch.inference_mode()
     def measure(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +291,7 @@ class Layer:
             "sums_cpu_ms": sums_cpu_ms,
             "rows_cpu_ms": rows_cpu_ms,
             "cpu_ratio": round(sums_cpu_ms / rows_cpu_ms, 2),
+            "choice_us": self._choice_us(order["repeat"]),
             "bytes": self._groups.num_exchanged_bytes - before,
             **self._expected(),
         }
@@ -261,6 +315,9 @@ class Layer:
         item_bytes = self._case.hidden.element_size()
         experts = self._case.experts
         pairs = torch.stack([((experts >= it.start) & (experts < it.stop)).sum(1) for it, _ in self._held], 1)
+        if (copies := self._mixture.copies) is not None:
+            parts = copies.slots.parts(apply_norm(self._case.hidden, self._norm), experts)
+            pairs = torch.stack([(parts == rank).sum(1) for rank in range(num_ranks)], 1)
         goes = pairs > 0
         owners = torch.tensor(
             [rank for rank, rows in enumerate(row_parts(num_rows, num_ranks)) for _ in rows]

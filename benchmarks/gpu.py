@@ -496,7 +496,7 @@ def push_rate(device: torch.device, sizes: Sizes) -> float:
     gate = Gate(lambda _: None)
     pool = make_pool(device, layout, num_blocks)
     settings = TransferSettings("127.0.0.1", ())
-    listener = TRANSPORTS[transport].listen(TargetRank(0, pool, gate, Trust.read(trust), settings))
+    listener = TRANSPORTS[transport].listen(TargetRank(0, (pool,), gate, Trust.read(trust), settings))
     landing_id = draw_id()
     gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
     context = multiprocessing.get_context("spawn")

@@ -114,7 +114,7 @@ class Target:
     def _serve(self, key: str, rank: int, pool: HostPool, settings: TransferSettings, trust: Trust) -> None:
         gate = Gate(lambda report: None)
         gate.open(OpenLanding(LANDING, WRITER, tuple(range(pool.num_blocks))))
-        target = TargetRank(rank, pool, gate, trust, settings)
+        target = TargetRank(rank, (pool,), gate, trust, settings)
         endpoints = tuple(TRANSPORTS[name].listen(target).endpoint for name in settings.transports)
         self._pools[key] = pool
         self._ranks[key] = RankEndpoints(rank, pool.layout.shard, "here", endpoints)

@@ -393,6 +393,11 @@ class ClusterConfig(_Settings):
         return self.gateway.model_name or self.model_source.served_name
 
     @property
+    def frees_windows(self) -> bool:
+        """Whether layers with a window keep KV of their window alone. A store keeps blocks of all layers."""
+        return not self.store.dram_gb
+
+    @property
     def model_source(self) -> ModelSource:
         """What `model` means on this host."""
         return ModelSource(model=self.model, download=self.download)

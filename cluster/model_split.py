@@ -6,7 +6,7 @@ from cluster.errors import ConfigError
 from workers.config import EngineSettings, Parallel
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 
 
 def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: EngineSettings) -> None:
@@ -24,5 +24,12 @@ def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: Engin
         refuse_split(model, tp, ep)
         refuse_stages(model, pp, layers)
         refuse_expert_offload(model, num_in_host, devices, tp=tp, is_deterministic=is_deterministic)
+        refuse_expert_copies(
+            model,
+            engine.expert_copies,
+            ep=ep,
+            has_offload=num_in_host > 0,
+            is_deterministic=is_deterministic,
+        )
     except CheckpointError as error:
         raise ConfigError(f"pool {pool}: {error}") from error

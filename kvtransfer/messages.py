@@ -34,12 +34,29 @@ class Shard(Part, frozen=True):
         return self.head_end - self.head_start
 
 
+class KvGroup(Part, frozen=True):
+    """Layers whose KV shares block tables and pools: their numbers among the layers of a model that have KV.
+    They look back `window` tokens, the newest included; 0: over all."""
+
+    layers: tuple[int, ...]
+    window: int
+
+
+class WindowBlocks(Part, frozen=True):
+    """The blocks of a group with a window, of one sequence: its block `first` and those that follow it. Those
+    before it are behind the window."""
+
+    first: int
+    block_ids: tuple[int, ...]
+
+
 class CompatibilityRecord(Part, frozen=True):
     """What two replicas must share before a byte of KV may pass between them.
 
     `model_fingerprint` is of the checkpoint as it lies on disk, `weight_dtype` the form in which its weights
-    take part in products, `dtype` that of activations: KV computed with other weights is other KV. The last
-    three say how KV is kept, as `kvtransfer.blocks.layout.BlockLayout` has it: `kv_dtype` "" is `dtype`.
+    take part in products, `dtype` that of activations: KV computed with other weights is other KV. What
+    follows `head_dim` says how KV is kept, as `kvtransfer.blocks.layout.BlockLayout` has it: `kv_dtype` "" is
+    `dtype`. Without `groups` all layers are one; else the first of them has no window, and all others have.
     """
 
     protocol: int
@@ -53,6 +70,12 @@ class CompatibilityRecord(Part, frozen=True):
     kv_dtype: str = ""
     num_kinds: int = 2
     scale_bytes: int = 0
+    groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the groups behind the first."""
+        return tuple(group.window for group in self.groups[1:])
 
     @property
     def kv_item_bytes(self) -> int:

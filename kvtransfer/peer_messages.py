@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.codec import Message, Part
-from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard, WindowBlocks
 from kvtransfer.request_facts import RequestFacts
 
 
@@ -57,12 +57,14 @@ class LandingRequest(Message, frozen=True):
 class LandingGrant(Message, frozen=True):
     """Decode to prefill: the first `num_held_tokens` are held and pinned; write the rest into `block_ids`.
 
-    `block_ids[i]` takes the prompt's block `num_held_tokens / block_tokens + i`.
+    `block_ids[i]` takes the prompt's block `num_held_tokens / block_tokens + i`. `windows` are the places in
+    the groups behind the first, one after another, to the prompt's last block.
     """
 
     landing_id: bytes
     num_held_tokens: int
     block_ids: tuple[int, ...]
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 class LandingRefusal(Message, frozen=True):
@@ -84,10 +86,12 @@ class PieceSum(Part, frozen=True):
 
 
 class Manifest(Message, frozen=True):
-    """Prefill to decode: these pieces are written and visible in the target's memory. Renews the lease."""
+    """Prefill to decode: these pieces of blocks of one group are written and visible in the target's memory.
+    Renews the lease."""
 
     landing_id: bytes
     pieces: tuple[PieceSum, ...]
+    group: int = 0
 
 
 class LandingProgress(Message, frozen=True):

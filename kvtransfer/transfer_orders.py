@@ -28,11 +28,13 @@ class TransferSettings(Part, frozen=True):
 
 
 class Lane(Part, frozen=True):
-    """From one writer rank to one rank of the peer: of every block, `piece` goes there. `piece` is part of
-    both ranks' shards; a pair of ranks has at most one lane."""
+    """From one writer rank to one rank of the peer: of every block of the group, `piece` goes there. `piece`
+    is part of both ranks' shards, and has layers of the group; a pair of ranks has at most one lane for a
+    group."""
 
     target: RankEndpoints
     piece: Shard
+    group: int = 0
 
 
 class ConnectPeer(Message, frozen=True):
@@ -65,14 +67,15 @@ class BlockMove(Part, frozen=True):
 
 
 class PushOrder(Message, frozen=True):
-    """Write these blocks (this rank's lanes' pieces of them) through the connection, and sum each piece.
-    Every rank of the writer answers for itself, also one without lanes."""
+    """Write these blocks of a group (this rank's lanes' pieces of them) through the connection, and sum each
+    piece. Every rank of the writer answers for itself, also one without lanes of the group."""
 
     push_id: int
     connection_id: bytes
     landing_id: bytes
     moves: tuple[BlockMove, ...]
     traffic: TrafficClass = "hand_over"
+    group: int = 0
 
 
 class StopPush(Message, frozen=True):
@@ -83,12 +86,13 @@ class StopPush(Message, frozen=True):
 
 
 class OpenLanding(Message, frozen=True):
-    """These blocks may be written by `writer` for this landing. Two-sided transports accept frames for
-    open landings only."""
+    """These blocks may be written by `writer` for this landing, `windows` of each group behind the first.
+    Two-sided transports accept frames for open landings only."""
 
     landing_id: bytes
     writer: ReplicaIdentity
     block_ids: tuple[int, ...]
+    windows: tuple[tuple[int, ...], ...] = ()
 
 
 class CloseLanding(Message, frozen=True):
@@ -107,10 +111,11 @@ class PieceCheck(Part, frozen=True):
 
 
 class VerifyOrder(Message, frozen=True):
-    """Sum these pieces where they lie and compare; answered by `Verified`."""
+    """Sum these pieces of blocks of one group where they lie and compare; answered by `Verified`."""
 
     landing_id: bytes
     pieces: tuple[PieceCheck, ...]
+    group: int = 0
 
 
 TransferOrder = ConnectPeer | ClosePeer | PushOrder | StopPush | OpenLanding | CloseLanding | VerifyOrder

@@ -122,6 +122,9 @@ class EngineSettings(BaseModel):
     # Experts of each layer that stay in host memory, where the CPU computes them: for models whose experts do
     # not fit on the device, which has those that tokens choose most.
     expert_offload: int = Field(default=0, ge=0)
+    # Slots for copies of experts in each layer of each rank, for pools with `ep`: experts that many tokens
+    # choose are then computed by several ranks.
+    expert_copies: int = Field(default=0, ge=0)
     # Finished blocks that may wait to be copied into the node's host tier; more are not stored.
     write_queue: int = Field(default=1024, ge=1)
     # Requests whose KV is being loaded from the store at a time; more wait their turn.

@@ -151,3 +151,6 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     hottest_expert_layer: int = 0
     hottest_expert: int = 0
     hottest_expert_share: float = 0.0
+    # The imbalance of ranks as it would be without copies of experts, and the copies of all layers.
+    expert_uncopied_imbalance: float = 0.0
+    num_expert_copies: int = 0

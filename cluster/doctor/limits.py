@@ -13,7 +13,7 @@ from cluster.serve.resource_needs import RAY_BYTES, ClusterNeed, PoolNeed, gb
 from cluster.served_model import described_model
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from workers.model.model_config import read_model_config
-from workers.model.rank_memory import least_kv_tokens, whole_blocks
+from workers.model.rank_memory import least_kv_tokens
 
 GROUP = "limits and memory"
 # Ray raises the soft limit of open files as far as this and the hard limit allow.
@@ -119,7 +119,7 @@ def _fitting_kv_tokens(needs: ClusterNeed, config: ClusterConfig, left_bytes: in
     counted = [
         need
         for pool, need in zip(config.pools, needs.pools, strict=True)
-        if pool.engine.kv_tokens != "auto" and need.host_kv_token_bytes
+        if pool.engine.kv_tokens != "auto" and need.has_host_kv
     ]
     if not counted:
         return 0
@@ -129,11 +129,12 @@ def _fitting_kv_tokens(needs: ClusterNeed, config: ClusterConfig, left_bytes: in
 
     block_tokens = max(pool.block_tokens for pool in counted)
     most_bytes = taken_bytes(counted) + left_bytes
-    token_bytes = sum(pool.num_replicas * pool.host_kv_token_bytes for pool in counted)
-    without = taken_bytes([pool.with_kv(0) for pool in counted])
-    fitting = whole_blocks(max(most_bytes - without, 0) // token_bytes, block_tokens)
-    while fitting > 0 and taken_bytes([pool.with_kv(fitting) for pool in counted]) > most_bytes:
-        fitting = whole_blocks(fitting - fitting // 100 - 1, block_tokens)  # mappings are rounded up
+    fewest, most = 0, max(most_bytes, 0) // block_tokens
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        fits = taken_bytes([pool.with_kv(middle * block_tokens) for pool in counted]) <= most_bytes
+        fewest, most = (middle, most) if fits else (fewest, middle - 1)
+    fitting = fewest * block_tokens
     least = least_kv_tokens(read_model_config(described_model(config)), block_tokens)
     return fitting if fitting >= least else 0
 
@@ -146,10 +147,10 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
     for pool, need in zip(context.config.pools, context.needs.pools, strict=True):
         if pool.engine.kv_tokens != "auto":
             continue
-        if not need.host_kv_token_bytes:
+        if not need.has_host_kv:
             yield ok(f"pool {pool.name}: kv_tokens is {need.kv_reason}")
             continue
-        kv_bytes = need.kv_tokens * need.host_kv_token_bytes
+        kv_bytes = need.host_kv_bytes(need.kv_tokens)
         seen = f"pool {pool.name}: kv_tokens auto is {need.kv_tokens} a replica, {gb(kv_bytes)}"
         figures: Figures = {"pool": pool.name, "kv_tokens": need.kv_tokens, "kv_bytes": kv_bytes}
         least = least_kv_tokens(read_model_config(described_model(context.config)), pool.engine.block_tokens)

@@ -215,6 +215,13 @@ def expert_load(live: Live) -> Iterator[CheckResult]:
             "expert_imbalance": round(load.expert_imbalance, 2),
             "num_idle_experts": load.num_idle_experts,
         }
+        if load.num_expert_copies:
+            seen += (
+                f", with {load.num_expert_copies} copies of experts, without which the busiest rank would "
+                f"have {load.expert_uncopied_imbalance:.1f} times the tokens"
+            )
+            figures["num_expert_copies"] = load.num_expert_copies
+            figures["uncopied_imbalance"] = round(load.expert_uncopied_imbalance, 2)
         if load.expert_rank_imbalance <= _UNEVEN:
             yield ok(seen, **figures)
             continue
@@ -222,7 +229,8 @@ def expert_load(live: Live) -> Iterator[CheckResult]:
             f"{seen}: experts are unevenly loaded",
             f"ranks wait for the busiest one in every layer; layer {load.hottest_expert_layer} sends "
             f"{load.hottest_expert_share:.0%} of its tokens to expert {load.hottest_expert}",
-            "a smaller ep of the pool, so that more ranks share each expert; requests of other kinds on the "
+            "a higher engine.expert_copies, so that ranks with less work compute some of its tokens, or a "
+            "smaller ep of the pool, so that more ranks share each expert; requests of other kinds on the "
             "same replicas spread the tokens as well",
             **figures,
         )

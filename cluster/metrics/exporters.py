@@ -154,6 +154,8 @@ class ReplicaMetrics:
             return
         self._registry.set("expert_imbalance_ratio", stats.expert_imbalance)
         self._registry.set("expert_rank_imbalance_ratio", stats.expert_rank_imbalance)
+        self._registry.set("expert_uncopied_imbalance_ratio", stats.expert_uncopied_imbalance)
+        self._registry.set("expert_copies", stats.num_expert_copies)
         self._registry.set("hottest_expert_ratio", stats.hottest_expert_share)
         self._registry.set("idle_experts", stats.num_idle_experts)
 

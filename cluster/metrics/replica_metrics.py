@@ -169,6 +169,21 @@ ENGINES = (
         why_empty=NEEDS_EXPERTS,
     ),
     of_replica(
+        "expert_uncopied_imbalance_ratio",
+        "",
+        "",
+        "Tokens of a layer's busiest rank over those of its mean rank, in the last minute, as they would be "
+        "without copies of experts.",
+        why_empty=NEEDS_EXPERTS,
+    ),
+    of_replica(
+        "expert_copies",
+        "",
+        "copies",
+        "Copies of experts of all layers that share the tokens of their originals.",
+        why_empty=NEEDS_EXPERTS,
+    ),
+    of_replica(
         "hottest_expert_ratio",
         "",
         "",

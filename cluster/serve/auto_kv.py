@@ -147,11 +147,11 @@ def _with_auto_kv(
     shares = _kv_bytes(needs, config, model, memory, of_node, node) if memory else {}
     planned = []
     for pool, need in zip(config.pools, needs.pools, strict=True):
-        engine, token_bytes = pool.engine, need.host_kv_token_bytes
+        engine = pool.engine
         most = most_useful_kv_tokens(model, engine.max_sequences)
         if engine.kv_tokens != "auto":
             planned.append(need)
-        elif not token_bytes:
+        elif not need.has_host_kv:
             planned.append(need._replace(kv_reason="what each GPU has left"))
         elif memory is None:
             planned.append(need.with_kv(min(most, _UNKNOWN_KV_TOKENS), "the memory here is unknown"))
@@ -161,9 +161,9 @@ def _with_auto_kv(
                 left = round(engine.memory_share * memory.free_bytes) - _fixed_bytes(need)
                 bounds.append((left, f"{gb(memory.free_bytes)} are free here now"))
             num_bytes, reason = min(bounds)
-            if num_bytes >= most * token_bytes:
-                num_bytes, reason = most * token_bytes, "all that max_sequences contexts can use"
-            planned.append(need.with_kv(max(num_bytes, 0) // token_bytes, reason))
+            if num_bytes >= (most_bytes := need.host_kv_bytes(most)):
+                num_bytes, reason = most_bytes, "all that max_sequences contexts can use"
+            planned.append(need.with_kv(need.fitting_kv_tokens(num_bytes), reason))
     return tuple(planned)
 
 
@@ -195,11 +195,11 @@ def _kv_bytes(
     left = round(share * memory.total_bytes) - of_node
     name_to_wish: dict[str, KvDemand] = {}
     for pool, need in zip(config.pools, needs.pools, strict=True):
-        is_auto = pool.engine.kv_tokens == "auto" and need.host_kv_token_bytes > 0
+        is_auto = pool.engine.kv_tokens == "auto" and need.has_host_kv
         left -= counts[pool.name] * (_fixed_bytes(need) if is_auto else need.replica_bytes)
         if is_auto:
-            most = most_useful_kv_tokens(model, pool.engine.max_sequences) * need.host_kv_token_bytes
-            name_to_wish[pool.name] = KvDemand(counts[pool.name], most)
+            most = most_useful_kv_tokens(model, pool.engine.max_sequences)
+            name_to_wish[pool.name] = KvDemand(counts[pool.name], need.host_kv_bytes(most))
     return dict(zip(name_to_wish, divide_kv(left, list(name_to_wish.values())), strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
@@ -12,6 +13,7 @@ from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
+from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
@@ -20,7 +22,6 @@ from workers.model.rank_memory import (
     RankShape,
     activation_bytes,
     least_kv_tokens,
-    whole_blocks,
 )
 from workers.model.sizes import equal_stages
 
@@ -34,14 +35,14 @@ FILES_OF_A_PROCESS = 256
 
 class RankNeed(NamedTuple):
     """Represents the memory of one rank. `offload_bytes` of KV and `expert_bytes` of weights are in host
-    memory whatever the device. `kv_token_bytes` is the KV of one token."""
+    memory whatever the device. `block_bytes` are those of a block of KV in each group of layers."""
 
     device: str
     weight_bytes: int
     activation_bytes: int
     kv_bytes: int
     offload_bytes: int
-    kv_token_bytes: int
+    block_bytes: GroupBytes
     expert_bytes: int = 0
 
     @property
@@ -86,16 +87,30 @@ class PoolNeed(NamedTuple):
         return _host_bytes(self.stages[-1])
 
     @property
-    def host_kv_token_bytes(self) -> int:
-        """Host memory for the KV of one token."""
-        return sum(rank.kv_token_bytes for rank in self.ranks if rank.device == "cpu")
+    def has_host_kv(self) -> bool:
+        """Whether some of its KV is in host memory."""
+        return any(rank.device == "cpu" for rank in self.ranks)
+
+    def host_kv_bytes(self, kv_tokens: int) -> int:
+        """Return the host memory for the KV of so many tokens."""
+        return self._host_kv.bytes_of(kv_tokens // self.block_tokens)
+
+    def fitting_kv_tokens(self, num_bytes: int) -> int:
+        """Return how many tokens' KV fits into host memory of this size."""
+        return self._host_kv.fitting_blocks(max(num_bytes, 0)) * self.block_tokens
+
+    @property
+    def _host_kv(self) -> GroupBytes:
+        return GroupBytes.sum([rank.block_bytes for rank in self.ranks if rank.device == "cpu"])
 
     def with_kv(self, kv_tokens: int, reason: str = "") -> PoolNeed:
         """Return the need with so much KV in each replica."""
-        num_tokens = whole_blocks(kv_tokens, self.block_tokens)
+        num_blocks = kv_tokens // self.block_tokens
         ranks = [
-            rank._replace(kv_bytes=mapping_bytes(num_tokens * rank.kv_token_bytes)) for rank in self.ranks
+            rank._replace(kv_bytes=mapping_bytes(rank.block_bytes.bytes_of(num_blocks)))
+            for rank in self.ranks
         ]
+        num_tokens = num_blocks * self.block_tokens
         return self._replace(ranks=tuple(ranks), kv_tokens=num_tokens, kv_reason=reason)
 
 
@@ -159,19 +174,29 @@ def _pool_need(
     """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
+    groups = kv_groups(model) if config.frees_windows else ()
+    capacity = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
+    most_blocks = [capacity.most_blocks(group.window) for group in groups[1:]]
     ranks: list[RankNeed] = []
     first = 0
     for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
         for tp_rank in range(pool.tp):
             layers = (first, first + num_layers)
             shape = RankShape(
-                model, *layers, tp_rank, pool.tp, ep=pool.ep, expert_offload=engine.expert_offload
+                model,
+                *layers,
+                tp_rank,
+                pool.tp,
+                ep=pool.ep,
+                expert_offload=engine.expert_offload,
+                expert_copies=engine.expert_copies,
             )
-            shard = Shard(0, shape.num_kv_layers, 0, shape.num_kv_cells)
+            shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
             cells = model.kv_cells
             layout = BlockLayout(
                 shard, cells.width, engine.block_tokens, item_bytes, num_kinds=cells.num_kinds
             )
+            layouts = [replace(layout, group=group.layers) for group in groups] or [layout]
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],
@@ -184,8 +209,8 @@ def _pool_need(
                         is_on_cuda=pool.stage_devices[stage] == "cuda",
                     ),
                     kv_bytes=0,
-                    offload_bytes=engine.offload_tokens // engine.block_tokens * layout.block_bytes,
-                    kv_token_bytes=layout.block_bytes // engine.block_tokens,
+                    offload_bytes=engine.offload_tokens // engine.block_tokens * layouts[0].block_bytes,
+                    block_bytes=GroupBytes([it.block_bytes for it in layouts], most_blocks),
                     expert_bytes=checkpoint.host_expert_bytes(shape, item_bytes),
                 )
             )

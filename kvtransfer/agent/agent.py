@@ -40,7 +40,7 @@ from kvtransfer.transfer_orders import (
 )
 from kvtransfer.transfer_reports import TransferReport, Verified
 from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import Listener, TargetRank, WriterRank
+from kvtransfer.transports.base import Listener, TargetRank, WriterRank, pools_by_group
 
 # The names of the threads without which nothing moves or is verified start with this.
 TRANSFER_THREADS = "kv-"
@@ -56,7 +56,7 @@ class TransferAgent:
         *,
         identity: ReplicaIdentity,
         rank: int,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         trust: Trust,
         clock: Clock,
         faults: Faults,
@@ -64,7 +64,8 @@ class TransferAgent:
         settings: TransferSettings,
     ) -> None:
         """Offers those of `settings.transports` to writers that can listen here, and logs why the others
-        cannot; `ValueError` for an unknown one. The pool stays the caller's."""
+        cannot; `ValueError` for an unknown one. `pools` are those of all groups of layers. They stay the
+        caller's."""
         unknown = sorted(set(settings.transports) - set(TRANSPORTS))
         if unknown:
             raise ValueError(f"unknown transports {unknown}; there are {sorted(TRANSPORTS)}")
@@ -72,9 +73,11 @@ class TransferAgent:
         self._unlocked_report = report
         self._report_lock = threading.RLock()
         self._rank = rank
-        self._pool = pool
+        self._pools = pools_by_group(pools)
+        any_pool = next(iter(self._pools.values()))
+        self._shard = any_pool.layout.shard
         # Decides about every copy of the rank that has a traffic class.
-        self.governor = TrafficGovernor(settings, clock, pool.device)
+        self.governor = TrafficGovernor(settings, clock, any_pool.device)
         self._gate = Gate(self._report)
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}
@@ -83,9 +86,13 @@ class TransferAgent:
             target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
         )
         self._verifier.start()
-        self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, trust, settings))
+        self._listeners, unoffered = _listen(TargetRank(rank, pools, self._gate, trust, settings))
         self._context = WriterContext(
-            WriterRank(identity, rank, pool, trust, faults, settings),
+            {
+                group: WriterRank(identity, rank, pool, trust, faults, settings)
+                for group, pool in self._pools.items()
+            },
+            settings,
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),
             unoffered,
@@ -97,7 +104,7 @@ class TransferAgent:
         """Return how writers reach this rank."""
         return RankEndpoints(
             self._rank,
-            self._pool.layout.shard,
+            self._shard,
             self._context.host_id,
             tuple(listener.endpoint for listener in self._listeners),
         )
@@ -157,28 +164,31 @@ class TransferAgent:
     def _verify_all(self) -> None:
         while (order := self._checks.get()) is not None:
             self._faults.at("verify")
-            self._report(Verified(order.landing_id, tuple(sorted(self._bad_blocks(order.pieces)))))
+            bad = _bad_blocks(self._pools.get(order.group), order.pieces)
+            self._report(Verified(order.landing_id, tuple(sorted(bad))))
 
-    def _bad_blocks(self, pieces: Sequence[PieceCheck]) -> set[int]:
-        """Return the indices of blocks with a piece that has another sum, or that this rank cannot hold:
-        peers may lie."""
-        bad: set[int] = set()
-        batches: dict[Shard, list[PieceCheck]] = {}
-        for piece in pieces:
-            if intersect(self._pool.layout.shard, piece.shard) == piece.shard and (
-                0 <= piece.block_id < self._pool.num_blocks
-            ):
-                batches.setdefault(piece.shard, []).append(piece)
-            else:
-                bad.add(piece.block_index)
-        for shard, batch in batches.items():
-            sums = self._pool.sums([piece.block_id for piece in batch], shard)
-            bad |= {
-                piece.block_index
-                for piece, checksum in zip(batch, sums, strict=True)
-                if piece.checksum != checksum
-            }
-        return bad
+
+def _bad_blocks(pool: KvPool | None, pieces: Sequence[PieceCheck]) -> set[int]:
+    """Return the indices of blocks with a piece that has another sum, or that the pool cannot hold: peers may
+    lie."""
+    if pool is None:
+        return {piece.block_index for piece in pieces}
+    bad: set[int] = set()
+    batches: dict[Shard, list[PieceCheck]] = {}
+    for piece in pieces:
+        is_held = intersect(pool.layout.shard, piece.shard) == piece.shard
+        if is_held and 0 <= piece.block_id < pool.num_blocks and pool.layout.num_layers(piece.shard):
+            batches.setdefault(piece.shard, []).append(piece)
+        else:
+            bad.add(piece.block_index)
+    for shard, batch in batches.items():
+        sums = pool.sums([piece.block_id for piece in batch], shard)
+        bad |= {
+            piece.block_index
+            for piece, checksum in zip(batch, sums, strict=True)
+            if piece.checksum != checksum
+        }
+    return bad
 
 
 def _listen(target: TargetRank) -> tuple[list[Listener], dict[str, str]]:

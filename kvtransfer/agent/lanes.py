@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvtransfer.agent.path_health import PathHealth, PathKey
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, TransferError
-from kvtransfer.transfer_orders import ConnectPeer, Lane
+from kvtransfer.transfer_orders import ConnectPeer, Lane, TransferSettings
 from kvtransfer.transfer_reports import LanePath
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Measured, WriterRank
@@ -26,10 +26,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What all connections of a rank share: who writes, which transports it offers itself (so its host has
-    them) and why not the others, and which paths have failed."""
+    """What all connections of a rank share: who writes the blocks of each group of layers of which it has
+    some, which transports it offers itself (so its host has them) and why not the others, and which paths
+    have failed."""
 
-    rank: WriterRank
+    ranks: Mapping[int, WriterRank]
+    settings: TransferSettings
     host_id: str
     offered: frozenset[str]
     unoffered: Mapping[str, str]
@@ -154,7 +156,7 @@ class Paths:
         if transport is None:
             rejected.pass_over(name, "no such transport")
             return None
-        device = self._context.rank.pool.device
+        device = self._context.ranks[lane.group].pool.device
         unsuited = transport.unsuited(device, lane.target.host_id == self._context.host_id)
         if unsuited:
             rejected.not_applicable.append(f"{name}: {unsuited}")
@@ -176,7 +178,7 @@ class Paths:
 
     def _connect(self, lane: Lane, name: str, address: str) -> tuple[Channel, Measured]:
         channel = TRANSPORTS[name].connect(
-            self._context.rank, lane, address, self._order.connection_id, self._on_lost
+            self._context.ranks[lane.group], lane, address, self._order.connection_id, self._on_lost
         )
         with self._lock:
             self._channels.append(channel)
@@ -199,7 +201,7 @@ class Paths:
         _log.log(
             logging.WARNING if rejected.is_news else logging.INFO,
             "rank %d -> %s rank %d over %s (%s): %.2f GB/s, %.0f us%s%s",
-            self._context.rank.rank,
+            self._context.ranks[lane.group].rank,
             self._order.peer.replica_id,
             lane.target.rank,
             channel.transport,

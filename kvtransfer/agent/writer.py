@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from kvtransfer.peer_messages import PieceSum
 from kvtransfer.protocol.fence import PushFence
 from kvtransfer.transfer_orders import BlockMove, ConnectPeer, PushOrder
 from kvtransfer.transfer_reports import (
+    LanePath,
     PeerConnected,
     PeerConnectFailed,
     PeerLost,
@@ -78,8 +80,11 @@ class WriterConnection:
         self._queue: ClassQueue[_Push] = ClassQueue()
         self._paths = Paths(order, context, lambda _: self._queue.wake())
         self._lanes: list[OpenLane] = []
-        self._block_bytes = sum(context.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
-        self._max_failures = context.rank.settings.error_budget * max(1, len(order.transports))
+        # What a block of each group of layers moves over all its lanes.
+        self._block_bytes: Counter[int] = Counter()
+        for lane in order.lanes:
+            self._block_bytes[lane.group] += context.ranks[lane.group].pool.piece_bytes(lane.piece)
+        self._max_failures = context.settings.error_budget * max(1, len(order.transports))
         # The results of `_seek`: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None
@@ -197,8 +202,11 @@ class WriterConnection:
             self._report_paths()
 
     def _report_paths(self) -> None:
-        paths = tuple(opened.path for opened in self._lanes)
-        self._report(PeerConnected(self._order.connection_id, paths))
+        """Report the path of every lane; lanes of several groups to a rank over one transport are one."""
+        paths: dict[tuple[int, str], LanePath] = {}
+        for opened in self._lanes:
+            paths.setdefault((opened.path.peer_rank, opened.path.transport), opened.path)
+        self._report(PeerConnected(self._order.connection_id, tuple(paths.values())))
 
     # --------------------------------------------------------------------------------------- pushing
 
@@ -208,7 +216,7 @@ class WriterConnection:
         try:
             is_done = self._move(push)
         except TransferError as error:
-            for opened in self._lanes:
+            for opened in self._lanes_of(order):
                 opened.channel.drain()
             push.num_failures += 1
             # Repeated when a lane was lost. One that breaks all that carries it is no use.
@@ -222,7 +230,7 @@ class WriterConnection:
             self._park(push)
             return False
         if order.moves:
-            for opened in self._lanes:
+            for opened in self._lanes_of(order):
                 self._paths.note_success(opened)
         self._fence.end(order, self._done(push))
         return True
@@ -237,30 +245,32 @@ class WriterConnection:
         order = push.order
         if push.started_at is None:
             push.started_at = self._clock.now()
-        for opened in self._lanes:
+        lanes = self._lanes_of(order)
+        for opened in lanes:
             with _marking_lost(opened):
                 opened.channel.begin(order.landing_id, lambda: self._is_stopped(order))
         with self._governor.flow(order.traffic) as take_turn:
-            self._write(push, take_turn)
-            for opened in self._lanes:
+            self._write(push, lanes, take_turn)
+            for opened in lanes:
                 with _marking_lost(opened):
                     opened.channel.flush(order.landing_id, lambda: self._is_stopped(order))
         return push.num_moved == len(order.moves)
 
-    def _write(self, push: _Push, take_turn: TakeTurn) -> None:
+    def _write(self, push: _Push, lanes: Sequence[OpenLane], take_turn: TakeTurn) -> None:
         """Write batch after batch, until the end or until a higher class waits for this thread."""
         order = push.order
-        if not self._lanes:
+        if not lanes:
             push.num_moved = len(order.moves)  # no lanes: no bytes
-        batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, self._block_bytes))
+        block_bytes = self._block_bytes[order.group]
+        batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, block_bytes))
         while push.num_moved < len(order.moves):
             batch = order.moves[push.num_moved : push.num_moved + batch_moves]
-            may_move = take_turn(len(batch) * self._block_bytes, lambda: self._gives_way(order))
+            may_move = take_turn(len(batch) * block_bytes, lambda: self._gives_way(order))
             if self._is_stopped(order):
                 raise PushStoppedError("stopped on request")
             if not may_move:
                 return
-            for opened in self._lanes:
+            for opened in lanes:
                 push.pieces += self._write_lane(opened, order, batch)
             push.num_moved += len(batch)
 
@@ -272,6 +282,10 @@ class WriterConnection:
             PieceSum(move.block_index, lane.target.rank, lane.piece, checksum)
             for move, checksum in zip(batch, sums, strict=True)
         ]
+
+    def _lanes_of(self, order: PushOrder) -> list[OpenLane]:
+        """Return the lanes of the order's group of layers."""
+        return [opened for opened in self._lanes if opened.lane.group == order.group]
 
     def _is_stopped(self, order: PushOrder) -> bool:
         return self._closing or self._fence.is_stopped(order.landing_id)
@@ -287,10 +301,10 @@ class WriterConnection:
             order.push_id,
             order.landing_id,
             tuple(push.pieces),
-            len(order.moves) * self._block_bytes,
+            len(order.moves) * self._block_bytes[order.group],
             now - started_at,
             started_at,
-            "+".join(sorted({opened.path.transport for opened in self._lanes})),
+            "+".join(sorted({opened.path.transport for opened in self._lanes_of(order)})),
             order.traffic,
         )
 

@@ -86,7 +86,7 @@ class DevicePool(KvPool):
         self._local = threading.local()
         # Addresses of attached memory.
         self._pinned: set[int] = set()
-        if self._is_cuda and self._has_kernels and self.num_blocks:  # compiled now, not in the first push
+        if self._is_cuda and self._has_kernels and tensor.numel():  # compiled now, not in the first push
             staging = tensor.new_empty(layout.block_bytes)
             self.gather([0], layout.shard, staging)
             self.sums([0], layout.shard)

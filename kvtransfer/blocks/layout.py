@@ -6,10 +6,14 @@ model's layers have heads of several sizes, a head here is a cell with one or mo
 the cell's width. Where a head's elements have scales, those of its tokens follow them: `[token][head_dim]`
 and then `[token]`. Where keys and values are products of one latent, that is the only kind there is. KV is
 addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
+
+Where the layers of a model form groups (`KvGroup`), the blocks of each are apart: a block has the layers of
+its group alone, which keep the numbers that they have among all layers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -52,7 +56,7 @@ class PlannedPiece(NamedTuple):
 class BlockLayout:
     """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`, with
     `scale_bytes` of scales for a token of a head's K or V. `num_kinds` is 2, keys and values, or 1, latents
-    of both."""
+    of both. `group` are the layers of the model that its blocks have, ascending; None: all of them."""
 
     shard: Shard
     head_dim: int
@@ -60,16 +64,28 @@ class BlockLayout:
     item_bytes: int
     scale_bytes: int = 0
     num_kinds: int = 2
+    group: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(compatibility: CompatibilityRecord, shard: Shard) -> BlockLayout:
-        """Return the layout of blocks that hold `shard`. Its `block_bytes` are 0 for elements that are not
-        known here."""
+    def of(compatibility: CompatibilityRecord, shard: Shard, group: int = 0) -> BlockLayout:
+        """Return the layout of a group's blocks that hold `shard`. Its `block_bytes` are 0 for elements that
+        are not known here."""
         fields, item_bytes = compatibility, compatibility.kv_item_bytes
         scale_bytes = fields.scale_bytes if item_bytes else 0
-        return BlockLayout(
-            shard, fields.head_dim, fields.block_tokens, item_bytes, scale_bytes, fields.num_kinds
-        )
+        layers = fields.groups[group].layers if fields.groups else None
+        sizes = fields.head_dim, fields.block_tokens, item_bytes, scale_bytes, fields.num_kinds
+        return BlockLayout(shard, *sizes, layers)
+
+    def layers_of(self, piece: Shard) -> Sequence[int]:
+        """Return the layers of a piece that its blocks have."""
+        if self.group is None:
+            return range(piece.layer_start, piece.layer_end)
+        first, end = bisect_left(self.group, piece.layer_start), bisect_left(self.group, piece.layer_end)
+        return self.group[first:end]
+
+    def num_layers(self, piece: Shard) -> int:
+        """Return how many layers of a piece its blocks have."""
+        return len(self.layers_of(piece))
 
     @property
     def head_bytes(self) -> int:
@@ -79,12 +95,13 @@ class BlockLayout:
     @property
     def block_bytes(self) -> int:
         """Size of a block."""
-        return self.num_kinds * self.shard.num_layers * self.shard.num_heads * self.head_bytes
+        return self.num_kinds * self.num_layers(self.shard) * self.shard.num_heads * self.head_bytes
 
     def offset(self, layer: int, kind: int, head: int) -> int:
-        """Return the byte offset in the block of K (`kind` 0) or V (1) of a layer and head, in the model's
-        numbering."""
-        row = (layer - self.shard.layer_start) * self.num_kinds + kind
+        """Return the byte offset in the block of K (`kind` 0) or V (1) of a layer, which is of the group, and
+        head, in the model's numbering."""
+        before = Shard(self.shard.layer_start, layer, 0, 0)
+        row = self.num_layers(before) * self.num_kinds + kind
         return (row * self.shard.num_heads + head - self.shard.head_start) * self.head_bytes
 
 
@@ -152,7 +169,7 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
     """Plan the copies that move `piece`, in ascending order, as few and as long as possible: a single one
     between equal layouts. Raises `IncompatibleError` if the blocks' shapes differ, `ValueError` if a block
     does not hold the piece."""
-    for field in ("head_dim", "block_tokens", "item_bytes", "scale_bytes", "num_kinds"):
+    for field in ("head_dim", "block_tokens", "item_bytes", "scale_bytes", "num_kinds", "group"):
         if getattr(src, field) != getattr(dst, field):
             raise IncompatibleError(
                 f"{field}: {getattr(src, field)} at the source, {getattr(dst, field)} there"
@@ -162,7 +179,7 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
             raise ValueError(f"{piece} is not part of {shard}")
     num_bytes = piece.num_heads * src.head_bytes
     runs: list[Run] = []
-    for layer in range(piece.layer_start, piece.layer_end):
+    for layer in src.layers_of(piece):
         for kind in range(src.num_kinds):
             src_offset = src.offset(layer, kind, piece.head_start)
             _append(runs, Run(src_offset, dst.offset(layer, kind, piece.head_start), num_bytes))
@@ -170,14 +187,16 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
 
 
 def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
-    """Return the one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K
-    or V of the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
+    """Return the one copy that moves `piece` from a block of `src` to one of `dst`. Both hold it, and have
+    some of its layers. A row is K or V of the piece's heads in one layer; all rows are one where they follow
+    one another in both blocks."""
     row_bytes = piece.num_heads * src.head_bytes
-    num_rows = src.num_kinds * piece.num_layers
+    layers = src.layers_of(piece)
+    num_rows = src.num_kinds * len(layers)
     pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
     if pitches == [row_bytes, row_bytes]:
         row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2
-    first = piece.layer_start, 0, piece.head_start
+    first = layers[0], 0, piece.head_start
     return Grid(src.offset(*first), pitches[0], dst.offset(*first), pitches[1], row_bytes, num_rows)
 
 

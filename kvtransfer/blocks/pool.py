@@ -82,8 +82,9 @@ class HostPool(KvPool):
     """A pool in host memory."""
 
     def __init__(self, layout: BlockLayout, memory: KvMemory) -> None:
-        """Raises `ValueError` if the memory is not a whole number of blocks."""
-        num_blocks, rest = divmod(memory.num_bytes, layout.block_bytes)
+        """Raises `ValueError` if the memory is not a whole number of blocks. There are none of a group of
+        which the rank has no layer, whose blocks are empty."""
+        num_blocks, rest = divmod(memory.num_bytes, max(1, layout.block_bytes))
         if rest:
             raise ValueError(f"{memory.num_bytes} bytes of memory for blocks of {layout.block_bytes} bytes")
         super().__init__(layout, num_blocks, "cpu")

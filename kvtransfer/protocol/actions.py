@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity, WindowBlocks
 from kvtransfer.peer_messages import PeerMessage
 from kvtransfer.transfer_orders import TransferOrder
 
@@ -30,14 +30,19 @@ class ToRank(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Action: join the sequence. `block_ids` cover all its tokens; their references pass to the caller.
-    The KV of the first `num_valid_tokens` tokens is held or verified."""
+    """Action: join the sequence. `block_ids` cover all its tokens; their references pass to the caller. The
+    KV of the first `num_valid_tokens` tokens is held or verified, as far as what follows looks back at it.
+
+    `windows` are the blocks of each group of layers behind the first, whose references pass too: from the
+    first one that is needed to continue behind the valid tokens to the last that `block_ids` have as well.
+    Where no token is valid they are empty, and the caller takes new ones."""
 
     landing_id: bytes
     block_ids: tuple[int, ...]
     num_valid_tokens: int
     num_held_tokens: int
     num_bad_pieces: int
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 # Why an open landing was lost: its writer gave it up, a message did not fit, the request was

@@ -7,7 +7,8 @@ enter, leave). Reports are made under its lock, so that `LandingClosed` and `Wri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_id
@@ -49,7 +50,8 @@ class OpenedLanding:
     """One open landing at this rank. Bytes are received into its blocks only between `start_receiving` and
     `end_receiving`, by any number of connections at a time; `shut` waits for them."""
 
-    def __init__(self, writer: ReplicaIdentity, block_ids: frozenset[int]) -> None:
+    def __init__(self, writer: ReplicaIdentity, block_ids: tuple[frozenset[int], ...]) -> None:
+        """`block_ids` are those of each group of layers."""
         self.lock = threading.Condition()
         self.is_open = True
         self._num_receiving = 0
@@ -57,6 +59,10 @@ class OpenedLanding:
         self.block_ids = block_ids
         # The one-sided connections that may be writing it.
         self.admitted: set[bytes] = set()
+
+    def has_blocks(self, group: int, block_ids: Iterable[int]) -> bool:
+        """Whether all of these blocks of a group of layers are the landing's."""
+        return group < len(self.block_ids) and self.block_ids[group].issuperset(block_ids)
 
     def start_receiving(self) -> bool:
         """Return whether the landing is open. If so, bytes may be put into its blocks until `end_receiving`,
@@ -91,7 +97,7 @@ class Gate:
 
     def open(self, order: OpenLanding) -> None:
         """Accept writes of `order.writer` into these blocks (more of them when it is open already)."""
-        block_ids = frozenset(order.block_ids)
+        block_ids = tuple(map(frozenset, (order.block_ids, *order.windows)))
         with self._changed:
             landing = self._landings.get(order.landing_id)
             if landing is None:
@@ -99,7 +105,8 @@ class Gate:
                 self._closed.discard(order.landing_id)
             else:
                 with landing.lock:
-                    landing.block_ids |= block_ids
+                    both = zip_longest(landing.block_ids, block_ids, fillvalue=frozenset[int]())
+                    landing.block_ids = tuple(earlier | more for earlier, more in both)
             self._changed.notify_all()
 
     def close(self, landing_id: bytes) -> None:

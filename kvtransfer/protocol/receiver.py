@@ -10,6 +10,8 @@ The engine core passes in messages, reports and the time, and carries out the re
                                                    connection that a rank had let in is gone--> freed
 
 A landing's blocks return to the pool only when no writer can touch them any more; no timer ends quarantine.
+It has blocks in each group of layers, which share its fate: all are there, or it waits. A group with a window
+has those that are needed to continue behind the sequence, and no others.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from kvtransfer.blocks.windows import Prefix, WindowSource, first_needed_block, match_prefix
 from kvtransfer.common.group_shares import Claimant, ShareClaim
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.messages import ReplicaIdentity, Shard, WindowBlocks
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -36,7 +39,8 @@ from kvtransfer.peer_messages import (
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.gate import RecentIds
 from kvtransfer.protocol.landing_overtaking import may_pass
-from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
+from kvtransfer.protocol.landing_part import LandingPart, num_valid_tokens
+from kvtransfer.protocol.verification import AwaitedBlocks, Lanes, ManifestError, Verification
 from kvtransfer.transfer_orders import CloseLanding, OpenLanding
 from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
 
@@ -54,12 +58,11 @@ class _State(Enum):
 class _Landing:
     request: LandingRequest
     writer: ReplicaIdentity
-    lanes: Lanes
+    lanes: Sequence[Lanes]  # of each group
     arrived_at: float
     blocked_at: float = math.inf  # since when it is first in the queue and finds too few free blocks
     state: _State = _State.WAITING
-    held: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    parts: tuple[LandingPart, ...] = ()  # from its grant on, by group
     pieces: Verification = field(init=False)  # from its grant on
     lease_end: float = 0.0
     num_tokens_computed: int = 0
@@ -72,14 +75,23 @@ class _Landing:
 class LandingTable:
     """Tracks all landings of one decode replica; see the drawing at the top of this module."""
 
-    def __init__(self, config: TransferConfig, pool: BlockSource, block_tokens: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        config: TransferConfig,
+        pool: BlockSource,
+        block_tokens: int,
+        num_ranks: int,
+        windows: Sequence[WindowSource] = (),
+    ) -> None:
+        """`windows` are the blocks of the groups of layers behind the first."""
         self._config = config
         self._pool = pool
+        self._windows = windows
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._landings: dict[bytes, _Landing] = {}
         self._ended = RecentIds()  # what ranks still report of these is not about a later landing
-        self._writers: dict[ReplicaIdentity, Lanes] = {}
+        self._writers: dict[ReplicaIdentity, tuple[Lanes, ...]] = {}
         self._seconds_per_grant = 0.0
         self._last_grant_at = 0.0
         # Whether the last `grant` has left landings that wait for the share of their group.
@@ -105,8 +117,14 @@ class LandingTable:
     @property
     def num_references(self) -> int:
         """Block references that open landings hold."""
-        return sum(
-            len(item.held) + len(item.blocks) for item in self._landings.values() if item.state is _State.OPEN
+        return sum(parts[0].num_references for parts in self._open_parts())
+
+    @property
+    def num_window_references(self) -> tuple[int, ...]:
+        """Block references that open landings hold in each group of layers behind the first."""
+        opened = list(self._open_parts())
+        return tuple(
+            sum(parts[group].num_references for parts in opened) for group in range(1, 1 + len(self._windows))
         )
 
     def is_open(self, writer: ReplicaIdentity, landing_id: bytes) -> bool:
@@ -116,12 +134,13 @@ class LandingTable:
     # ------------------------------------------------------------------------------------- messages
 
     def writer_joined(
-        self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]
+        self, writer: ReplicaIdentity, pieces: Sequence[Iterable[tuple[int, Shard]]]
     ) -> list[LandingAction]:
         """Note that a writer's link opened, and which pieces (rank of ours, piece) it will write of every
-        block. Its reports on the landings in quarantine may have been lost with its last link: they are
-        aborted again."""
-        self._writers[writer] = Lanes(pieces)
+        block of each group of layers. Its reports on the landings in quarantine may have been lost with its
+        last link: they are aborted again."""
+        assert len(pieces) == 1 + len(self._windows)
+        self._writers[writer] = tuple(map(Lanes, pieces))
         return [
             ToWriter(writer, LandingAbort(landing.request.landing_id, "the peer link was lost", False))
             for landing in self._of_writer(writer)
@@ -145,6 +164,11 @@ class LandingTable:
         if needed > self._pool.num_total:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
+        for window in self._windows:
+            most = self._num_window_blocks(request, window) + request.num_samples
+            if most > window.num_total:
+                reason = f"a window of {window.window} tokens needs {most} blocks, of {window.num_total}"
+                return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         if self._num_blocks(request.num_tokens + 1) > self._pool.limit(group):
             share = f"{self._pool.limit(group)} are the share of sharing group {group!r} (device_kv_share)"
             reason = f"the prompt and a new token need {needed} blocks, {share}"
@@ -188,16 +212,11 @@ class LandingTable:
             if not self._open(landing, now, idle=idle):
                 blocked.append(landing)
                 blocked[0].blocked_at = min(blocked[0].blocked_at, now)
-                share = self._num_blocks(blocked[0].request.num_tokens) / self._pool.num_total
+                share = self._share(blocked[0].request)
                 if len(blocked) == _MAX_TRIES or not may_pass(share, now - blocked[0].blocked_at):
                     break
                 continue
-            request = landing.request
-            actions.append(ToRanks(OpenLanding(request.landing_id, landing.writer, tuple(landing.blocks))))
-            num_held = len(landing.held) * self._block_tokens
-            actions.append(
-                ToWriter(landing.writer, LandingGrant(request.landing_id, num_held, tuple(landing.blocks)))
-            )
+            actions += self._granted(landing)
         self.has_claims = bool(held_groups)
         self._pool.claim("landings", held_groups)
         return actions
@@ -305,9 +324,8 @@ class LandingTable:
         if landing.state is _State.WAITING:
             del self._landings[landing_id]
             return [self._refuse(landing.writer, landing.request, reason, 0.0)]
-        self._pool.release(landing.held)
-        landing.held = []
-        self._pool.quarantine(landing.blocks)
+        for part in landing.parts:
+            part.quarantine()
         landing.state = _State.QUARANTINED
         return [
             Lost(*_name(landing), reason, cause),
@@ -358,10 +376,9 @@ class LandingTable:
         """Assert that no landing holds anything that its state does not allow."""
         for landing in self._landings.values():
             if landing.state is _State.WAITING:
-                assert not landing.held
-                assert not landing.blocks
+                assert not landing.parts
             if landing.state is _State.QUARANTINED:
-                assert not landing.held
+                assert not any(part.held for part in landing.parts)
 
     # -------------------------------------------------------------------------------------- private
 
@@ -387,7 +404,7 @@ class LandingTable:
         of the sequences that the group runs here. A landing that is the group's only one needs space for the
         next token."""
         request = landing.request
-        group, held = request.facts.sharing_group, self._pool.match(request.block_keys)
+        group, held = request.facts.sharing_group, self._match(request).block_ids
         num_blocks = self._num_blocks(request.num_tokens)
         num_needed = num_blocks - len(held) + self._pool.num_to_use(held)
         reserve = self._num_blocks(request.num_tokens + 1) - num_blocks
@@ -399,17 +416,15 @@ class LandingTable:
         return num_left - num_needed < reserve
 
     def _open(self, landing: _Landing, now: float, *, idle: bool) -> bool:
-        held = self._pool.match(landing.request.block_keys)
-        num_needed = self._num_blocks(landing.request.num_tokens) - len(held)
-        self._pool.acquire(held)
-        busy = not idle or self.num_open > 0
-        reserve = int(self._config.growth_reserve * self._pool.num_total) if busy else 0
-        if self._pool.num_free - num_needed < max(reserve, landing.request.num_samples):
-            self._pool.release(held)
+        landing.parts = self._take_blocks(landing.request, busy=not idle or self.num_open > 0)
+        if not landing.parts:
             return False
-        landing.held = held
-        landing.blocks = self._pool.allocate(num_needed, landing.request.facts.sharing_group)
-        landing.pieces = Verification(landing.lanes, len(held), landing.blocks)
+        landing.pieces = Verification(
+            [
+                AwaitedBlocks(lanes, part.first, part.written)
+                for lanes, part in zip(landing.lanes, landing.parts, strict=True)
+            ]
+        )
         landing.state = _State.OPEN
         landing.lease_end = now + self._config.landing_lease_s
         if landing.arrived_at < now and self._last_grant_at:
@@ -418,32 +433,94 @@ class LandingTable:
         self._last_grant_at = now
         return True
 
+    def _take_blocks(self, request: LandingRequest, *, busy: bool) -> tuple[LandingPart, ...]:
+        """Take the blocks of each group for a landing; none at all where one has too few free."""
+        prefix, num_blocks = self._match(request), self._num_blocks(request.num_tokens)
+        num_held = len(prefix.block_ids)
+        parts = [LandingPart(self._pool, 0, prefix.block_ids, num_held, [])]
+        for window, blocks in zip(self._windows, prefix.windows, strict=True):
+            first = max(self._first_of(request, window), num_held)
+            parts.append(LandingPart(window, window.window, list(blocks.block_ids), first, []))
+        pools: tuple[BlockSource | WindowSource, ...] = (self._pool, *self._windows)
+        for pool, part in zip(pools, parts, strict=True):
+            pool.acquire(part.held)
+        for pool, part in zip(pools, parts, strict=True):
+            reserve = int(self._config.growth_reserve * pool.num_total) if busy else 0
+            if pool.num_free - (num_blocks - part.first) < max(reserve, request.num_samples):
+                for taken in parts:
+                    taken.release()
+                return ()
+        full, *windowed = parts
+        full.written = self._pool.allocate(num_blocks - full.first, request.facts.sharing_group)
+        for window, part in zip(self._windows, windowed, strict=True):
+            part.written = window.allocate(num_blocks - part.first)
+        return tuple(parts)
+
+    def _granted(self, landing: _Landing) -> list[LandingAction]:
+        full, *windows = landing.parts
+        landing_id, block_ids = landing.request.landing_id, tuple(full.written)
+        written = tuple(WindowBlocks(part.first, tuple(part.written)) for part in windows)
+        opened = OpenLanding(landing_id, landing.writer, block_ids, tuple(it.block_ids for it in written))
+        grant = LandingGrant(landing_id, len(full.held) * self._block_tokens, block_ids, written)
+        return [ToRanks(opened), ToWriter(landing.writer, grant)]
+
     def _land(self, landing: _Landing) -> list[LandingAction]:
-        pieces = landing.pieces
+        pieces, (full, *windows) = landing.pieces, landing.parts
         if not landing.handed_over or pieces.is_pending:
             return []
-        landing_id, num_held = landing.request.landing_id, len(landing.held)
+        landing_id, block_tokens = landing.request.landing_id, self._block_tokens
         self._ended.add(landing_id)
-        num_valid = num_held + pieces.num_good_blocks()
-        num_tokens = min(num_valid * self._block_tokens, landing.num_tokens)
-        block_ids, num_held_tokens = (*landing.held, *landing.blocks), num_held * self._block_tokens
+        num_tokens = num_valid_tokens(landing.parts, pieces, landing.num_tokens, block_tokens)
+        # What the whole sequence does not need may have changed while it was written.
+        num_bad = pieces.num_bad_pieces(
+            [part.first_needed(landing.num_tokens, block_tokens) for part in landing.parts]
+        )
+        block_ids, num_held_tokens = (*full.held, *full.written), len(full.held) * block_tokens
+        passed_on = tuple(part.pass_on(num_tokens, block_tokens) for part in windows)
         del self._landings[landing_id]
         return [
             ToRanks(CloseLanding(landing_id)),
-            ToWriter(landing.writer, LandingResult(landing_id, num_tokens, pieces.num_bad_pieces)),
-            Landed(landing_id, block_ids, num_tokens, num_held_tokens, pieces.num_bad_pieces),
+            ToWriter(landing.writer, LandingResult(landing_id, num_tokens, num_bad)),
+            Landed(landing_id, block_ids, num_tokens, num_held_tokens, num_bad, passed_on),
         ]
+
+    def _match(self, request: LandingRequest) -> Prefix:
+        """Find what is cached here of the sequence, and what groups with a window need of it."""
+        least = self._least_tokens(request)
+        return match_prefix(self._pool, self._windows, request.block_keys, self._block_tokens, least)
+
+    def _least_tokens(self, request: LandingRequest) -> int:
+        """Return the least number of tokens with which the sequence may be handed over."""
+        return len(request.block_keys) * self._block_tokens if request.is_growing else request.num_tokens
+
+    def _first_of(self, request: LandingRequest, window: WindowSource) -> int:
+        """Return the first block that may be needed in a group to continue behind the sequence."""
+        return first_needed_block(self._least_tokens(request), window.window, self._block_tokens)
+
+    def _num_window_blocks(self, request: LandingRequest, window: WindowSource) -> int:
+        """Return the most blocks that a landing takes in a group with a window."""
+        return self._num_blocks(request.num_tokens) - self._first_of(request, window)
+
+    def _share(self, request: LandingRequest) -> float:
+        """Return which part of a pool a landing needs, of the pool of which it needs the most."""
+        shares = [self._num_window_blocks(request, it) / it.num_total for it in self._windows]
+        return max([self._num_blocks(request.num_tokens) / self._pool.num_total, *shares])
+
+    def _open_parts(self) -> Iterator[tuple[LandingPart, ...]]:
+        for landing in self._landings.values():
+            if landing.state is _State.OPEN:
+                yield landing.parts
 
     def _free_if_unreachable(self, landing: _Landing) -> None:
         if len(landing.closed_ranks) == self._num_ranks and not landing.connections:
             self._free(landing)
 
     def _free(self, landing: _Landing) -> None:
-        if landing.state is _State.OPEN:
-            self._pool.release(landing.held)
-            self._pool.release(landing.blocks)
-        elif landing.state is _State.QUARANTINED:
-            self._pool.release_quarantine(landing.blocks)
+        for part in landing.parts:
+            if landing.state is _State.OPEN:
+                part.release()
+            else:
+                part.release_quarantine()
         self._ended.add(landing.request.landing_id)
         del self._landings[landing.request.landing_id]
 

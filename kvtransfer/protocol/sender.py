@@ -11,6 +11,9 @@ computed. A sequence that moves while it decodes does the same block by block; "
 tokens up to where it stops here. Every rank writes its part of a chunk and answers for itself. A rank that
 does not acknowledge a stop in time must be killed (`KillRanks`): only then is it certain that nothing writes
 any more.
+
+Blocks of each group of layers are pushed by orders of their own. Those that the grant leaves out, or that the
+sequence no longer has because they are behind its window, are not pushed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from enum import Enum
 
 from kvtransfer.common.moving_average import moving_average
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity, WindowBlocks
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -60,8 +63,9 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Order:
-    """A push that not every rank has reported."""
+    """A push of blocks of one group of layers that not every rank has reported."""
 
+    group: int
     # The ranks that have reported it.
     ranks: set[int] = field(default_factory=set)
     num_bytes: int = 0
@@ -70,14 +74,40 @@ class _Order:
 
 
 @dataclass(slots=True)
+class _Places:
+    """The places that a grant has for blocks of one group of layers: `block_ids[i]` is for the block
+    `first` + i. All before the block `next` are pushed, or behind their window."""
+
+    group: int
+    first: int
+    block_ids: tuple[int, ...]
+    next: int
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.block_ids)
+
+    def take(self, blocks: WindowBlocks, end: int) -> tuple[BlockMove, ...]:
+        """Return the moves of the blocks up to `end` that were not pushed, and that the sequence has."""
+        begin, self.next = max(self.next, blocks.first), max(self.next, end)
+        return tuple(
+            BlockMove(
+                src_block=blocks.block_ids[index - blocks.first],
+                dst_block=self.block_ids[index - self.first],
+                block_index=index,
+            )
+            for index in range(begin, end)
+        )
+
+
+@dataclass(slots=True)
 class _Push:
     request: LandingRequest
     peer: ReplicaIdentity
     connection_id: bytes
     state: _State = _State.ASKED
-    first_block: int = 0
-    target_blocks: tuple[int, ...] = ()
-    num_pushed_blocks: int = 0
+    # The places of each group of layers, from the grant on.
+    places: tuple[_Places, ...] = ()
     # The orders by push id.
     running: dict[int, _Order] = field(default_factory=dict)
     num_orders: int = 0
@@ -120,10 +150,14 @@ class PushCounters:
 class SendTable:
     """Tracks all landings that one prefill replica writes; see the drawing at the top of this module."""
 
-    def __init__(self, config: TransferConfig, block_tokens: int, num_ranks: int) -> None:
+    def __init__(
+        self, config: TransferConfig, block_tokens: int, num_ranks: int, num_windows: int = 0
+    ) -> None:
+        """`num_windows` is the number of groups of layers behind the first, each of which has a window."""
         self._config = config
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
+        self._num_windows = num_windows
         self._pushes: dict[bytes, _Push] = {}
         self._by_request: dict[tuple[str, int], bytes] = {}
         self._next_push_id = 0
@@ -143,10 +177,16 @@ class SendTable:
         return [ToPeer(peer, request)]
 
     def computed(
-        self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int], now: float
+        self,
+        request_id: str,
+        attempt: int,
+        num_computed_tokens: int,
+        block_ids: Sequence[int],
+        now: float,
+        windows: Sequence[WindowBlocks] = (),
     ) -> list[PushAction]:
-        """Note that a chunk of the prompt is in the pool: push the blocks that are whole and not yet
-        pushed."""
+        """Note that a chunk of the prompt is in the pool: push the blocks that are whole and not yet pushed.
+        `windows` are the blocks that the sequence has now in each group behind the first."""
         push = self._find(request_id, attempt)
         if push is None or push.state is not _State.OPEN:
             return []
@@ -154,10 +194,13 @@ class SendTable:
         push.num_computed_tokens = num_computed_tokens
         push.prompt_done = num_computed_tokens >= push.num_tokens
         if push.prompt_done:
-            end = -(-push.num_tokens // self._block_tokens) - push.first_block
+            end = self._num_blocks(push.num_tokens)
         else:
-            end = min(num_computed_tokens // self._block_tokens - push.first_block, len(push.target_blocks))
-        actions = self._order(push, end, block_ids)
+            end = num_computed_tokens // self._block_tokens
+        actions: list[PushAction] = []
+        sources = WindowBlocks(0, tuple(block_ids)), *windows
+        for places, blocks in zip(push.places, sources, strict=True):
+            actions += self._order(push, places.group, places.take(blocks, min(end, places.end)))
         return actions + self._ready(push)
 
     def has_caught_up(self, request_id: str, attempt: int) -> bool:
@@ -185,13 +228,17 @@ class SendTable:
         push = self._of(peer, grant.landing_id)
         if push is None or push.state is not _State.ASKED:
             return []
-        push.first_block, num_cut_tokens = divmod(grant.num_held_tokens, self._block_tokens)
-        num_blocks = -(-push.request.num_tokens // self._block_tokens)
-        if num_cut_tokens or push.first_block < 0 or push.first_block + len(grant.block_ids) != num_blocks:
+        first_block, num_cut_tokens = divmod(grant.num_held_tokens, self._block_tokens)
+        granted = (WindowBlocks(first_block, grant.block_ids), *grant.windows)
+        num_blocks = self._num_blocks(push.request.num_tokens)
+        fits = all(it.first >= 0 and it.first + len(it.block_ids) == num_blocks for it in granted)
+        if num_cut_tokens or not fits or len(grant.windows) != self._num_windows:
             return self._stop(push, "the landing that was granted does not fit the prompt", now)
         push.state = _State.OPEN
         push.progress_at = now
-        push.target_blocks = grant.block_ids
+        push.places = tuple(
+            _Places(group, it.first, it.block_ids, it.first) for group, it in enumerate(granted)
+        )
         return [Granted(push.request.request_id, push.request.attempt)]
 
     def refused(self, peer: ReplicaIdentity, refusal: LandingRefusal) -> list[PushAction]:
@@ -248,7 +295,7 @@ class SendTable:
             order.seconds = max(order.seconds, report.seconds)
             order.started_at = min(order.started_at or report.started_at, report.started_at)
             push.transports.update(report.transport.split("+"))
-            actions.append(ToPeer(push.peer, Manifest(report.landing_id, report.pieces)))
+            actions.append(ToPeer(push.peer, Manifest(report.landing_id, report.pieces, order.group)))
         if len(order.ranks) < self._num_ranks:
             return actions
         del push.running[report.push_id]
@@ -290,23 +337,15 @@ class SendTable:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _order(self, push: _Push, end: int, block_ids: Sequence[int]) -> list[PushAction]:
-        begin = push.num_pushed_blocks
-        if end <= begin:
+    def _order(self, push: _Push, group: int, moves: tuple[BlockMove, ...]) -> list[PushAction]:
+        if not moves:
             return []
-        moves = tuple(
-            BlockMove(
-                src_block=block_ids[push.first_block + index],
-                dst_block=push.target_blocks[index],
-                block_index=push.first_block + index,
-            )
-            for index in range(begin, end)
-        )
-        push.num_pushed_blocks = end
         push.num_orders += 1
         self._next_push_id += 1
-        push.running[self._next_push_id] = _Order()
-        return [ToRanks(PushOrder(self._next_push_id, push.connection_id, push.request.landing_id, moves))]
+        push.running[self._next_push_id] = _Order(group)
+        landing_id = push.request.landing_id
+        order = PushOrder(self._next_push_id, push.connection_id, landing_id, moves, group=group)
+        return [ToRanks(order)]
 
     def _pushed(self, push: _Push, order: _Order) -> Pushed:
         push.num_moved_bytes += order.num_bytes
@@ -359,6 +398,9 @@ class SendTable:
         del self._pushes[request.landing_id]
         del self._by_request[request.request_id, request.attempt]
         return PushEnded(request.request_id, request.attempt, error, reason, retry_after_s)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
 
     def _find(self, request_id: str, attempt: int) -> _Push | None:
         landing_id = self._by_request.get((request_id, attempt))

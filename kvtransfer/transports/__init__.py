@@ -36,7 +36,7 @@ class Transport(NamedTuple):
     def listen(self, target: TargetRank) -> Listener:
         """Listen for writers of the rank; the text of `PathError` gives the reason why it cannot be reached
         this way."""
-        unsuited = self.unsuited(target.pool.device, is_same_host=True)
+        unsuited = self.unsuited(target.device, is_same_host=True)
         if unsuited:
             raise PathError(unsuited)
         try:

@@ -54,18 +54,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """A rank as a listener serves it: its pool behind its gate."""
+    """A rank as a listener serves it: its pools behind its gate, one for each group of layers. Blocks of a
+    group of which the rank has no layer are empty."""
 
     rank: int
-    pool: KvPool
+    pools: Sequence[KvPool]
     gate: Gate
     trust: Trust
     settings: TransferSettings
 
+    @property
+    def group_to_pool(self) -> dict[int, KvPool]:
+        """The pools that have something."""
+        return pools_by_group(self.pools)
+
+    @property
+    def device(self) -> str:
+        """Where all pools lie."""
+        return next(iter(self.group_to_pool.values())).device
+
 
 @dataclass(frozen=True)
 class WriterRank:
-    """A rank as a channel writes for it: its identity and its pool."""
+    """A rank as a channel writes for it: its identity, and its pool of the channel's group of layers."""
 
     identity: ReplicaIdentity
     rank: int
@@ -89,7 +100,14 @@ class WriterRank:
             layout.item_bytes,
             layout.scale_bytes,
             layout.num_kinds,
+            lane.group,
+            layout.group,
         )
+
+
+def pools_by_group(pools: Sequence[KvPool]) -> dict[int, KvPool]:
+    """Return the pools of the groups of which the rank has layers, one at least."""
+    return {group: pool for group, pool in enumerate(pools) if pool.layout.num_layers(pool.layout.shard)}
 
 
 class Measured(NamedTuple):
@@ -130,8 +148,9 @@ class Listener(ABC):
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         """Serve one accepted writer until its connection ends (sends the welcome first)."""
 
-    def _send_welcome(self, sock: socket.socket) -> None:
-        send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(self._target.pool.num_blocks)))
+    def _send_welcome(self, sock: socket.socket, hello: ChannelHello) -> None:
+        num_blocks = self._target.group_to_pool[hello.group].num_blocks
+        send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(num_blocks)))
 
     def _accepted(self, proven: socket.socket, name: str) -> None:
         """Serve a proven connection from now on."""
@@ -181,10 +200,15 @@ class Listener(ABC):
         two lacks."""
         if hello.target_rank != self._target.rank:
             raise IncompatibleError(f"this is rank {self._target.rank}, not {hello.target_rank}")
+        pool = self._target.group_to_pool.get(hello.group)
+        if pool is None:
+            raise IncompatibleError(f"rank {self._target.rank} has no blocks of group {hello.group}")
         try:
-            plan_runs(hello.layout, self._target.pool.layout, hello.piece)
+            runs = plan_runs(hello.layout, pool.layout, hello.piece)
         except ValueError as error:
             raise IncompatibleError(str(error)) from error
+        if not runs:
+            raise IncompatibleError(f"no layer of {hello.piece} is of group {hello.group}")
 
 
 class Channel(ABC):

@@ -21,7 +21,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -80,26 +80,29 @@ OFFER_CODEC: Codec[PoolOffer] = Codec(PoolOffer)
 
 
 class CudaIpcListener(OneSidedListener):
-    """Offers the handles of the pool, and knows which processes may have mapped it."""
+    """Offers the handles of the pools, and knows which processes may have mapped one."""
 
     transport = "cuda_ipc"
 
-    def __init__(self, target: TargetRank, pool: DevicePool, driver: CudaDriver) -> None:
-        self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
-        exported = driver.export(pool.tensor.data_ptr())
+    def __init__(self, target: TargetRank, pools: Mapping[int, DevicePool], driver: CudaDriver) -> None:
+        """`pools` are the pools of the rank by group of layers."""
+        self._scratch = next(iter(pools.values())).tensor.new_empty(SCRATCH_BYTES)
         scratch = driver.export(self._scratch.data_ptr())
-        self._offered = PoolOffer(*exported, *scratch)
+        self._offered = {
+            group: PoolOffer(*driver.export(pool.tensor.data_ptr()), *scratch)
+            for group, pool in pools.items()
+        }
         super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        send_frame(sock, OFFER_CODEC.encode(self._offered))
+        send_frame(sock, OFFER_CODEC.encode(self._offered[hello.group]))
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         process = peer_process(sock)
         connection = self._target.gate.enter(hello.writer)
         is_unmapped = False
         try:
-            self._send_welcome(sock)
+            self._send_welcome(sock, hello)
             self._offer(sock, hello)
             is_unmapped = self._answer(sock, connection)
         finally:
@@ -186,7 +189,7 @@ class CudaIpcChannel(OneSidedChannel):
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun
-        first, *second = halves(self._piece)
+        first, *second = halves(self._piece, self._source.layout)
         self._begin([move], first)()
         self._faults.at("push.half")
         for piece in second:
@@ -199,7 +202,7 @@ class CudaIpcChannel(OneSidedChannel):
         """Write the piece again, with one bit flipped."""
         layout = self._source.layout
         flipped = self._source.tensor[move.src_block].clone().view(1, -1)
-        offset = layout.offset(self._piece.layer_start, 0, self._piece.head_start)
+        offset = layout.offset(layout.layers_of(self._piece)[0], 0, self._piece.head_start)
         flipped[0, offset] ^= 1
         flipped[0, offset].item()  # it is there when this returns
         DevicePool(layout, flipped).copy_to([0], self._piece, self._mapped.pool, [move.dst_block]).result()
@@ -212,10 +215,15 @@ class CudaIpcChannel(OneSidedChannel):
 def listen(target: TargetRank) -> CudaIpcListener | None:
     """Return a listener, or None for a pool that is not on a CUDA device. `PathError`: memory that cannot be
     shared (of torch's expandable segments, for one)."""
-    pool = target.pool
-    if not isinstance(pool, DevicePool) or not pool.tensor.is_cuda:
+    pools = {
+        group: pool
+        for group, pool in target.group_to_pool.items()
+        if isinstance(pool, DevicePool) and pool.tensor.is_cuda
+    }
+    if len(pools) < len(target.group_to_pool):
         return None
-    return CudaIpcListener(target, pool, cuda_driver(pool.tensor.device.index))
+    device = next(iter(pools.values())).tensor.device
+    return CudaIpcListener(target, pools, cuda_driver(device.index))
 
 
 def connect(
@@ -252,10 +260,12 @@ def connect_over(
     return channel
 
 
-def halves(piece: Shard) -> tuple[Shard, ...]:
-    """Cut a piece into two of about the same size, by layers or by heads; one layer of one head stays one."""
-    if piece.num_layers > 1:
-        middle = piece.layer_start + piece.num_layers // 2
+def halves(piece: Shard, layout: BlockLayout) -> tuple[Shard, ...]:
+    """Cut a piece of a block into two of about the same size, by layers or by heads; one layer of one head
+    stays one."""
+    layers = layout.layers_of(piece)
+    if len(layers) > 1:
+        middle = layers[len(layers) // 2]
         return structs.replace(piece, layer_end=middle), structs.replace(piece, layer_start=middle)
     if piece.num_heads > 1:
         middle = piece.head_start + piece.num_heads // 2

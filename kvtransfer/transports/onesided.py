@@ -45,7 +45,7 @@ REQUEST_CODEC: Codec[Begin | Sync | Unmapped] = Codec(Begin | Sync | Unmapped)
 
 
 class OneSidedListener(Listener):
-    """Offers its pool to proven writers and admits them landing by landing. It listens on a unix socket of
+    """Offers its pools to proven writers and admits them landing by landing. It listens on a unix socket of
     the abstract namespace under a random name."""
 
     def __init__(self, target: TargetRank) -> None:
@@ -57,12 +57,12 @@ class OneSidedListener(Listener):
 
     @abstractmethod
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        """Send, after the welcome, what the writer needs to reach the pool."""
+        """Send, after the welcome, what the writer needs to reach the pool of its group."""
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         connection = self._target.gate.enter(hello.writer)
         try:
-            self._send_welcome(sock)
+            self._send_welcome(sock, hello)
             self._offer(sock, hello)
             self._answer(sock, connection)
         finally:

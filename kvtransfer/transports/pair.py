@@ -82,9 +82,9 @@ class PairListener(Listener):
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
         store, address = open_store(self._target.settings.data_host)
-        self._send_welcome(sock)
+        self._send_welcome(sock, hello)
         send_frame(sock, OFFER_CODEC.encode(PairOffer(address)))
-        group = form_pair(self._kind, store, TARGET, self._target.pool.device, sock.getsockname()[0])
+        group = form_pair(self._kind, store, TARGET, self._target.device, sock.getsockname()[0])
         _Receiver(self._target, sock, hello, group).run()
 
 
@@ -108,10 +108,10 @@ class _Receiver:
         self._writer = hello.writer
         self._group = group
         self._piece = hello.piece
-        self._piece_bytes = target.pool.piece_bytes(hello.piece)
-        self._staged = [
-            StagingArea(target.pool, staging_bytes(self._piece_bytes)) for _ in range(_NUM_STAGED)
-        ]
+        self._layer_group = hello.group
+        pool = target.group_to_pool[hello.group]
+        self._piece_bytes = pool.piece_bytes(hello.piece)
+        self._staged = [StagingArea(pool, staging_bytes(self._piece_bytes)) for _ in range(_NUM_STAGED)]
         self._num_started = 0
         self._num_done = 0
         self._refused: list[bytes] = []
@@ -185,7 +185,8 @@ class _Receiver:
         if landing_id == _NO_LANDING:
             return
         landing = self._gate.find(landing_id, self._writer)
-        if landing is not None and landing.block_ids.issuperset(ids) and landing.start_receiving():
+        has_all = landing is not None and landing.has_blocks(self._layer_group, ids)
+        if landing is not None and has_all and landing.start_receiving():
             try:
                 receiving.staging.scatter(ids, self._piece)
             finally:
@@ -315,7 +316,7 @@ class PairChannel(Channel):
 
 def listen_pair(kind: type[PairGroup], target: TargetRank) -> PairListener | None:
     """Return a listener; None: the pool does not lie where pairs of this kind send from."""
-    return PairListener(kind, target) if kind.is_possible(target.pool.device) else None
+    return PairListener(kind, target) if kind.is_possible(target.device) else None
 
 
 def connect_pair(

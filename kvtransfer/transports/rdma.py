@@ -101,7 +101,8 @@ class RdmaListener(Listener):
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
-        pool, scratch = pool_region(self._target.pool), RegisteredBuffer(self._target.pool, SCRATCH_BYTES)
+        of_group = self._target.group_to_pool[hello.group]
+        pool, scratch = pool_region(of_group), RegisteredBuffer(of_group, SCRATCH_BYTES)
         try:
             agent = NixlAgent(self._devices)
         except PathError as error:
@@ -114,7 +115,7 @@ class RdmaListener(Listener):
             offer = Offer(
                 agent.metadata(), pool.address, scratch.region.address, pool.kind, pool.device_index
             )
-            self._send_welcome(sock)
+            self._send_welcome(sock, hello)
             send_frame(sock, _OFFER_CODEC.encode(offer))
             self._take(sock, connection, agent)
         finally:
@@ -321,7 +322,8 @@ class RdmaChannel(OneSidedChannel):
 
 def listen(target: TargetRank) -> RdmaListener:
     """Return a listener; the text of `PathError` gives the reason why there is none (no device, no NIXL)."""
-    pool_region(target.pool)
+    for pool in target.group_to_pool.values():
+        pool_region(pool)
     devices = network_devices(target.settings)
     NixlAgent(devices).close()
     return RdmaListener(target, devices)

@@ -18,7 +18,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvtransfer.blocks.host_memory import map_shared, mapping_bytes, scratch_offset
@@ -44,16 +44,17 @@ _BATCH_BYTES = 16 << 20
 
 
 class ShmListener(OneSidedListener):
-    """Sends the pool's descriptor to proven writers."""
+    """Sends the descriptor of a pool to proven writers."""
 
     transport = "shm"
 
-    def __init__(self, target: TargetRank, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, target: TargetRank, group_to_fd: Mapping[int, int]) -> None:
+        """Take the descriptor of each pool."""
+        self._group_to_fd = group_to_fd
         super().__init__(target)
 
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        socket.send_fds(sock, [_FD_MARK], [self._fd])
+        socket.send_fds(sock, [_FD_MARK], [self._group_to_fd[hello.group]])
 
 
 class ShmChannel(OneSidedChannel):
@@ -120,9 +121,14 @@ class ShmChannel(OneSidedChannel):
 
 
 def listen(target: TargetRank) -> ShmListener | None:
-    """Return a listener, or None where the pool's memory cannot be shared."""
-    pool = target.pool
-    return ShmListener(target, pool.memory.fd) if isinstance(pool, HostPool) and pool.memory.fd >= 0 else None
+    """Return a listener, or None where the memory of a pool cannot be shared."""
+    pools = target.group_to_pool
+    fds = {
+        group: pool.memory.fd
+        for group, pool in pools.items()
+        if isinstance(pool, HostPool) and pool.memory.fd >= 0
+    }
+    return ShmListener(target, fds) if len(fds) == len(pools) else None
 
 
 def connect(

@@ -33,7 +33,8 @@ Stopped = Callable[[], bool]
 
 class ChannelHello(Message, frozen=True):
     """Writer to target, after the proof: who writes to which rank, how its blocks are laid out, and which
-    piece of them it will write."""
+    piece of them it will write. They are blocks of one group of layers, of those named if there are
+    several."""
 
     protocol: int
     writer: ReplicaIdentity
@@ -46,11 +47,13 @@ class ChannelHello(Message, frozen=True):
     item_bytes: int
     scale_bytes: int = 0
     num_kinds: int = 2
+    group: int = 0
+    group_layers: tuple[int, ...] | None = None
 
     @property
     def layout(self) -> BlockLayout:
         sizes = self.head_dim, self.block_tokens, self.item_bytes, self.scale_bytes, self.num_kinds
-        return BlockLayout(self.shard, *sizes)
+        return BlockLayout(self.shard, *sizes, self.group_layers)
 
 
 class ChannelWelcome(Message, frozen=True):

@@ -48,9 +48,10 @@ class TcpListener(Listener):
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
-        self._send_welcome(sock)
+        self._send_welcome(sock, hello)
+        pool, gate = self._target.group_to_pool[hello.group], self._target.gate
         with contextlib.suppress(PeerGoneError):  # the writer left
-            StreamReceiver(self._target.pool, self._target.gate, sock, hello.writer, hello.piece).run()
+            StreamReceiver(pool, gate, sock, hello.writer, hello.piece, hello.group).run()
 
 
 class _Job(Generic[Frame, Result]):

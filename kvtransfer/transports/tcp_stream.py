@@ -71,9 +71,17 @@ class StreamReceiver:
     """One connection's frames, until it ends."""
 
     def __init__(
-        self, pool: KvPool, gate: Gate, sock: socket.socket, writer: ReplicaIdentity, piece: Shard
+        self,
+        pool: KvPool,
+        gate: Gate,
+        sock: socket.socket,
+        writer: ReplicaIdentity,
+        piece: Shard,
+        group: int = 0,
     ) -> None:
+        """`pool` is that of the `group` of layers."""
         self._gate = gate
+        self._group = group
         self._sock = sock
         self._writer = writer
         self._packing = Packing(pool, piece)
@@ -106,7 +114,7 @@ class StreamReceiver:
             raise WireError(f"{num_blocks} pieces of {packing.piece_bytes} bytes in a frame of {num_bytes}")
         ids = struct.unpack(f"<{num_blocks}I", receive_exactly(self._sock, 4 * num_blocks))
         landing = self._gate.find(landing_id, self._writer)
-        if landing is None or not landing.block_ids.issuperset(ids):
+        if landing is None or not landing.has_blocks(self._group, ids):
             self._drain(num_bytes)
             is_taken = False
         elif packing.in_place:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ class CudaIpcHarness:
         self.gate = Gate(self.reports.append)
         self.pool = setup.pool()
         assert isinstance(self.pool, DevicePool)
-        target = TargetRank(0, self.pool, self.gate, TRUST, SETTINGS)
-        self.listener = CudaIpcListener(target, self.pool, self.driver)
+        target = TargetRank(0, (self.pool,), self.gate, TRUST, SETTINGS)
+        self.listener = CudaIpcListener(target, {0: self.pool}, self.driver)
 
     @property
     def lane(self) -> Lane:
@@ -337,7 +338,7 @@ def replace_secret(be: Setup) -> Setup:
 
 def test_without_a_device_there_is_neither_listener_nor_channel(harness: CudaIpcHarness) -> None:
     rank = writer_rank(setup(SHARD, 1))
-    assert cuda_ipc.listen(TargetRank(0, rank.pool, harness.gate, TRUST, SETTINGS)) is None
+    assert cuda_ipc.listen(TargetRank(0, (rank.pool,), harness.gate, TRUST, SETTINGS)) is None
     with pytest.raises(PathError, match="not for KV on cpu"):
         cuda_ipc.connect(rank, harness.lane, harness.listener.endpoint.address, draw_id(), lambda _: None)
 
@@ -350,9 +351,15 @@ def test_without_a_driver_the_reason_is_told() -> None:
 
 @pytest.mark.parametrize("piece", [Shard(0, 4, 0, 4), Shard(1, 4, 2, 3), Shard(2, 3, 1, 4)])
 def test_two_halves_are_the_whole_piece(piece: Shard) -> None:
-    first, second = halves(piece)
+    first, second = halves(piece, LAYOUT)
     assert list(without(piece, [first])) == [second]
-    assert halves(Shard(1, 2, 3, 4)) == (Shard(1, 2, 3, 4),)
+    assert halves(Shard(1, 2, 3, 4), LAYOUT) == (Shard(1, 2, 3, 4),)
+
+
+def test_two_halves_have_the_same_number_of_layers_of_a_group() -> None:
+    layout = replace(LAYOUT, group=(0, 3))
+    assert halves(Shard(0, 4, 0, 2), layout) == (Shard(0, 3, 0, 2), Shard(3, 4, 0, 2))
+    assert halves(Shard(1, 4, 0, 2), layout) == (Shard(1, 4, 0, 1), Shard(1, 4, 1, 2))
 
 
 def test_batches_are_written_ahead_and_none_is_left_under_way(

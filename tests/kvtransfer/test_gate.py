@@ -84,11 +84,14 @@ def test_who_waits_for_an_unknown_landing_is_woken() -> None:
 
 def test_opening_again_adds_blocks() -> None:
     gate = Gate(lambda report: None)
-    gate.open(OpenLanding(b"a", WRITER, (1,)))
-    gate.open(OpenLanding(b"a", WRITER, (2,)))
+    gate.open(OpenLanding(b"a", WRITER, (1,), ((5,),)))
+    gate.open(OpenLanding(b"a", WRITER, (2,), ((6,), (7,))))
     landing = gate.find(b"a", WRITER)
     assert landing is not None
-    assert landing.block_ids == {1, 2}
+    assert [set(block_ids) for block_ids in landing.block_ids] == [{1, 2}, {5, 6}, {7}]
+    assert landing.has_blocks(1, (5, 6))
+    assert not landing.has_blocks(1, (5, 7))
+    assert not landing.has_blocks(3, ())
 
 
 def test_the_last_ids_are_remembered_and_few_before_them() -> None:

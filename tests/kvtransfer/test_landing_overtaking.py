@@ -27,7 +27,7 @@ class Replica:
     def __init__(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS, BLOCK)
         self.book = LandingTable(TransferConfig(landing_queue=64), self.pool, BLOCK, 1)
-        self.book.writer_joined(PREFILL, [(0, SHARD)])
+        self.book.writer_joined(PREFILL, [[(0, SHARD)]])
         self.now = 0.0
         self.granted: dict[int, float] = {}
         self._run_s: dict[int, float] = {}

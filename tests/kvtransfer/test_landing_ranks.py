@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from landing_interleaving import EVENTS, Interleaving, repeat
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
 
 from kvtransfer.messages import Shard
@@ -219,109 +219,6 @@ SHAPES: list[tuple[Shard, ...]] = [
     (*COLUMNS, *COLUMNS),
     tuple(Shard(layer, layer + 1, head, head + 1) for layer in (0, 1) for head in (0, 1)),
 ]
-NUMBERS = st.integers(0, 2)
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("ask"), NUMBERS, st.integers(1, 80)),
-        st.tuples(st.just("compute"), NUMBERS, st.sampled_from([16, 32, 48, 80])),
-        st.tuples(st.sampled_from(["stop", "abort", "cancel"]), NUMBERS, st.just(0)),
-        st.tuples(st.sampled_from(["handle", "write"]), st.integers(0, 3), st.integers(1, 3)),
-        st.tuples(st.sampled_from(["run", "wire"]), st.integers(0, 3), st.integers(1, 9)),
-        st.tuples(st.sampled_from(["hear writer", "hear target"]), st.integers(0, 3), st.integers(1, 9)),
-        st.tuples(st.sampled_from(["writers", "targets"]), st.just(0), st.just(0)),
-        st.tuples(st.just("time"), st.integers(0, 12), st.just(0)),
-        st.tuples(st.sampled_from(["flip", "fail", "freeze", "thaw", "die"]), st.integers(0, 3), st.just(0)),
-        st.tuples(st.sampled_from(["breaks", "notices", "connects"]), st.just(0), st.just(0)),
-    ),
-    min_size=8,
-    max_size=60,
-)
-
-
-class Interleaving:
-    """Carries out random events on a world."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.sizes: dict[int, int] = {}
-        self.computed: dict[int, int] = {}
-
-    def do(self, kind: str, number: int, amount: int) -> None:
-        world = self.world
-        writer = world.writers[number % len(world.writers)]
-        target = world.targets[number % len(world.targets)]
-        match kind:
-            case "ask" if number not in self.sizes and world.is_linked:
-                self.sizes[number] = amount
-                world.ask(request(number, amount))
-                if amount % 2:  # half of the landings are granted before anything else happens
-                    while world.deliver_to_decode() or world.deliver_to_prefill():
-                        pass
-            case "compute" if number in self.sizes:
-                done = min(max(amount, self.computed.get(number, 0)), self.sizes[number])
-                self.computed[number] = done
-                world.compute(number, done)
-            case "stop":
-                world.do_push(world.push.stop(f"r{number}", 0, "cancelled", world.now))
-            case "abort":
-                world.do_landing(world.landing.abort(bytes([number]) * 16, "test"))
-            case "cancel":
-                world.do_landing(world.landing.cancel(f"r{number}", 0))
-            case "handle":
-                repeat(amount, writer.handle)
-            case "write":
-                repeat(amount, writer.write)
-            case "run":
-                repeat(amount, target.run)
-            case "wire":
-                repeat(amount, world.deliver_to_decode, world.deliver_to_prefill)
-            case "hear writer":
-                repeat(amount, lambda: world.hear_writer(writer.rank))
-            case "hear target":
-                repeat(amount, lambda: world.hear_target(target.rank))
-            case "writers":
-                world.writers_work()
-            case "targets":
-                world.targets_work()
-            case "time":
-                world.now += number
-                world.tick()
-            case "flip":
-                writer.num_flips += 1
-            case "fail":
-                writer.fail()
-            case "freeze" | "thaw":
-                writer.is_frozen = kind == "freeze" or not writer.is_alive
-            case "die":
-                writer.die()
-            case "breaks":
-                world.link_breaks()
-            case "notices":
-                world.decode_notices()
-            case "connects":
-                world.connect()
-
-    def end(self) -> None:
-        """Whoever notices something late notices it now; requests end; leases run out."""
-        world = self.world
-        if any(not writer.is_alive for writer in world.writers):
-            world.prefill_dies()
-        world.decode_notices()
-        world.settle()
-        for number in self.sizes if world.prefill_lives else ():
-            world.do_push(world.push.stop(f"r{number}", 0, "end of the test", world.now))
-        for _ in range(3):
-            if any(writer.is_frozen for writer in world.writers):  # it does not even close its connections
-                world.connect()
-            world.settle()
-            world.decode_notices()
-            world.now += 100.0
-            world.tick()
-
-
-def repeat(times: int, *steps: Callable[[], bool]) -> None:
-    for step in steps * times:
-        step()
 
 
 @given(

@@ -28,7 +28,7 @@ class Replica:
     def __init__(self, shares: GroupShares = A_HAS) -> None:
         self.pool = BlockPool(NUM_BLOCKS, BLOCK, shares)
         self.landings = LandingTable(TransferConfig(landing_queue=QUEUE), self.pool, BLOCK, 1)
-        self.landings.writer_joined(PREFILL, [(0, SHARD)])
+        self.landings.writer_joined(PREFILL, [[(0, SHARD)]])
         self.running: dict[str, list[int]] = {}
         self.refused: dict[str, str] = {}
         self.ended: set[str] = set()

@@ -167,15 +167,18 @@ def test_what_lands_is_what_one_rank_would_hold(
     head_bytes = tokens * (head_dim * item_bytes + scale_bytes)
     shape = (num_blocks, num_layers, num_kinds, num_heads, head_bytes)
     whole = np.random.default_rng(num_blocks).integers(0, 256, shape, dtype=np.uint8)
+    group = data.draw(st.none() | st.sets(st.integers(0, num_layers - 1)).map(lambda it: tuple(sorted(it))))
+    of_group = set(range(num_layers) if group is None else group)
     sources = data.draw(replicas(num_layers, num_heads))
     targets = data.draw(replicas(num_layers, num_heads))
 
     def held(shard: Shard) -> npt.NDArray[np.uint8]:
-        part = whole[:, shard.layer_start : shard.layer_end, :, shard.head_start : shard.head_end]
+        layers = [it for it in range(shard.layer_start, shard.layer_end) if it in of_group]
+        part = whole[:, layers, :, shard.head_start : shard.head_end]
         return part.reshape(num_blocks, -1)
 
     def block_layout(shard: Shard) -> BlockLayout:
-        return BlockLayout(shard, head_dim, tokens, item_bytes, scale_bytes, num_kinds)
+        return BlockLayout(shard, head_dim, tokens, item_bytes, scale_bytes, num_kinds, group)
 
     def checksum(pool: npt.NDArray[np.uint8], shard: Shard, block: int, piece: Shard) -> int:
         data = pool[block].tobytes()
@@ -197,7 +200,7 @@ def test_what_lands_is_what_one_rank_would_hold(
             num_writes[target][there] += 1
     for rank, shard in targets:
         assert target_pools[rank].tobytes() == held(shard).tobytes()
-        assert set(num_writes[rank]) == {1}, "a byte is sent twice"
+        assert set(num_writes[rank]) <= {1}, "a byte is sent twice"
     for source, target, piece in pieces:
         for block in range(num_blocks):
             there_sum = checksum(target_pools[target], dict(targets)[target], block, piece)

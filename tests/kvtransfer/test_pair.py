@@ -355,7 +355,7 @@ def test_pairs_are_for_memory_of_their_kind(ends: Ends) -> None:
     target = target_here(ends)
     pool = setup().pool()
     lane = Lane(RankEndpoints(0, SHARD, "here", ()), SHARD)
-    rank = TargetRank(0, pool, target.gate, TRUST, SETTINGS)
+    rank = TargetRank(0, (pool,), target.gate, TRUST, SETTINGS)
     writer = WriterRank(REPLICA, 0, pool, TRUST, Faults(), SETTINGS)
     assert nccl.listen(rank) is None
     with pytest.raises(PathError, match="not for KV on cpu"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +27,8 @@ HOLD = "hold"
 
 
 class StartRank(Message, frozen=True):
-    """To the process: a rank with a pool of zeros. `is_device`: as a torch tensor's pool."""
+    """To the process: a rank with pools of zeros, one for each group of layers (none: one of all layers).
+    `is_device`: as a torch tensor's pool."""
 
     key: int
     identity: ReplicaIdentity
@@ -40,6 +42,13 @@ class StartRank(Message, frozen=True):
     faults: tuple[FaultRule, ...]
     settings: TransferSettings
     is_device: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layouts(self) -> list[BlockLayout]:
+        """The layouts of the pools."""
+        layout = BlockLayout(self.shard, self.head_dim, self.block_tokens, self.item_bytes)
+        return [replace(layout, group=layers) for layers in self.groups] or [layout]
 
 
 class EndRank(Message, frozen=True):
@@ -56,11 +65,11 @@ class Order(Message, frozen=True):
 
 
 class RankStarted(Message, frozen=True):
-    """From the process: how the rank is reached, and the descriptor of its pool's memory in that process."""
+    """From the process: how the rank is reached, and the descriptors of its pools' memory in that process."""
 
     key: int
     endpoints: RankEndpoints
-    fd: int
+    fds: tuple[int, ...]
 
 
 class Report(Message, frozen=True):
@@ -111,7 +120,7 @@ class Ranks:
         self._out = out
         self._writing = threading.Lock()
         self._agents: dict[int, TransferAgent] = {}
-        self._pools: dict[int, tuple[KvPool, KvMemory]] = {}
+        self._pools: dict[int, list[KvPool | KvMemory]] = {}
 
     def handle(self, message: StartRank | EndRank | Order) -> None:
         match message:
@@ -126,10 +135,13 @@ class Ranks:
                 self._agents[message.key].handle(ORDERS.decode(message.order))
 
     def _start(self, start: StartRank) -> None:
-        layout = BlockLayout(start.shard, start.head_dim, start.block_tokens, start.item_bytes)
-        memory = KvMemory.allocate(start.num_blocks * layout.block_bytes)
-        pool = _device_pool(layout, memory) if start.is_device else HostPool(layout, memory)
-        self._pools[start.key] = pool, memory
+        layouts = start.layouts
+        memories = [KvMemory.allocate(start.num_blocks * layout.block_bytes) for layout in layouts]
+        pools: list[KvPool] = [
+            _device_pool(layout, memory) if start.is_device else HostPool(layout, memory)
+            for layout, memory in zip(layouts, memories, strict=True)
+        ]
+        self._pools[start.key] = [*pools, *memories]
 
         def report(report: TransferReport) -> None:
             self._send(Report(start.key, REPORTS.encode(report)))
@@ -137,7 +149,7 @@ class Ranks:
         agent = TransferAgent(
             identity=start.identity,
             rank=start.rank,
-            pool=pool,
+            pools=pools,
             trust=Trust.read(start.trust),
             clock=SystemClock(),
             faults=HoldingFaults(start.faults),
@@ -145,7 +157,7 @@ class Ranks:
             settings=start.settings,
         )
         self._agents[start.key] = agent
-        self._send(RankStarted(start.key, agent.endpoints(), memory.fd))
+        self._send(RankStarted(start.key, agent.endpoints(), tuple(it.fd for it in memories)))
 
     def _send(self, message: RankStarted | Report | RankEnded) -> None:
         with self._writing:

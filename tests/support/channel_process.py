@@ -87,7 +87,7 @@ class TargetEnd:
         self.pool = setup.pool()
         self.reports: list[TransferReport] = []
         self.gate = Gate(self.reports.append)
-        rank = TargetRank(0, self.pool, self.gate, Trust.read(setup.trust), SETTINGS)
+        rank = TargetRank(0, (self.pool,), self.gate, Trust.read(setup.trust), SETTINGS)
         self.listener: Listener = TRANSPORTS[setup.transport].listen(rank)
 
     @property

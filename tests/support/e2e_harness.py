@@ -192,6 +192,7 @@ class E2eHarness:
         store: str | None = None,
         epoch: int = 1,
         shares: GroupShares = NO_LIMITS,
+        frees_windows: bool = False,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
         spec = ReplicaSpec(
@@ -208,6 +209,7 @@ class E2eHarness:
             store=store,
             group_shares=shares,
             faults=faults,
+            frees_windows=frees_windows,
         )
         core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())
         replica = self.replicas[name] = Replica(core, self.heard)

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtransfer.blocks.layout import plan_pieces
+from landing_ranks import LaneModel, TargetRank, WriterRank
+
+from kvtransfer.blocks.layout import BlockLayout, plan_pieces
+from kvtransfer.blocks.windows import first_needed_block
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity, Shard
+from kvtransfer.messages import ReplicaIdentity, Shard, WindowBlocks
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -19,7 +22,6 @@ from kvtransfer.peer_messages import (
     LandingResult,
     Manifest,
     PeerMessage,
-    PieceSum,
     WriterStopped,
 )
 from kvtransfer.protocol.actions import (
@@ -40,32 +42,28 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.transfer_orders import (
-    CloseLanding,
     ClosePeer,
     ConnectPeer,
-    OpenLanding,
-    PushOrder,
-    StopPush,
-    TransferOrder,
-    VerifyOrder,
 )
 from kvtransfer.transfer_reports import (
     LandingClosed,
     PushDone,
     PushFailed,
     PushStopped,
-    TransferReport,
     Verified,
     WriterGone,
 )
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.window_pool import WindowPool
 
 BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)
 PREFILL = ReplicaIdentity("p0", 1)
 DECODE = ReplicaIdentity("d0", 1)
-# Request number n computes its prompt into the blocks from n times this on.
+# Request number n computes its prompt into the blocks from n times this on, each group of layers into as many
+# as a prompt has at most.
 SOURCE_BLOCKS = 1000
+MOST_BLOCKS = 64
 
 Ranks = Sequence[tuple[int, Shard]]
 ONE: Ranks = ((0, SHARD),)
@@ -86,6 +84,11 @@ def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
     return LandingRequest(**{**values, **fields})  # type: ignore[arg-type]
 
 
+def source_block(number: int, group: int, index: int) -> int:
+    """Return the block into which the prefill side computes a block of request `number`."""
+    return SOURCE_BLOCKS * number + MOST_BLOCKS * group + index
+
+
 @dataclass
 class World:
     """A prefill side, a decode side, their ranks, and the wires between them, delivered one by one."""
@@ -94,6 +97,9 @@ class World:
     one_sided: bool = True
     sources: Ranks = ONE
     readers: Ranks = ONE
+    # The blocks of the groups of layers behind the first, and the layers of all groups.
+    windows: Sequence[WindowPool] = ()
+    layers: Sequence[tuple[int, ...] | None] = (None,)
     now: float = 0.0
     landing: LandingTable = field(init=False)
     push: SendTable = field(init=False)
@@ -101,13 +107,16 @@ class World:
     targets: list[TargetRank] = field(init=False)
     to_decode: deque[PeerMessage | HandOverReady] = field(default_factory=deque)
     to_prefill: deque[PeerMessage] = field(default_factory=deque)
-    owner: dict[int, bytes] = field(default_factory=dict)
+    owner: dict[tuple[int, int], bytes] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     ready: dict[bytes, HandOverReady] = field(default_factory=dict)
     pushed: list[Pushed] = field(default_factory=list)
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    granted: dict[bytes, LandingGrant] = field(default_factory=dict)
+    # Blocks of the prefill side that are behind the window of their sequence, by group: others may have them.
+    reused: set[tuple[int, int]] = field(default_factory=set)
     # The tokens of requests that are handed over with less than was asked for, by request.
     num_handed_over: dict[str, int] = field(default_factory=dict)
     connection: bytes = b""
@@ -120,17 +129,28 @@ class World:
 
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
-        self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers))
-        self.push = SendTable(config, BLOCK, len(self.sources))
-        self.pieces = plan_pieces(self.sources, self.readers)
+        self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers), self.windows)
+        self.push = SendTable(config, BLOCK, len(self.sources), len(self.windows))
+        pieces = plan_pieces(self.sources, self.readers)
+        layouts = [BlockLayout(SHARD, 1, BLOCK, 1, group=layers) for layers in self.layers]
+        self.pieces_by_group = [
+            [piece for piece in pieces if layout.num_layers(piece.piece)] for layout in layouts
+        ]
+        self.pieces = self.pieces_by_group[0]
         self.targets = [TargetRank(rank) for rank, _ in self.readers]
         self.writers = [
             WriterRank(
                 rank,
                 PREFILL,
                 self.one_sided,
-                [(self.targets[target], piece) for source, target, piece in self.pieces if source == rank],
+                [
+                    LaneModel(self.targets[target], piece, group)
+                    for group, pieces in enumerate(self.pieces_by_group)
+                    for source, target, piece in pieces
+                    if source == rank
+                ],
                 self.check_owner,
+                self.read,
             )
             for rank, _ in self.sources
         ]
@@ -144,9 +164,15 @@ class World:
             self.do_push(self.push.ask(wanted, DECODE, self.connection))
 
     def compute(self, number: int, num_tokens: int) -> None:
-        first = SOURCE_BLOCKS * number
-        blocks = list(range(first, first + 64))
-        self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks, self.now))
+        """Compute the first `num_tokens` tokens, and free what comes behind a window."""
+        windows = []
+        for group, window in enumerate(self.windows, start=1):
+            first = first_needed_block(num_tokens, window.window, BLOCK)
+            blocks = tuple(source_block(number, group, index) for index in range(MOST_BLOCKS))
+            windows.append(WindowBlocks(first, blocks[first:]))
+            self.reused |= {(group, block) for block in blocks[:first]}
+        blocks = tuple(source_block(number, 0, index) for index in range(MOST_BLOCKS))
+        self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks, self.now, windows))
 
     def deliver_to_decode(self) -> bool:
         if not self.to_decode:
@@ -231,7 +257,8 @@ class World:
         for writer in self.writers:
             writer.orders.append(ConnectPeer(self.connection, PREFILL, DECODE, (), (), 0.0))
         self.is_linked = True
-        aborts = self.landing.writer_joined(PREFILL, [(target, piece) for _, target, piece in self.pieces])
+        lanes = [[(target, piece) for _, target, piece in it] for it in self.pieces_by_group]
+        aborts = self.landing.writer_joined(PREFILL, lanes)
         if aborts:
             self.do_landing(aborts)
 
@@ -332,8 +359,7 @@ class World:
                     if self.is_linked:
                         self.to_prefill.append(message)
                     if isinstance(message, LandingGrant):
-                        for block in message.block_ids:
-                            self.owner[block] = message.landing_id
+                        self._note_grant(message)
                 case ToRanks(order):
                     for target in self.targets:
                         target.orders.append(order)
@@ -343,6 +369,8 @@ class World:
                     self.check_joined(action)
                     self.joined[action.landing_id] = action
                     self.pool.release(action.block_ids)
+                    for window, blocks in zip(self.windows, action.windows, strict=True):
+                        window.release(blocks.block_ids)
                 case Lost():
                     self.lost.append(action.reason)
         self.sync_owners()
@@ -351,211 +379,55 @@ class World:
         if self.is_linked:
             self.to_decode.append(message)
 
+    def _note_grant(self, grant: LandingGrant) -> None:
+        self.granted[grant.landing_id] = grant
+        for group, block_ids in enumerate((grant.block_ids, *(it.block_ids for it in grant.windows))):
+            for block in block_ids:
+                self.owner[group, block] = grant.landing_id
+
+    def read(self, group: int, block: int) -> int:
+        """Return what a block of the prefill side has: its id, unless it is another sequence's by now."""
+        return -2 if (group, block) in self.reused else block
+
     # what must hold
 
-    def check_owner(self, landing_id: bytes, block: int) -> None:
-        assert self.owner.get(block) == landing_id, "write into a foreign block"
+    def check_owner(self, landing_id: bytes, group: int, block: int) -> None:
+        assert self.owner.get((group, block)) == landing_id, "write into a foreign block"
 
     def check_joined(self, landed: Landed) -> None:
-        """Check that every rank has every piece of the tokens that count as valid and were not held
-        before."""
-        first = landed.num_held_tokens // BLOCK
-        number = landed.landing_id[0]
-        for index in range(first, -(-landed.num_valid_tokens // BLOCK)):
-            for _, target, piece in self.pieces:
-                value = self.targets[target].memory.get((landed.block_ids[index], piece))
-                assert value == SOURCE_BLOCKS * number + index, "a joined block was not written by all"
+        """Check that every rank has every piece of the tokens that count as valid and were not held before,
+        as far as the windows of groups reach back."""
+        end, number = -(-landed.num_valid_tokens // BLOCK), landed.landing_id[0]
+        parts = WindowBlocks(0, landed.block_ids), *landed.windows
+        firsts = [landed.num_held_tokens // BLOCK]
+        for window in self.windows:
+            firsts.append(first_needed_block(landed.num_valid_tokens, window.window, BLOCK))
+        for group, (blocks, first) in enumerate(zip(parts, firsts, strict=True)):
+            for index in range(first, end):
+                block = blocks.block_ids[index - blocks.first]
+                expected = source_block(number, group, index)
+                assert self.has(group, block, expected), "a joined block was not written by all"
+
+    def has(self, group: int, block: int, value: int) -> bool:
+        """Whether every rank has this value in every piece of its block."""
+        return all(
+            self.targets[target].memory.get((group, block, piece)) == value
+            for _, target, piece in self.pieces_by_group[group]
+        )
 
     def sync_owners(self) -> None:
-        """Take the blocks that the pool would hand out again from their owners."""
+        """Take the blocks that a pool would hand out again from their owners."""
         self.landing.check()
-        self.pool.check()
-        free = self.pool.num_free
-        taken = self.pool.allocate(free)
-        for block in taken:
-            self.owner.pop(block, None)
-            for target in self.targets:  # what was in them is overwritten by others
-                for piece in {piece for _, rank, piece in self.pieces if rank == target.rank}:
-                    target.memory.pop((block, piece), None)
-        self.pool.release(taken)
+        pools: list[BlockPool | WindowPool] = [self.pool, *self.windows]
+        for group, pool in enumerate(pools):
+            pool.check()
+            taken = pool.allocate(pool.num_free)
+            for block in taken:
+                self._overwrite(group, block)
+            pool.release(taken)
 
-
-# ----------------------------------------------------------------------------------------------
-# Models of the ranks on both sides of a landing: what they may write, where, and what they report, in order.
-#
-# A writer rank writes one block at a time, so that everything can happen between two; nothing is ever copied,
-# a target rank keeps which value was written as which piece of which of its blocks.
-
-# A connection id and the writer's rank: what one writer rank has open to one target rank.
-Channel = tuple[bytes, int]
-
-
-@dataclass
-class TargetRank:
-    """One rank of the decode replica, with its gate."""
-
-    rank: int
-    orders: deque[TransferOrder] = field(default_factory=deque)
-    reports: deque[TransferReport] = field(default_factory=deque)
-    open: set[bytes] = field(default_factory=set)
-    closed: set[bytes] = field(default_factory=set)
-    admitted: dict[bytes, set[Channel]] = field(default_factory=dict)
-    memory: dict[tuple[int, Shard], int] = field(default_factory=dict)
-
-    def run(self) -> bool:
-        """Do one order; False when there is none."""
-        if not self.orders:
-            return False
-        order = self.orders.popleft()
-        match order:
-            case OpenLanding(landing_id):
-                self.open.add(landing_id)
-            case CloseLanding(landing_id):
-                self.open.discard(landing_id)
-                self.closed.add(landing_id)
-                channels = sorted(self.admitted.pop(landing_id, set()))
-                self.reports.append(LandingClosed(landing_id, tuple(name(channel) for channel in channels)))
-            case VerifyOrder(landing_id, pieces):
-                bad = {
-                    check.block_index
-                    for check in pieces
-                    if self.memory.get((check.block_id, check.shard)) != check.checksum
-                }
-                self.reports.append(Verified(landing_id, tuple(sorted(bad))))
-            case _:
-                raise AssertionError(order)
-        return True
-
-    def leave(self, channel: Channel, writer: ReplicaIdentity) -> None:
-        """Note that the channel's other end is closed."""
-        for channels in self.admitted.values():
-            channels.discard(channel)
-        self.reports.append(WriterGone(writer, name(channel)))
-
-
-@dataclass
-class _Running:
-    order: PushOrder
-    begun: bool = False
-    pieces: list[PieceSum] = field(default_factory=list)
-    num_written: int = 0
-
-
-@dataclass
-class WriterRank:
-    """One rank of the prefill replica, with its fence. `wrote(landing_id, block)` is called before a block is
-    written. A one-sided writer asks the target once per landing, a two-sided one for every block."""
-
-    rank: int
-    identity: ReplicaIdentity
-    one_sided: bool
-    lanes: Sequence[tuple[TargetRank, Shard]]
-    wrote: Callable[[bytes, int], None]
-    orders: deque[TransferOrder] = field(default_factory=deque)
-    reports: deque[TransferReport] = field(default_factory=deque)
-    queue: deque[_Running] = field(default_factory=deque)
-    stopped: set[bytes] = field(default_factory=set)
-    connection: bytes = b""
-    is_alive: bool = True
-    # Stopped by a signal: it does nothing, and its connections stay open.
-    is_frozen: bool = False
-    # Blocks to come that arrive with a wrong value in every lane.
-    num_flips: int = 0
-
-    def handle(self) -> bool:
-        """Take one order from the engine core; False when there is none."""
-        if not self.orders or self.is_frozen:
-            return False
-        order = self.orders.popleft()
-        match order:
-            case ConnectPeer():
-                self.connection = order.connection_id
-            case ClosePeer(connection_id):
-                if connection_id == self.connection:
-                    self.disconnect()
-            case PushOrder():
-                if order.landing_id in self.stopped or order.connection_id != self.connection:
-                    self._failed(order, "stopped or disconnected")
-                else:
-                    self.queue.append(_Running(order))
-            case StopPush(landing_id):
-                self.stopped.add(landing_id)
-                self._drop(landing_id)
-                self.reports.append(PushStopped(landing_id))
-            case _:
-                raise AssertionError(order)
-        return True
-
-    def write(self) -> bool:
-        """Write the next block of the oldest push, to every lane; False when there is none, or it waits."""
-        if not self.queue or self.is_frozen:
-            return False
-        running = self.queue[0]
-        landing_id = running.order.landing_id
-        if not running.begun or not self.one_sided:
-            targets = [target for target, _ in self.lanes if not self._is_admitted(target, landing_id)]
-            if any(landing_id in target.closed for target in targets):
-                self.fail()
-                return True
-            if any(landing_id not in target.open for target in targets):
-                return False  # the order that opens it is on its way to the target
-            for target in targets if self.one_sided else ():
-                target.admitted.setdefault(landing_id, set()).add((self.connection, self.rank))
-            running.begun = True
-        self._write_block(running)
-        if running.num_written == len(running.order.moves):
-            self.queue.popleft()
-            order, num_bytes = running.order, 8 * len(running.pieces)
-            transport = "shm" if self.lanes else ""
-            pieces = tuple(running.pieces)
-            self.reports.append(
-                PushDone(order.push_id, landing_id, pieces, num_bytes, 0.1, 1.0 + self.rank, transport)
-            )
-        return True
-
-    def fail(self) -> None:
-        """Fail the oldest push."""
-        if self.queue and not self.is_frozen:
-            self._failed(self.queue.popleft().order, "it broke")
-
-    def disconnect(self) -> None:
-        """Close the connection: nothing is written over it any more, and each target sees it end."""
-        for running in self.queue:
-            self._failed(running.order, "its connection was closed")
-        self.queue.clear()
-        for target, _ in self.lanes if self.one_sided and self.connection else ():
-            target.leave((self.connection, self.rank), self.identity)
-        self.connection = b""
-
-    def die(self) -> None:
-        """End the rank: its earlier reports may still arrive; the kernel closes its connections."""
-        if self.is_alive:
-            self.orders.clear()
-            self.queue.clear()
-            self.disconnect()
-            self.is_alive, self.is_frozen = False, True
-
-    def _write_block(self, running: _Running) -> None:
-        move = running.order.moves[running.num_written]
-        running.num_written += 1
-        flip, self.num_flips = bool(self.num_flips), max(0, self.num_flips - 1)
-        for target, piece in self.lanes:
-            self.wrote(running.order.landing_id, move.dst_block)
-            target.memory[move.dst_block, piece] = -1 if flip else move.src_block
-            running.pieces.append(PieceSum(move.block_index, target.rank, piece, move.src_block))
-
-    def _is_admitted(self, target: TargetRank, landing_id: bytes) -> bool:
-        return self.one_sided and (self.connection, self.rank) in target.admitted.get(landing_id, set())
-
-    def _drop(self, landing_id: bytes) -> None:
-        for running in [item for item in self.queue if item.order.landing_id == landing_id]:
-            self.queue.remove(running)
-            self._failed(running.order, "its landing was stopped")
-
-    def _failed(self, order: PushOrder, reason: str) -> None:
-        self.reports.append(PushFailed(order.push_id, order.landing_id, reason))
-
-
-def name(channel: Channel) -> bytes:
-    """As targets name it in their reports."""
-    return channel[0] + b"/%d" % channel[1]
+    def _overwrite(self, group: int, block: int) -> None:
+        """Let others write a block."""
+        self.owner.pop((group, block), None)
+        for _, target, piece in self.pieces_by_group[group]:
+            self.targets[target].memory.pop((group, block, piece), None)

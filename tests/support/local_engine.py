@@ -33,6 +33,7 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model.host_kv import OffloadMode
+from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import read_model_config
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
@@ -44,6 +45,7 @@ from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
+from workers.scheduler.window_pool import WindowPool
 
 CPU = torch.device("cpu")
 TRUST = Trust.of(b"the ranks' own secret")
@@ -68,6 +70,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
         queue: DeviceQueue | None = None,
         end_ids: tuple[int, ...] = (),
+        has_windows: bool = False,
     ) -> None:
         """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank.
         With `end_ids` outputs may follow grammars, which are compiled when `compiles` is true."""
@@ -79,6 +82,8 @@ class LocalEngine:
             self._grammars = CompiledGrammars(model_dir, vocab_size, end_ids)
         self._store, self._address = open_store("127.0.0.1")
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp * self.pp)]
+
+        windows = WindowCapacity(BLOCK, config.max_sequences, config.max_batch_tokens, self.pp)
 
         def make(rank: int) -> ModelRunner:
             first, end = stages[rank // tp]
@@ -98,7 +103,12 @@ class LocalEngine:
                     dtype, CPU, config.num_threads, config.deterministic, queue, config.expert_offload
                 ),
                 RankCapacity(
-                    BLOCK, num_blocks * BLOCK, config.max_sequences, num_offload_blocks * BLOCK, mode
+                    BLOCK,
+                    num_blocks * BLOCK,
+                    config.max_sequences,
+                    num_offload_blocks * BLOCK,
+                    mode,
+                    windows=windows if has_windows else None,
                 ),
                 ManualClock(5.0),
                 place=RankPlace(ShardSpec(first, end, rank % tp, tp), groups),
@@ -112,6 +122,8 @@ class LocalEngine:
         self.runners = [each.result() for each in made]
         fields = self.runners[0].ready_fields
         self.pool = BlockPool(num_blocks, BLOCK)
+        sizes = zip(fields.compatibility.windows, fields.num_window_blocks, strict=True)
+        self.window_pools = [WindowPool(*each) for each in sizes]
         self.scheduler = Scheduler(
             config,
             self.pool,
@@ -119,6 +131,7 @@ class LocalEngine:
             max_context_tokens=fields.max_context_tokens,
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
+            windows=self.window_pools,
         )
         self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
@@ -142,6 +155,7 @@ class LocalEngine:
             self.failures |= {failure.request_id: failure for failure in outcome.failures}
         assert self.scheduler.is_idle
         assert self.scheduler.life.tables.host.num_used == 0
+        assert not any(pool.num_references for pool in self.window_pools)
         return outputs
 
     def step(self) -> StepOutcome | None:

@@ -21,14 +21,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from kvtransfer.rpc.trust import Trust
+from workers.messages.rank_channel import ExpertCopy
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.decoder import load_decoder
+from workers.model.decoder import Decoder, load_decoder
 from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
-from workers.model.sizes import kv_heads
+from workers.model.sizes import held_experts, kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.expert_copier import ExpertCopier
 
 HOST = "127.0.0.1"
 TRUST = Trust.of(b"the ranks' own secret")
@@ -39,7 +41,8 @@ CPU = torch.device("cpu")
 class ParallelCase(msgspec.Struct, frozen=True):
     """A greedy generation of `num_steps` tokens after each of `prompts`, whose chunk sizes are `chunks[i]`;
     every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`, and
-    experts into `ep` parts.
+    experts into `ep` parts. Ranks have `num_slots` for copies of experts in each layer, which `orders[step]`
+    change before a step, each (layer, part, slot, expert).
     Rank r leaves its results in `output_dir`/r.safetensors."""
 
     name: str
@@ -51,6 +54,8 @@ class ParallelCase(msgspec.Struct, frozen=True):
     num_steps: int
     output_dir: str
     ep: int = 1
+    num_slots: int = 0
+    orders: list[list[tuple[int, int, int, int]]] = []
 
     @property
     def num_ranks(self) -> int:
@@ -65,13 +70,15 @@ class ParallelCase(msgspec.Struct, frozen=True):
 
 
 def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
-    """Return `kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows, and
-    how many bytes of rows the rank has `exchanged`."""
+    """Return `kv` of the rank, `tokens` [steps, sequences] where they are known, `logits` of all rows, how
+    many bytes of rows the rank has `exchanged`, how many tokens its experts and `copied` ones have had, and
+    the tokens of each layer and expert, `of_experts` [num_layers, num_experts], that it has computed."""
     model_dir = Path(case.model_dir)
     config, (first, end) = read_model_config(model_dir), case.stages[groups.stage]
     shard = ShardSpec(first, end, groups.tp_rank, case.tp, case.ep)
-    decoder = load_decoder(model_dir, torch.float32, CPU, shard)
+    decoder = load_decoder(model_dir, torch.float32, CPU, shard, expert_copies=case.num_slots)
     parallelize(decoder, groups)
+    copier = ExpertCopier(decoder, groups)
     cells = config.kv_cells
     num_cells, num_layers = (
         len(kv_heads(cells.num_cells, groups.tp_rank, case.tp)),
@@ -84,6 +91,8 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     logits: list[Tensor] = []
     for step in range(case.num_steps):
+        if step < len(case.orders):
+            copier.change([ExpertCopy(*order) for order in case.orders[step]])
         waits = groups.is_first_stage and not groups.is_sampler
         if waits:
             groups.expect_tokens(step, len(case.prompts))
@@ -112,6 +121,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
         positions = [position + count for position, count in zip(positions, counts, strict=True)]
     results = {"kv": kv, "tokens": torch.from_numpy(np.array(chosen, dtype=np.int64))}
     results["exchanged"] = torch.tensor(groups.num_exchanged_bytes)
+    results |= _tokens_of_experts(decoder)
     return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})
 
 
@@ -127,6 +137,22 @@ def form(case: ParallelCase, store: Store | None, rank: int) -> RankGroups:
         host_id="here",
         trust=TRUST,
     )
+
+
+def _tokens_of_experts(decoder: Decoder) -> dict[str, Tensor]:
+    if (shape := decoder.config.mixture) is None:
+        return {}
+    of_experts = torch.zeros(decoder.config.num_layers, shape.rule.num_experts, dtype=torch.int64)
+    num_copied = 0
+    shard, counts = decoder.shard, decoder.expert_counts()
+    owned = held_experts(shape, shard.tp_rank, shard.tp_size, shard.ep_size).experts
+    for (layer, mixture), of_layer in zip(decoder.mixtures.items(), counts, strict=True):
+        of_experts[layer, owned.start : owned.stop] = of_layer[: len(owned)]
+        if mixture.copies is not None:
+            for expert, count in mixture.copies.slots.tokens(of_layer).items():
+                of_experts[layer, expert] += count
+                num_copied += count
+    return {"of_experts": of_experts, "copied": torch.tensor(num_copied)}
 
 
 def _inputs(

@@ -71,6 +71,7 @@ from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
+from workers.scheduler.window_pool import WindowPool
 from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
@@ -119,19 +120,23 @@ class ReplicaHarness:
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
         sharing: BlockSharing | None = None,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
+        """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here.
+        `windows` are the window and the number of blocks of each group of layers behind the first."""
         self.clock = ManualClock(100.0)
         self.rates = StepRates(decode_step_s=1.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, shares)
+        self.window_pools = [WindowPool(*each) for each in windows]
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
             self.pool,
             eos_token_ids=(END,),
             max_context_tokens=MAX_CONTEXT,
             num_offload_blocks=num_offload_blocks,
+            windows=self.window_pools,
         )
-        self.rank = HashRank()
+        self.rank = HashRank([window for window, _ in windows])
         self.ranks = FakeRanks()
         self.orders, self.orders_to = self.ranks.orders, self.ranks.orders_to
         num_ranks = len({rank for rank, _ in lanes})
@@ -143,7 +148,7 @@ class ReplicaHarness:
         control = FakeControl()
         self.table = RequestTable(self.gateways, control)
         self.kv_sender = KvSender(
-            sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks),
+            sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks, len(windows)),
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -153,7 +158,7 @@ class ReplicaHarness:
             faults=Faults(),
         )
         self.kv_receiver = KvReceiver(
-            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks),
+            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks, self.window_pools),
             block_tokens=BLOCK_TOKENS,
             vocab_size=VOCABULARY,
             scheduler=self.scheduler,
@@ -164,7 +169,7 @@ class ReplicaHarness:
             faults=Faults(),
             sharing=sharing,
         )
-        self.kv_receiver.writer_joined(peer, lanes)
+        self.kv_receiver.writer_joined(peer, [lanes] * (1 + len(windows)))
         self.migration = MigrationManager(
             identity=identity,
             scheduler=self.scheduler,
@@ -288,17 +293,24 @@ class Side:
         num_blocks: int,
         num_offload_blocks: int,
         shares: GroupShares,
+        windows: Sequence[tuple[int, int]],
     ) -> None:
         self.identity = identity
         self.replica = ReplicaHarness(
-            num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks, shares=shares
+            num_blocks,
+            identity=identity,
+            peer=peer,
+            num_offload_blocks=num_offload_blocks,
+            shares=shares,
+            windows=windows,
         )
+        self._num_groups = 1 + len(windows)
         self.other: Side
         self.plans: deque[StepPlan] = deque()
         # Blocks to come that arrive here with a wrong token.
         self.num_flips = 0
         self.num_broken_pushes = 0
-        self._flipped: set[int] = set()
+        self._flipped: set[tuple[int, int]] = set()
         # Landings that the rank has closed: its gate refuses what is written for them afterwards.
         self._closed: set[bytes] = set()
 
@@ -361,7 +373,7 @@ class Side:
                 )
             case PushOrder():
                 for move in order.moves:
-                    self._write(move.src_block, move.dst_block)
+                    self._write(order.group, move.src_block, move.dst_block)
                 pieces = tuple(PieceSum(move.block_index, 0, WHOLE, 5) for move in order.moves)
                 replica.kv_sender.report(
                     0, PushDone(order.push_id, order.landing_id, pieces, 8 * len(pieces), 0.1, 1.0, "shm")
@@ -369,8 +381,9 @@ class Side:
             case StopPush(landing_id):
                 replica.kv_sender.report(0, PushStopped(landing_id))
             case VerifyOrder():
-                bad = tuple(it.block_index for it in order.pieces if it.block_id in self._flipped)
-                self._flipped.difference_update(it.block_id for it in order.pieces)
+                blocks = {(order.group, it.block_id): it.block_index for it in order.pieces}
+                bad = tuple(index for block, index in blocks.items() if block in self._flipped)
+                self._flipped.difference_update(blocks)
                 replica.kv_receiver.report(0, Verified(order.landing_id, bad))
             case CloseLanding(landing_id):
                 self._closed.add(landing_id)
@@ -380,14 +393,15 @@ class Side:
             case _:
                 raise AssertionError(order)
 
-    def _write(self, src_block: int, dst_block: int) -> None:
+    def _write(self, group: int, src_block: int, dst_block: int) -> None:
         target = self.other
+        sources, targets = (side.replica.rank.kv_of(group) for side in (self, target))
         for offset in range(BLOCK_TOKENS):
-            token = self.replica.rank.kv.get((src_block, offset), 0)
-            target.replica.rank.kv[dst_block, offset] = token + (1 if target.num_flips else 0)
+            token = sources.get((src_block, offset), 0)
+            targets[dst_block, offset] = token + (1 if target.num_flips else 0)
         if target.num_flips:
             target.num_flips -= 1
-            target._flipped.add(dst_block)
+            target._flipped.add((group, dst_block))
 
     def lose_link(self) -> None:
         """End the link on which this side writes to the other; a new one opens at once."""
@@ -397,7 +411,7 @@ class Side:
         self.replica.kv_sender.peer_failed(self.other.identity, "reset")
         self.replica.peers.to_reader.clear()
         self.other.replica.peers.to_writer.clear()
-        self.other.replica.kv_receiver.writer_joined(self.identity, ((0, WHOLE),))
+        self.other.replica.kv_receiver.writer_joined(self.identity, [[(0, WHOLE)]] * self._num_groups)
         self.replica.migration.pump()
 
     def is_quiet(self) -> bool:
@@ -408,7 +422,10 @@ class Side:
     def check(self) -> None:
         replica = self.replica
         replica.pool.check()
-        replica.scheduler.check(replica.kv_receiver.landings.num_references)
+        for window in replica.window_pools:
+            window.check()
+        landings = replica.kv_receiver.landings
+        replica.scheduler.check(landings.num_references, landings.num_window_references)
         replica.kv_receiver.landings.check()
 
 
@@ -420,10 +437,12 @@ class MigrationPair:
         num_blocks: tuple[int, int] = (16, 16),
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`num_offload_blocks` are in host memory, at each side."""
-        self.a = Side(A, B, num_blocks[0], num_offload_blocks, shares)
-        self.b = Side(B, A, num_blocks[1], num_offload_blocks, shares)
+        """`num_offload_blocks` are in host memory, at each side. `windows` are the window and the number of
+        blocks of each group of layers behind the first."""
+        self.a = Side(A, B, num_blocks[0], num_offload_blocks, shares, windows)
+        self.b = Side(B, A, num_blocks[1], num_offload_blocks, shares, windows)
         self.a.other, self.b.other = self.b, self.a
         self.sides = (self.a, self.b)
         self.streams: dict[tuple[str, int], Stream] = {}
@@ -518,6 +537,7 @@ class MigrationPair:
             side.check()
             replica = side.replica
             assert replica.pool.num_references == replica.pool.num_quarantined == 0
+            assert not any(it.num_references or it.num_quarantined for it in replica.window_pools)
             left = (len(replica.table), len(replica.migration), replica.kv_sender.sends.num_active)
             assert left == (0, 0, 0), f"{side.identity.replica_id}: {left}"
             assert replica.kv_receiver.landings.num_open == replica.kv_receiver.landings.num_waiting == 0

@@ -88,7 +88,7 @@ class Rank:
         self.agent = TransferAgent(
             identity=identity,
             rank=rank,
-            pool=self.pool,
+            pools=(self.pool,),
             trust=trust,
             clock=clock or SystemClock(),
             faults=self.faults,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogpr
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
+from workers.scheduler.window_pool import WindowPool
 
 NO_LIMITS = GroupShares()
 
@@ -54,20 +55,44 @@ class Step:
 
 @dataclass
 class Stage:
-    """One stage's memory: KV by (block, offset). Blocks from `num_blocks` on are in host memory: nothing is
-    computed into them."""
+    """One stage's memory: KV by (block, offset), and that of each group with a window. Blocks from
+    `num_blocks` on are in host memory: nothing is computed into them."""
 
     num_blocks: int
+    windows: Sequence[int] = ()
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    window_kv: list[dict[tuple[int, int], int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.window_kv = [{} for _ in self.windows]
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        copied = {
-            (copy.dst_block, offset): self.kv[copy.src_block, offset]
-            for copy in plan.copies
-            for offset in range(BLOCK_TOKENS)
-            if (copy.src_block, offset) in self.kv
-        }
-        self.kv.update(copied)
+        for group, kv in enumerate((self.kv, *self.window_kv)):
+            copied = {
+                (copy.dst_block, offset): kv[copy.src_block, offset]
+                for copy in plan.copies
+                if copy.group == group
+                for offset in range(BLOCK_TOKENS)
+                if (copy.src_block, offset) in kv
+            }
+            kv.update(copied)
+
+    def write_windows(
+        self, entry: Work, tokens: list[int], written: set[tuple[int, tuple[int, int]]]
+    ) -> None:
+        for group, (table, kv) in enumerate(zip(entry.windows, self.window_kv, strict=True)):
+            for position, token in enumerate(tokens, entry.start):
+                place = table[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                assert (group, place) not in written, "two entries of a plan write one place"
+                written.add((group, place))
+                kv[place] = token
+
+    def check_windows(self, entry: Work, context: list[int]) -> None:
+        """Assert that what the tokens of the entry see in each group is their context."""
+        for window, table, kv in zip(self.windows, entry.windows, self.window_kv, strict=True):
+            first = max(0, entry.start - window + 1)
+            places = [(table[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(first, len(context))]
+            assert [kv[place] for place in places] == context[first:], "a window has other KV"
 
     def write(self, entry: Work, tokens: list[int], written: set[tuple[int, int]]) -> None:
         for position, token in enumerate(tokens, entry.start):
@@ -96,11 +121,14 @@ class StagedEngine:
     num_offload_blocks: int = 0
     has_store: bool = False
     shares: GroupShares = NO_LIMITS
+    # The window of each further group, and its blocks.
+    windows: Sequence[tuple[int, int]] = ()
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
+        self.window_pools = [WindowPool(*each) for each in self.windows]
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -110,8 +138,11 @@ class StagedEngine:
             attention_ratio=self.attention_ratio,
             num_offload_blocks=self.num_offload_blocks,
             has_store=self.has_store,
+            windows=self.window_pools,
         )
-        self.stages = [Stage(self.num_blocks) for _ in range(self.num_stages)]
+        widths = [window for window, _ in self.windows]
+        self.stages = [Stage(self.num_blocks, widths) for _ in range(self.num_stages)]
+        self.window_blocks_of_landings = [0] * len(widths)
         self.steps: deque[Step] = deque()
         self.blocks_of_landings: list[int] = []
         self.step = 0
@@ -121,7 +152,7 @@ class StagedEngine:
         self._slot_to_planned: dict[int, int] = {}
         self._slot_to_source: dict[int, int] = {}
         self._slot_to_start: dict[int, int] = {}  # the last token that the slot was started with
-        self._reader = PlanReader()
+        self._reader = PlanReader(len(widths))
         self._step_to_works: dict[int, list[Work]] = {}
 
     def works(self, plan: StepPlan) -> list[Work]:
@@ -144,7 +175,9 @@ class StagedEngine:
         assert plan.num_sequences <= self.config.max_sequences
         assert all(entry.num_tokens <= self.config.chunk_tokens for entry in plan.entries)
         works = self._reader.read(plan)
-        ExpectedSlots(self.scheduler).check(self._reader.tables, self._reader.positions)
+        expected = ExpectedSlots(self.scheduler)
+        expected.check(self._reader.tables, self._reader.positions)
+        expected.check_windows(self._reader.windows)
         self._step_to_works[plan.step] = works
         for slot in plan.started_slots:
             self._slot_to_planned.pop(slot, None)
@@ -223,9 +256,13 @@ class StagedEngine:
     def _compute(self, stage: Stage, step: Step, *, is_first: bool) -> None:
         stage.copy_blocks(step.plan)
         written: set[tuple[int, int]] = set()
+        written_windows: set[tuple[int, tuple[int, int]]] = set()
         for entry, (tokens, _) in zip(step.works, step.rows, strict=True):
             stage.write(entry, tokens, written)
+            stage.write_windows(entry, tokens, written_windows)
         contexts = [stage.read(entry) for entry in step.works]
+        for entry, context in zip(step.works, contexts, strict=True):
+            stage.check_windows(entry, context)
         if not is_first:
             assert contexts == [context for _, context in step.rows], "the stages read different contexts"
         step.rows = [(tokens, context) for (tokens, _), context in zip(step.rows, contexts, strict=True)]
@@ -246,12 +283,23 @@ class StagedEngine:
         requests = {it.request for plan in self.scheduler._issued for it in plan.sequences}
         is_alone = len(requests) == 1
         assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
-        self.scheduler.check(num_other_references=len(self.blocks_of_landings))
+        self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
         for step in self.steps:
             named = {block for entry in step.works for block in entry.block_ids}
             named |= {copy.src_block for copy in step.plan.copies}
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
+            self._check_windows(step)
+
+    def _check_windows(self, step: Step) -> None:
+        """Assert that no block that a plan which is out reads in a group with a window is free."""
+        for group, pool in enumerate(self.window_pools, 1):
+            named = {copy.src_block for copy in step.plan.copies if copy.group == group}
+            for entry in step.works:
+                table, last = entry.windows[group - 1], entry.start + entry.num_tokens - 1
+                first = max(0, entry.start - pool.window + 1) // BLOCK_TOKENS
+                named |= {table[index] for index in range(first, last // BLOCK_TOKENS + 1)}
+            assert all(map(pool.is_referenced, named)), "freed before it is reported"
 
     def max_tokens(self, group: str = "") -> int:
         """Return the most tokens of a request that is handed over."""
@@ -282,9 +330,12 @@ def engine(
     offload: int = 0,
     has_store: bool = False,
     shares: GroupShares = NO_LIMITS,
+    windows: Sequence[tuple[int, int]] = (),
     **settings: Any,
 ) -> StagedEngine:
-    return StagedEngine(config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares)
+    return StagedEngine(
+        config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares, windows
+    )
 
 
 def ask(
@@ -347,6 +398,7 @@ def finish(side: StagedEngine) -> dict[tuple[str, int], list[int]]:
         side.check()
     assert side.scheduler.is_idle
     assert side.pool.num_referenced == 0
+    assert not any(pool.num_references for pool in side.window_pools)
     return outputs
 
 
@@ -447,13 +499,20 @@ class SlotState:
 
 
 class HashRank:
-    """Executes plans in order; knows nothing but what they carry."""
+    """Executes plans in order; knows nothing but what they carry. `windows` are those of the groups of layers
+    behind the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[int] = ()) -> None:
         self.kv: dict[tuple[int, int], int] = {}
+        # What is in the blocks of those groups.
+        self._windows = Stage(0, windows)
         self.slots: dict[int, SlotState] = {}
         self.step = 0
-        self._reader = PlanReader()
+        self._reader = PlanReader(len(windows))
+
+    def kv_of(self, group: int) -> dict[tuple[int, int], int]:
+        """Return the KV of a group of layers by (block, offset)."""
+        return self._windows.window_kv[group - 1] if group else self.kv
 
     def run(self, plan: StepPlan) -> StepReport:
         assert plan.step == self.step + 1
@@ -466,24 +525,27 @@ class HashRank:
         copied = {
             (copy.dst_block, offset): self.kv[copy.src_block, offset]
             for copy in plan.copies
+            if not copy.group
             for offset in range(BLOCK_TOKENS)
             if (copy.src_block, offset) in self.kv
         }
         self.kv.update(copied)
+        self._windows.copy_blocks(plan)
         works = self._reader.read(plan)
         self._write(plan, works)
         tokens: list[int] = []
         for entry in works:
-            for slot in entry.sample_slots:
-                context = [
-                    self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
-                    for position in range(entry.start + entry.num_tokens)
-                ]
-                tokens.append(self.slots[slot].sample(context, plan.step))
+            context = [
+                self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+                for position in range(entry.start + entry.num_tokens)
+            ]
+            self._windows.check_windows(entry, context)
+            tokens += [self.slots[slot].sample(context, plan.step) for slot in entry.sample_slots]
         return StepReport(step=plan.step, tokens=pack(tokens), started_at=0.0, finished_at=0.0)
 
     def _write(self, plan: StepPlan, works: list[Work]) -> None:
         written: set[tuple[int, int]] = set()
+        written_windows: set[tuple[int, tuple[int, int]]] = set()
         for entry in works:
             assert entry.num_tokens > 0
             tokens = unpack(entry.tokens)
@@ -497,3 +559,4 @@ class HashRank:
                 assert place not in written
                 written.add(place)
                 self.kv[place] = token
+            self._windows.write_windows(entry, tokens, written_windows)

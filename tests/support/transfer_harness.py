@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import mmap
 import os
 import signal
@@ -136,7 +137,9 @@ class Rank:
         self.process = process
         self.key = key
         self.identity = start.identity
-        self.layout = BlockLayout(start.shard, start.head_dim, start.block_tokens, start.item_bytes)
+        # The layouts of its pools, one for each group of layers, and of the first.
+        self.layouts = start.layouts
+        self.layout = self.layouts[0]
         self.num_blocks = start.num_blocks
         self.reports = Reports()
         self.started = threading.Event()
@@ -144,21 +147,32 @@ class Rank:
 
     def attach(self, started: RankStarted) -> None:
         self.endpoints = started.endpoints
-        fd = os.open(f"/proc/{self.process.pid}/fd/{started.fd}", os.O_RDWR)
+        # Each [num_blocks, block_bytes], the very memory of the rank.
+        self.pools: list[Bytes] = [
+            self._map(fd, layout) for fd, layout in zip(started.fds, self.layouts, strict=True)
+        ]
+        self.pool = self.pools[0]
+        self.started.set()
+
+    def _map(self, number: int, layout: BlockLayout) -> Bytes:
+        shape = self.num_blocks, layout.block_bytes
+        if not layout.block_bytes:
+            return np.empty(shape, dtype=np.uint8)
+        fd = os.open(f"/proc/{self.process.pid}/fd/{number}", os.O_RDWR)
         try:
-            mapping = mmap.mmap(fd, self.num_blocks * self.layout.block_bytes)
+            mapping = mmap.mmap(fd, math.prod(shape))
         finally:
             os.close(fd)
-        # [num_blocks, block_bytes], the very memory of the rank.
-        self.pool: Bytes = np.frombuffer(mapping, dtype=np.uint8).reshape(self.num_blocks, -1)
-        self.started.set()
+        return np.frombuffer(mapping, dtype=np.uint8).reshape(shape)
 
     def handle(self, order: TransferOrder) -> None:
         self.process.send(Order(self.key, ORDERS.encode(order)))
 
     def fill(self, seed: int) -> None:
-        """Fill the whole pool with random bytes."""
-        self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, dtype=np.uint8)
+        """Fill all pools with random bytes."""
+        random = np.random.default_rng(seed)
+        for pool in self.pools:
+            pool[:] = random.integers(0, 256, pool.shape, dtype=np.uint8)
 
     def piece(self, block_id: int, piece: Shard) -> bytes:
         """Return the piece's bytes of a block, as they lie in this pool."""
@@ -193,11 +207,17 @@ class Rank:
         return connection_id
 
     def push(
-        self, push_id: int, connection_id: bytes, landing_id: bytes, moves: Sequence[tuple[int, int]]
+        self,
+        push_id: int,
+        connection_id: bytes,
+        landing_id: bytes,
+        moves: Sequence[tuple[int, int]],
+        *,
+        group: int = 0,
     ) -> None:
-        """Push (local block, target block) pairs; `block_index` is the local block's number."""
+        """Push (local block, target block) pairs of a group; `block_index` is the local block's number."""
         pairs = tuple(BlockMove(src, dst, src) for src, dst in moves)
-        self.handle(PushOrder(push_id, connection_id, landing_id, pairs))
+        self.handle(PushOrder(push_id, connection_id, landing_id, pairs, group=group))
 
     def move(
         self, target: Rank, connection_id: bytes, push_id: int, moves: Sequence[tuple[int, int]]
@@ -209,9 +229,15 @@ class Rank:
 
     # ------------------------------------------------------------------------------------- as a target
 
-    def open(self, writer: Rank, *block_ids: int, landing_id: bytes = b"") -> bytes:
+    def open(
+        self,
+        writer: Rank,
+        *block_ids: int,
+        landing_id: bytes = b"",
+        windows: tuple[tuple[int, ...], ...] = (),
+    ) -> bytes:
         landing_id = landing_id or draw_id()
-        self.handle(OpenLanding(landing_id, writer.identity, block_ids))
+        self.handle(OpenLanding(landing_id, writer.identity, block_ids, windows))
         return landing_id
 
     def close_landing(self, landing_id: bytes) -> tuple[bytes, ...]:
@@ -221,13 +247,15 @@ class Rank:
         assert closed.landing_id == landing_id
         return closed.connections
 
-    def verify(self, landing_id: bytes, pieces: Sequence[PieceSum], block_ids: dict[int, int]) -> Verified:
-        """Verify sums; `block_ids` maps block indices to this rank's blocks."""
+    def verify(
+        self, landing_id: bytes, pieces: Sequence[PieceSum], block_ids: dict[int, int], group: int = 0
+    ) -> Verified:
+        """Verify sums; `block_ids` maps block indices to this rank's blocks of the group."""
         checks = tuple(
             PieceCheck(block_ids[piece.block_index], piece.block_index, piece.shard, piece.checksum)
             for piece in pieces
         )
-        self.handle(VerifyOrder(landing_id, checks))
+        self.handle(VerifyOrder(landing_id, checks, group))
         return self.reports.take(Verified)
 
     def end(self) -> None:
@@ -236,9 +264,9 @@ class Rank:
         assert self.ended.wait(WAIT_S), "the agent does not close"
 
 
-def lane(target: Rank, piece: Shard | None = None) -> Lane:
+def lane(target: Rank, piece: Shard | None = None, group: int = 0) -> Lane:
     """Return a lane to this rank; `piece` None: all that it holds."""
-    return Lane(target.endpoints, piece or target.layout.shard)
+    return Lane(target.endpoints, piece or target.layout.shard, group)
 
 
 class AgentProcess:
@@ -272,14 +300,15 @@ class AgentProcess:
         trust: TrustFiles = FILES,
         faults: Sequence[FaultRule] = (),
         is_device: bool = False,
+        groups: tuple[tuple[int, ...], ...] = (),
         seed: int | None = None,
     ) -> Rank:
-        """Start a rank that offers `transport`, with a pool of zeros or of random bytes from `seed`."""
+        """Start a rank that offers `transport`, with pools of zeros or of random bytes from `seed`."""
         key = self._num_started
         self._num_started += 1
         sizes = LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes, num_blocks
         start = StartRank(
-            key, identity, rank, shard, *sizes, trust, tuple(faults), settings(transport), is_device
+            key, identity, rank, shard, *sizes, trust, tuple(faults), settings(transport), is_device, groups
         )
         handle = self._ranks[key] = Rank(self, key, start)
         self.send(start)

@@ -22,7 +22,7 @@ SCRATCH = 999
 
 def make() -> tuple[InputBatch, DeviceBatch]:
     batch = InputBatch(MAX_SLOTS, MAX_BLOCKS, BLOCK, FIRST_HOST_ID)
-    return batch, DeviceBatch(batch, CpuQueue(), most_rows=MOST_ROWS, scratch_block=SCRATCH)
+    return batch, DeviceBatch(batch, CpuQueue(), most_rows=MOST_ROWS, scratch_blocks=[SCRATCH])
 
 
 def as_tokens(values: torch.Tensor) -> list[int]:

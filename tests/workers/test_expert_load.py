@@ -26,10 +26,13 @@ def counts(
     num_chosen: int = 1,
     first: int = 0,
     end: int = NUM_EXPERTS,
+    copied: Sequence[tuple[int, int, int]] = (),
 ) -> ExpertCounts:
-    """Return the report of the rank that holds experts [first, end), out of the counts of all."""
+    """Return the report of the rank that owns experts [first, end), out of the counts of all, and has the
+    tokens of `copied` (layer, expert, tokens)."""
     packed = pack_ids([count for each in layer_to_counts.values() for count in each[first:end]])
-    return ExpertCounts(tuple(layer_to_counts), first, NUM_EXPERTS, num_chosen, packed)
+    of_copies = pack_ids([number for each in copied for number in each])
+    return ExpertCounts(tuple(layer_to_counts), first, NUM_EXPERTS, num_chosen, packed, of_copies)
 
 
 def load_of(
@@ -82,6 +85,21 @@ def test_a_layer_is_known_when_all_of_its_ranks_have_reported() -> None:
     assert load.hottest(2) == [HotExpert(1, 0, 0.5), HotExpert(1, 2, 0.3)]
 
 
+def test_tokens_of_copies_count_for_their_expert_and_for_the_rank_that_had_them() -> None:
+    load = ExpertLoad()
+    load.add(counts({3: [100, 20, 0, 0]}, end=2, copied=[(3, 2, 10)]), 1.0)
+    assert load.loads(3) is None
+    load.add(counts({3: [0, 0, 5, 15]}, first=2, copied=[(3, 0, 60), (3, 1, 30)]), 1.0)
+    assert load.loads(3) == [160.0, 50.0, 15.0, 15.0]
+    assert load.imbalance == pytest.approx(160 * 4 / 240)
+    assert load.rank_imbalance == pytest.approx(130 / 120)
+    assert load.uncopied_imbalance == pytest.approx(210 / 120)
+    assert load.hottest() == [HotExpert(3, 0, 160 / 240)]
+    load.add(counts({3: [0, 0]}, end=2), 61.0)
+    assert load.loads(3) == pytest.approx([it / math.e for it in (160.0, 50.0, 15.0, 15.0)])
+    assert load.rank_imbalance == pytest.approx(130 / 120), "copies are forgotten as others are"
+
+
 def test_a_rank_without_tokens_is_forgotten_as_others_are() -> None:
     """It reports nothing meanwhile."""
     load = ExpertLoad(MEMORY_S)
@@ -109,6 +127,7 @@ def test_figures_are_statistics_of_a_replica() -> None:
     assert figures == {
         "expert_imbalance": pytest.approx(100 / 30),
         "expert_rank_imbalance": 1.0,
+        "expert_uncopied_imbalance": 1.0,
         "num_idle_experts": 2,
         "hottest_expert_layer": 7,
         "hottest_expert": 0,
@@ -169,5 +188,6 @@ def test_figures_equal_those_of_every_token_by_itself(
         rank_ratios.append(max(map(weight, ranks)) * len(ranks) / total)
         shares.append(max(loads) / total)
     assert load.imbalance == pytest.approx(sum(ratios) / len(ratios) if ratios else 0.0)
+    assert load.uncopied_imbalance == load.rank_imbalance
     assert load.rank_imbalance == pytest.approx(sum(rank_ratios) / len(ratios) if ratios else 0.0)
     assert [hot.share for hot in load.hottest()] == pytest.approx(sorted(shares)[-1:])

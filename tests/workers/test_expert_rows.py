@@ -20,6 +20,7 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.expert_rows import RowProducts
+from workers.model.experts.copy_slots import CopyPlace, CopySlots
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
@@ -94,11 +95,14 @@ def together(tp: int, act: Callable[[MetCollectives], Any]) -> list[Any]:
 
 class KnownMixture:
     """A mixture whose routing is known, and whose expert e gives e + 1 times a row, of which each of the
-    ranks that share it computes an equal part. A row begins with its number."""
+    ranks that share it computes an equal part. A row begins with its number. The `copied` experts have a copy
+    at the last part."""
 
-    def __init__(self, routing: Routing, rank: int, tp: int, ep: int) -> None:
+    def __init__(self, routing: Routing, rank: int, tp: int, ep: int, copied: Sequence[int] = ()) -> None:
         self._routing, self._share = routing, ep / tp
         self._held = held_experts(SHAPE, rank, tp, ep).experts
+        self.slots = copied_slots(rank // (tp // ep), ep, copied)
+        self.copies = self if copied else None
 
     def route(self, x: Tensor) -> Routing:
         rows = x[:, 0].long()
@@ -106,9 +110,18 @@ class KnownMixture:
 
     def sum_held(self, x: Tensor, routing: Routing) -> Tensor:
         is_held = (routing.experts >= self._held.start) & (routing.experts < self._held.stop)
+        if self.copies is not None:
+            is_held = self.slots.places(x, routing.experts) >= 0
         assert is_held.any(1).all(), "no row is sent in vain"
         factors = (routing.experts + 1) * routing.weights * is_held
         return x * (factors.sum(1, keepdim=True) * self._share)
+
+
+def copied_slots(number: int, ep: int, copied: Sequence[int]) -> CopySlots:
+    slots = CopySlots(NUM_EXPERTS, CopyPlace(number, ep, len(copied)), CPU)
+    for slot, expert in enumerate(copied):
+        slots.change(ep - 1, slot, expert, torch.zeros(NUM_EXPERTS + len(copied), dtype=torch.int64))
+    return slots
 
 
 @pytest.fixture(params=[(2, 2), (3, 3), (4, 4), (4, 2)], ids=lambda param: f"tp{param[0]}-ep{param[1]}")
@@ -117,7 +130,10 @@ def split(request: pytest.FixtureRequest) -> tuple[int, int]:
     return tp, ep
 
 
-def test_rows_are_sent_once_to_each_rank_of_their_experts(split: tuple[int, int]) -> None:
+@pytest.mark.parametrize("copied", [(), (0, 1)], ids=["", "copies"])
+def test_rows_are_sent_once_to_each_rank_of_their_experts(
+    split: tuple[int, int], copied: Sequence[int]
+) -> None:
     tp, ep = split
     generator = torch.Generator().manual_seed(11)
     experts = torch.rand(NUM_ROWS, NUM_EXPERTS, generator=generator).argsort(1)[:, :NUM_CHOSEN].int()
@@ -130,7 +146,7 @@ def test_rows_are_sent_once_to_each_rank_of_their_experts(split: tuple[int, int]
 
     def run(collectives: MetCollectives) -> tuple[Tensor, list[int]]:
         rank = collectives.tp_rank
-        mixture: Any = KnownMixture(routing, rank, tp, ep)
+        mixture: Any = KnownMixture(routing, rank, tp, ep, copied)
         output: Any = lambda x: attention[rank].clone()  # noqa: E731
         products = RowProducts(output, mixture, SHAPE, ep, collectives)
         found = hidden.clone()
@@ -143,17 +159,22 @@ def test_rows_are_sent_once_to_each_rank_of_their_experts(split: tuple[int, int]
 
     before = hidden + attention.sum(0)
     factors = ((experts + 1) * routing.weights).sum(1, keepdim=True)
+    parts = copied_slots(0, ep, copied).parts(before, experts)
     for rank, (found, sent) in enumerate(together(tp, run)):
         torch.testing.assert_close(found, before + before * factors)
-        assert sent == formula(experts.tolist(), rank, tp, ep)
+        assert sent == formula(parts.tolist(), rank, tp, ep)
+    if copied:
+        moved = (parts == ep - 1) & (experts < 2)
+        assert 0 < int(moved.sum()) < int((experts < 2).sum()), "some of their rows go to the copies"
 
 
-def formula(experts: list[list[int]], rank: int, tp: int, ep: int) -> list[int]:
-    """The bytes that a rank sends in each exchange: partial sums, rows, results, hidden states."""
+def formula(parts: list[list[int]], rank: int, tp: int, ep: int) -> list[int]:
+    """The bytes that a rank sends in each exchange: partial sums, rows, results, hidden states. `parts`
+    compute the experts of each row."""
     row_bytes = 4 * HIDDEN_SIZE
 
     def goes(row: int, other: int) -> bool:
-        return any(expert in held_experts(SHAPE, other, tp, ep).experts for expert in experts[row])
+        return other // (tp // ep) in parts[row]
 
     own = part(NUM_ROWS, rank, tp)
     others = [other for other in range(tp) if other != rank]

@@ -22,7 +22,7 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.attention.latent_backend import LatentAttention
-from workers.model.head_products import HeadProducts, PackedHeads, TorchHeads
+from workers.model.head_products import HeadProducts, PackedHeads, TorchHeads, make_head_products
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
@@ -166,6 +166,14 @@ def test_blocks_in_host_memory_are_read(name: str, mode: OffloadMode) -> None:
     drawn.spans[1] = drawn.spans[1]._replace(block_ids=[moved.get(it, it) for it in drawn.spans[1].block_ids])
     check(drawn.attend(name, host), expected)
     host.close()
+
+
+def test_weights_of_one_head_may_be_a_view() -> None:
+    """As those of queries of latents are, of a rank with one head."""
+    weights = torch.randn(1, 6, 32).transpose(1, 2)
+    x = torch.randn(3, 1, 6)
+    made = make_head_products(weights)(x, torch.empty(3, 1, 32))
+    check(made, torch.einsum("thi,hoi->tho", x.double(), weights.double()))
 
 
 @pytest.mark.parametrize("dtype", ERRORS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +42,24 @@ async def test_a_stream_moves_with_the_blocks_that_it_has() -> None:
     assert stream.at is pair.b
     assert stream.finish == "length"
     assert (pair.a.replica.migration.num_migrated, pair.a.replica.migration.num_failed) == (1, 0)
+    pair.check_over()
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+async def test_only_blocks_within_a_window_move(hands_over: bool) -> None:
+    pair = MigrationPair(windows=[(4, 16)])
+    stream = pair.submit(PROMPT * 2, 20, pair.a, hands_over=hands_over)
+    while not hands_over and len(stream.tokens) < 4:
+        step(pair.a)
+        pair.listen()
+    if not hands_over:
+        pair.move(stream)
+    pair.run()
+    assert (stream.at, stream.finish) == (pair.b, "length")
+    num_bytes = pair.a.replica.kv_sender.sends.counters.num_bytes.total()
+    # Blocks have four tokens: the last three of 14 lie in two. Of a sequence that decodes meanwhile, it is
+    # those that were within the window at some time since it was asked for.
+    assert num_bytes == 8 * (4 + 2) if hands_over else num_bytes <= 8 * (6 + 3)
     pair.check_over()
 
 
@@ -296,6 +315,8 @@ async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
 
 NUM_BLOCKS = st.tuples(st.integers(7, 20), st.integers(7, 20))
 NUM_OFFLOAD_BLOCKS = st.sampled_from([0, 0, 3, 8])
+# Windows, with enough blocks for all sequences that run at a time.
+WINDOWS = st.lists(st.tuples(st.integers(1, 16), st.integers(30, 40)), min_size=1, max_size=2)
 SHARES = st.sampled_from([GroupShares(), GroupShares(1.0, {"a": 0.6}), GroupShares(0.6)])
 
 
@@ -317,10 +338,32 @@ def test_whatever_happens_for_long(
     asyncio.run(play(data, num_blocks, num_offload_blocks, shares))
 
 
-async def play(
-    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int, shares: GroupShares
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, windows=WINDOWS)
+def test_whatever_happens_every_stream_has_what_its_windows_see(
+    data: st.DataObject, num_blocks: tuple[int, int], windows: list[tuple[int, int]]
 ) -> None:
-    pair = MigrationPair(num_blocks, num_offload_blocks, shares)
+    """The ranks compare what each token sees in each group of layers with its context."""
+    asyncio.run(play(data, num_blocks, 0, GroupShares(), windows))
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, windows=WINDOWS)
+def test_whatever_happens_for_long_to_windows(
+    data: st.DataObject, num_blocks: tuple[int, int], windows: list[tuple[int, int]]
+) -> None:
+    asyncio.run(play(data, num_blocks, 0, GroupShares(), windows))
+
+
+async def play(
+    data: st.DataObject,
+    num_blocks: tuple[int, int],
+    num_offload_blocks: int,
+    shares: GroupShares,
+    windows: Sequence[tuple[int, int]] = (),
+) -> None:
+    pair = MigrationPair(num_blocks, num_offload_blocks, shares, windows)
 
     def submit(prompt: list[int], max_tokens: int, at: Side) -> None:
         """For one of two groups, and what fits its share at both sides."""

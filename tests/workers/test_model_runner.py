@@ -312,8 +312,8 @@ def test_a_plan_that_comes_while_a_step_computes_is_launched_at_once() -> None:
 def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
     prompt = draw(16)
     run(runner, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
-    assert isinstance(runner.pool, HostPool)
-    layout, memory = runner.pool.layout, runner.pool.memory
+    assert isinstance(runner.pools[0], HostPool)
+    layout, memory = runner.pools[0].layout, runner.pools[0].memory
     assert runner.kv.shape == (40, 2, 2, 2, BLOCK, 16)
     assert layout.block_bytes * 40 == len(memory.buffer)
     begin = 3 * layout.block_bytes + layout.offset(1, 1, 1)
@@ -507,10 +507,12 @@ def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, runner: Mod
     ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])
     ranks.run(plans)
     shards = [Shard(0, 1, 0, 1), Shard(0, 1, 1, 2), Shard(1, 2, 0, 1), Shard(1, 2, 1, 2)]
-    assert [it.pool.layout.shard for it in ranks.runners] == shards
+    assert [it.layouts[0].shard for it in ranks.runners] == shards
     for rank, shard in zip(ranks.runners, shards, strict=True):
         layers, heads = slice(shard.layer_start, shard.layer_end), slice(shard.head_start, shard.head_end)
-        assert rank.pool.num_blocks == 40
+        (pool,) = rank.pools
+        assert pool is not None
+        assert pool.num_blocks == 40
         wanted = runner.kv[:, layers, :, heads]
         used = wanted != 0  # elsewhere is what the ranks' warm-up left
         assert used.any()
@@ -560,6 +562,8 @@ def test_a_cuda_rank_has_a_pool_that_transports_can_use(model_dir: Path) -> None
         ManualClock(5.0),
     )
     runner.warm_up()
-    assert isinstance(runner.pool, DevicePool)
-    assert runner.pool.sums([0], runner.layout.shard) != runner.pool.sums([20], runner.layout.shard)
+    assert isinstance(runner.pools[0], DevicePool)
+    assert runner.pools[0].sums([0], runner.layouts[0].shard) != runner.pools[0].sums(
+        [20], runner.layouts[0].shard
+    )
     runner.close()

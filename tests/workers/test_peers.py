@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
+from kvtransfer.messages import CompatibilityRecord, KvGroup, RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -58,7 +58,7 @@ class Sides:
         self.lost: list[ReplicaIdentity] = []
         self.failed: list[str] = []
         self.num_ready = 0
-        self.pieces: Sequence[tuple[int, Shard]] = ()
+        self.pieces: Sequence[Sequence[tuple[int, Shard]]] = ()
         self.is_broken = False
         self.on_joined: Callable[[ReplicaIdentity], None] = lambda writer: None
 
@@ -73,7 +73,7 @@ class Sides:
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
         self.failed.append(reason)
 
-    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[Sequence[tuple[int, Shard]]]) -> None:
         self.pieces = pieces
         self.on_joined(writer)
 
@@ -84,14 +84,16 @@ class Sides:
 class PeersHarness:
     """The Peer links of one replica."""
 
-    def __init__(self, own: tuple[RankEndpoints, ...] = WHOLE) -> None:
+    def __init__(
+        self, own: tuple[RankEndpoints, ...] = WHOLE, compatibility: CompatibilityRecord = RECORD
+    ) -> None:
         self.sides = Sides()
         self.clock = ManualClock(100.0)
         self.control, self.ranks = FakeControl(), FakeRanks()
         self.errors, self.orders = self.control.errors, self.ranks.orders
         self.peers = Peers(
             identity=HERE,
-            compatibility=RECORD,
+            compatibility=compatibility,
             ranks=own,
             config=TransferConfig(transports=("shm", "tcp"), below_floor="warn", max_cool_down_s=3.0),
             trust=TRUST,
@@ -306,12 +308,31 @@ async def test_what_the_decode_side_sends_a_new_writer_follows_the_introduction(
     assert sent == abort
 
 
+async def test_lanes_of_a_group_lead_where_its_layers_are() -> None:
+    """The first of two stages has the layer of the one group, the second that of the other."""
+    record = msgspec.structs.replace(RECORD, groups=(KvGroup((1,), 0), KvGroup((0,), 4)))
+    harness = PeersHarness(STAGES, record)
+    async with served(harness, answering(PeerHello(PEER, record, COLUMNS))) as target:
+        harness.ensure(target)
+        await until(lambda: bool(harness.orders_to(0) and harness.orders_to(1)), "both ranks connect")
+        for rank, group in ((0, 1), (1, 0)):
+            (connect,) = connects(harness.orders_to(rank))
+            assert [(lane.piece, lane.group) for lane in connect.lanes] == [
+                (QUARTERS[rank, head], group) for head in (0, 1)
+            ]
+    harness = PeersHarness(COLUMNS, record)
+    stream, feed = fed(PeerHello(PEER, record, STAGES))
+    feed.feed(None)
+    await harness.serve(stream)
+    assert harness.sides.pieces == [[(head, QUARTERS[stage, head]) for head in (0, 1)] for stage in (1, 0)]
+
+
 async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:
     harness = PeersHarness(COLUMNS)
     stream, feed = fed(PeerHello(PEER, RECORD, STAGES))
     feed.feed(None)
     await harness.serve(stream)
-    assert sorted(harness.sides.pieces, key=str) == sorted(
+    assert sorted(harness.sides.pieces[0], key=str) == sorted(
         ((head, piece) for (_, head), piece in QUARTERS.items()), key=str
     )
     assert harness.sides.lost == [PEER]

@@ -5,6 +5,7 @@ Every request must get exactly the tokens that it gets alone, whatever arrives, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -27,8 +28,9 @@ from staged_engine import (
 )
 
 from kvtransfer.blocks.keys import extend_keys
+from kvtransfer.blocks.windows import first_needed_block, match_prefix
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity, WindowBlocks
 from kvtransfer.request_facts import ServiceClass
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
@@ -73,6 +75,7 @@ class HandOver:
     block_ids: list[int] = field(default_factory=list)
     num_held_tokens: int = 0
     num_moved_tokens: int = 0
+    windows: list[WindowBlocks] = field(default_factory=list)
     done: PromptDone | None = None
 
 
@@ -93,6 +96,8 @@ SIZES = st.one_of(
     st.tuples(st.integers(4, 14), st.just(0)),
     st.tuples(st.integers(1, 9), st.integers(1, 12)),
 )
+# Windows, and what their groups have beside the blocks that one sequence needs.
+WINDOWS = st.lists(st.tuples(st.integers(1, 14), st.integers(0, 8)), max_size=2)
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),
@@ -110,6 +115,7 @@ class Pair(RuleBasedStateMachine):
         shapes=st.tuples(SHAPES, SHAPES),
         bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
         shares=st.tuples(st.sampled_from(SHARES), st.sampled_from(SHARES)),
+        windows=WINDOWS,
     )
     def start(
         self,
@@ -118,10 +124,12 @@ class Pair(RuleBasedStateMachine):
         shapes: tuple[tuple[int, int, float], tuple[int, int, float]],
         bad_tokens: list[int],
         shares: tuple[GroupShares, GroupShares],
+        windows: list[tuple[int, int]],
     ) -> None:
+        window_sizes = [(window, -(-window // BLOCK_TOKENS) + 5 + more) for window, more in windows]
         self.engines = [
-            StagedEngine(config, num_blocks, num_stages, attention_ratio, num_offload, shares=its)
-            for config, (num_blocks, num_offload), (num_stages, _, attention_ratio), its in zip(
+            StagedEngine(config, num_blocks, num_stages, ratio, num_offload, shares=its, windows=window_sizes)
+            for config, (num_blocks, num_offload), (num_stages, _, ratio), its in zip(
                 configs, sizes, shapes, shares, strict=True
             )
         ]
@@ -279,6 +287,7 @@ class Pair(RuleBasedStateMachine):
             landing = self.landings[chunk.request_id]
             for position in range(landing.num_moved_tokens, chunk.num_computed_tokens):
                 self.move(landing, chunk.block_ids, position)
+                self.move_windows(landing, chunk.windows, position)
             landing.num_moved_tokens = chunk.num_computed_tokens
         for done in outcome.prompts:
             life = self.lives[done.request_id]
@@ -336,15 +345,35 @@ class Pair(RuleBasedStateMachine):
             if landing.granted:
                 continue
             group = landing.need.submission.sharing_group
-            held = pool.match(landing.need.submission.block_keys)
+            num_tokens, keys = landing.need.num_tokens, landing.need.submission.block_keys
+            windows = self.decode.window_pools
+            held, held_windows = match_prefix(pool, windows, keys, BLOCK_TOKENS, num_tokens)
             if pool.num_to_use(held) > pool.num_left(group):
                 continue
+            num_blocks = -(-num_tokens // BLOCK_TOKENS)
             pool.acquire(held)
+            for each, its in zip(windows, held_windows, strict=True):
+                each.acquire(its.block_ids)
+            is_full = any(
+                each.num_free < num_blocks - it.first for each, it in zip(windows, held_windows, strict=True)
+            )
             try:
-                rest = pool.allocate(-(-landing.need.num_tokens // BLOCK_TOKENS) - len(held), group)
+                if is_full:
+                    raise OutOfBlocksError("of a window")
+                rest = pool.allocate(num_blocks - len(held), group)
             except OutOfBlocksError:
                 pool.release(held)
+                for each, its in zip(windows, held_windows, strict=True):
+                    each.release(its.block_ids)
                 continue
+            for number, (each, its) in enumerate(zip(windows, held_windows, strict=True)):
+                first = (
+                    its.first if its.block_ids else first_needed_block(num_tokens, each.window, BLOCK_TOKENS)
+                )
+                first = max(first, its.first)
+                num_new = num_blocks - first - len(its.block_ids)
+                landing.windows.append(WindowBlocks(first, (*its.block_ids, *each.allocate(num_new))))
+                self.decode.window_blocks_of_landings[number] += num_blocks - first
             landing.granted = True
             landing.block_ids = held + rest
             landing.num_held_tokens = len(held) * BLOCK_TOKENS
@@ -366,7 +395,11 @@ class Pair(RuleBasedStateMachine):
             life = self.lives[name]
             rest_s = None if life.deadline is None else life.deadline - self.now
             submission = replace(landing.done.submission, samples=landing.done.samples, deadline_s=rest_s)
-            ends = self.decode.scheduler.adopt(submission, landing.block_ids, num_valid, self.now)
+            windows: list[WindowBlocks] = landing.windows
+            if num_valid < landing.need.num_tokens and windows:
+                num_valid, windows = 0, [WindowBlocks(0, ()) for _ in windows]
+                self.release_windows(landing)
+            ends = self.decode.scheduler.adopt(submission, landing.block_ids, num_valid, self.now, windows)
             for delta in ends:
                 self.take_delta(delta)
             assert self.prefill.scheduler.finish_hand_over(name, 1)
@@ -378,15 +411,32 @@ class Pair(RuleBasedStateMachine):
             for stage in self.decode.stages:
                 stage.kv[landing.block_ids[index], offset] = token
 
+    def move_windows(self, landing: HandOver, src: Sequence[WindowBlocks], position: int) -> None:
+        index, offset = divmod(position, BLOCK_TOKENS)
+        for group, (its, there) in enumerate(zip(src, landing.windows, strict=True)):
+            if position < landing.num_held_tokens or index < there.first:
+                continue
+            place = its.block_ids[index - its.first], offset
+            (token,) = {stage.window_kv[group][place] for stage in self.prefill.stages}
+            for stage in self.decode.stages:
+                stage.window_kv[group][there.block_ids[index - there.first], offset] = token
+
+    def release_windows(self, landing: HandOver) -> None:
+        for pool, blocks in zip(self.decode.window_pools, landing.windows, strict=True):
+            pool.release(blocks.block_ids)
+
     def abort_landing(self, name: str) -> None:
         landing = self.landings.pop(name, None)
         if landing is not None and landing.granted:
             self.drop_landing_blocks(landing)
             self.decode.pool.release(landing.block_ids)
+            self.release_windows(landing)
 
     def drop_landing_blocks(self, landing: HandOver) -> None:
         for block_id in landing.block_ids:
             self.decode.blocks_of_landings.remove(block_id)
+        for number, blocks in enumerate(landing.windows):
+            self.decode.window_blocks_of_landings[number] -= len(blocks.block_ids)
 
     # -------------------------------------------------------------------------------------------- ends
 
@@ -413,6 +463,7 @@ class Pair(RuleBasedStateMachine):
             assert engine.pool.num_referenced == 0
             assert engine.scheduler.life.tables.host.num_used == 0
             assert engine.pool.num_free == engine.num_blocks
+            assert all(pool.num_free == pool.num_total for pool in engine.window_pools)
         assert all(life.over for life in self.lives.values())
 
 

@@ -12,8 +12,16 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import WorkerError
 from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission
-from workers.messages.rank_channel import BatchEntry, ExpertCounts, FailedEntry, StepPlan, StepReport
+from workers.messages.rank_channel import (
+    BatchEntry,
+    ExpertCopy,
+    ExpertCounts,
+    FailedEntry,
+    StepPlan,
+    StepReport,
+)
 from workers.messages.sampling import SamplingParams
+from workers.replica.expert_copies import ExpertCopies
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -33,7 +41,12 @@ def sent() -> list[StepPlan]:
 
 
 def loop(
-    clock: ManualClock, sent: list[StepPlan], num_prompts: int = 1, tp: int = 1, pp: int = 1
+    clock: ManualClock,
+    sent: list[StepPlan],
+    num_prompts: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    copies: ExpertCopies | None = None,
 ) -> StepLoop:
     """The loop of a replica to which prompts of `NUM_TOKENS` tokens were submitted, one for each plan."""
     scheduler = Scheduler(
@@ -51,7 +64,7 @@ def loop(
             f"r{index}", 0, "", "", 0, prompt, b"", keys, (SampleState(0, 1),), sampling, None, None
         )
         scheduler.submit(submission, clock.now())
-    return StepLoop(scheduler, sent.append, clock, tp, pp)
+    return StepLoop(scheduler, sent.append, clock, tp, pp, copies=copies)
 
 
 @pytest.fixture
@@ -93,6 +106,29 @@ def test_what_experts_had_is_kept_as_of_the_time_of_its_report(
         clock.advance(30.0)
     expected = [400 / math.e, 100 / math.e + 100]
     assert steps.stats.experts.imbalance == pytest.approx(2 * max(expected) / sum(expected))
+
+
+def test_plans_carry_the_copies_of_experts_that_reports_make_worthwhile(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """The step that waits for the copy is no measure of what a step takes."""
+    copies = ExpertCopies(num_experts=4, num_parts=2, num_slots=1, expert_bytes=10.0, now=clock.now())
+    steps = loop(clock, sent, tp=2, copies=copies)
+    steps.feed()
+    first = ExpertCounts((1,), 0, 4, 1, pack_ids([5000, 100]))
+    second = ExpertCounts((1,), 2, 4, 1, pack_ids([100, 100]))
+    for rank, experts in enumerate((first, second)):
+        steps.settle(rank, replace(report(sent[0], 0.1), experts=experts))
+    assert copies.num_copies == 0
+    for index in range(1, 8):
+        steps.feed()
+        seconds = 50.0 if sent[index].expert_copies else 0.25
+        for rank in range(2):
+            steps.settle(rank, report(sent[index], seconds))
+    orders = [plan.expert_copies for plan in sent if plan.expert_copies]
+    assert orders == [(ExpertCopy(1, 1, 0, 0),)], "it is ordered once, with one plan"
+    assert copies.num_copies == 1
+    assert steps.rates.decode_step_s == 0.25
 
 
 def test_a_step_that_progresses_may_take_any_time(

@@ -69,9 +69,9 @@ class KvReceiver:
         self.num_checksum_failures = 0
         self.num_lost: Counter[LostCause] = Counter()
 
-    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
-        """Register a writer whose Peer link opened; of every block it will write these (rank of ours,
-        piece)."""
+    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[Sequence[tuple[int, Shard]]]) -> None:
+        """Register a writer whose Peer link opened; of every block of each group of layers it will write
+        these (rank of ours, piece)."""
         self._do(self.landings.writer_joined(writer, pieces))
 
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
@@ -230,7 +230,8 @@ class KvReceiver:
             times=StageTimes(transfer_start=hand_over.transfer_start, transfer_end=now, joined=now),
             first_index=min(len(sample.output) for sample in submission.samples) // TOKEN_BYTES,
         )
-        ended = self._scheduler.adopt(submission, landed.block_ids, landed.num_valid_tokens, now)
+        num_valid_tokens, windows = landed.num_valid_tokens, landed.windows
+        ended = self._scheduler.adopt(submission, landed.block_ids, num_valid_tokens, now, windows)
         if not is_wanted:
             self._scheduler.cancel(submission.request_id, submission.attempt)
             return

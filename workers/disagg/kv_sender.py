@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity, WindowBlocks
 from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import (
     Granted,
@@ -93,7 +93,7 @@ class KvSender:
         record.trace.append(("chunk.start", chunk.started_at))
         record.trace.append(("chunk.end", chunk.finished_at))
         if isinstance(record.push, PromptPush) and not record.push.is_over:
-            self.computed(record.key, chunk.num_computed_tokens, chunk.block_ids)
+            self.computed(record.key, chunk.num_computed_tokens, chunk.block_ids, chunk.windows)
 
     # ---------------------------------------------------------------------------------- any push
 
@@ -133,9 +133,16 @@ class KvSender:
         )
         self._do(self.sends.ask(request, target.identity, connection_id))
 
-    def computed(self, key: RequestKey, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        """Push the whole blocks of the first `num_tokens` tokens that are not yet pushed."""
-        self._do(self.sends.computed(*key, num_tokens, block_ids, self._clock.now()))
+    def computed(
+        self,
+        key: RequestKey,
+        num_tokens: int,
+        block_ids: tuple[int, ...],
+        windows: tuple[WindowBlocks, ...] = (),
+    ) -> None:
+        """Push the whole blocks of the first `num_tokens` tokens that are not yet pushed; `windows` are those
+        that the sequence has in each group of layers behind the first."""
+        self._do(self.sends.computed(*key, num_tokens, block_ids, self._clock.now(), windows))
 
     def stop(self, key: RequestKey, reason: str) -> None:
         """Stop pushing for this request, and give its landing back."""

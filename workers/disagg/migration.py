@@ -182,7 +182,7 @@ class Migration:
     def progress(self, chunk: ChunkDone) -> None:
         """Push KV of one more token."""
         if self.state is _State.COPYING:
-            self._sender.computed(self._record.key, chunk.num_computed_tokens, chunk.block_ids)
+            self._sender.computed(self._record.key, chunk.num_computed_tokens, chunk.block_ids, chunk.windows)
 
     def fail(self, reason: str) -> None:
         """Continue here, and report to the gateway why."""
@@ -223,7 +223,7 @@ class Migration:
         self.state = _State.COPYING
         position = sequences.position(key)
         assert position is not None
-        self._sender.computed(key, position.num_settled, position.block_ids)
+        self._sender.computed(key, position.num_settled, position.block_ids, position.windows)
         self._hold_when_caught_up()
 
     def pushed(self, _: Pushed) -> None:

@@ -20,7 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.blocks.layout import PlannedPiece, intersect, landing_shards, plan_pieces
+from kvtransfer.blocks.layout import (
+    BlockLayout,
+    PlannedPiece,
+    intersect,
+    landing_shards,
+    plan_pieces,
+)
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
 from kvtransfer.common.tasks import SupervisedTasks
@@ -78,9 +84,12 @@ class PrefillSide(Protocol):
 
 class DecodeSide(Protocol):
     """The receiver of KV (`KvReceiver`): is notified when a writer's link opens (and which pieces of every
-    block it will write into which of our ranks), its messages, and when the link ends."""
+    block of each group of layers it will write into which of our ranks), its messages, and when the link
+    ends."""
 
-    def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None: ...
+    def writer_joined(
+        self, writer: ReplicaIdentity, pieces: Sequence[Sequence[tuple[int, Shard]]]
+    ) -> None: ...
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
     def writer_lost(self, writer: ReplicaIdentity) -> None: ...
 
@@ -247,10 +256,13 @@ class Peers:
         if hello.identity != peer.target.identity:
             raise IncompatibleError(f"expected {peer.target.identity}, found {hello.identity}")
         self._check_compatibility(hello)
-        pieces = _plan(self._ranks, hello.ranks, is_given_on=self._compatibility.is_given_on)
+        groups = self._plan(self._ranks, hello.ranks)
         for own in self._ranks:
             lanes = (
-                Lane(hello.ranks[target], piece) for source, target, piece in pieces if source == own.rank
+                Lane(hello.ranks[target], piece, group)
+                for group, pieces in enumerate(groups)
+                for source, target, piece in pieces
+                if source == own.rank
             )
             connect = ConnectPeer(
                 connection_id=peer.connection_id,
@@ -304,7 +316,7 @@ class Peers:
             return
         try:
             self._check_compatibility(hello)
-            pieces = _plan(hello.ranks, self._ranks, is_given_on=self._compatibility.is_given_on)
+            groups = self._plan(hello.ranks, self._ranks)
         except IncompatibleError as error:
             stream.send(PEER_CODEC.encode(PeerRefusal(str(error))))
             await stream.receive()
@@ -316,7 +328,7 @@ class Peers:
             side.writer_lost(writer)
         self._writers[writer] = stream
         stream.send(PEER_CODEC.encode(self._hello()))  # before anything that `side` sends
-        side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
+        side.writer_joined(writer, [[(target, piece) for _, target, piece in it] for it in groups])
         try:
             while (frame := await stream.receive()) is not None and self._writers.get(writer) is stream:
                 if (message := PEER_CODEC.decode_known(frame)) is not None:
@@ -348,6 +360,22 @@ class Peers:
         if stream is not None:
             stream.send(PEER_CODEC.encode(message))
 
+    def _plan(
+        self, writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints]
+    ) -> list[list[PlannedPiece]]:
+        """Plan who sends what of the blocks of each group of layers: the same pieces, where they have layers
+        of the group."""
+        targets = [(item.rank, item.shard) for item in target]
+        if self._compatibility.is_given_on:
+            targets = landing_shards(targets)
+        pieces = plan_pieces([(item.rank, item.shard) for item in writer], targets)
+        model = Shard(0, self._compatibility.num_layers, 0, self._compatibility.num_kv_heads)
+        layouts = [
+            BlockLayout.of(self._compatibility, model, group)
+            for group in range(len(self._compatibility.groups) or 1)
+        ]
+        return [[it for it in pieces if layout.num_layers(it.piece)] for layout in layouts]
+
     def _hello(self) -> PeerHello:
         return PeerHello(self._identity, self._compatibility, self._ranks)
 
@@ -358,12 +386,3 @@ class Peers:
         for stream in [*self._writers.values(), *(p.stream for p in self._decode_peers.values() if p.stream)]:
             stream.close()
         await self._tasks.close()
-
-
-def _plan(
-    writer: Sequence[RankEndpoints], target: Sequence[RankEndpoints], *, is_given_on: bool
-) -> tuple[PlannedPiece, ...]:
-    targets = [(item.rank, item.shard) for item in target]
-    if is_given_on:
-        targets = landing_shards(targets)
-    return plan_pieces([(item.rank, item.shard) for item in writer], targets)

@@ -69,6 +69,10 @@ class RankSpec(Message, frozen=True):
     expert_offload: int = 0
     # The parts into which the experts of a layer are divided; `tp / ep` ranks share the experts of one.
     ep: int = 1
+    # Whether layers with a window have KV apart, of which what is behind the window is freed.
+    frees_windows: bool = False
+    # The slots for copies of experts in each layer of each rank.
+    expert_copies: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -150,6 +154,8 @@ class RankReady(Message, frozen=True):
     byte_s: float = 0.0
     # The name of its attention backend.
     backend: str = ""
+    # The blocks of each group of layers behind the first, which has `num_blocks`.
+    num_window_blocks: tuple[int, ...] = ()
 
 
 class RankFailed(Message, frozen=True):
@@ -214,12 +220,13 @@ class SlotStart(Part, frozen=True):
 
 
 class TableChange(Part, frozen=True):
-    """Write `block_ids` (uint32) into the block table of `slot` from index `first` on. It is forgotten with
-    its slot."""
+    """Write `block_ids` (uint32) into the block table of `slot`, of a group of layers, from index `first` on.
+    It is forgotten with its slot."""
 
     slot: int
     first: int
     block_ids: bytes
+    group: int = 0
 
 
 class PromptTargets(Part, frozen=True):
@@ -252,18 +259,29 @@ class BatchEntry(Part, frozen=True):
 
 
 class BlockCopy(Part, frozen=True):
-    """Copy-on-write, before the step's computation."""
+    """Copy-on-write of a block of a group of layers, before the step's computation."""
 
     src_block: int
     dst_block: int
+    group: int = 0
+
+
+class ExpertCopy(Part, frozen=True):
+    """Before the step's computation: the ranks of part `part` of the experts take a copy of `expert` of the
+    layer into a slot, or free it (-1)."""
+
+    layer: int
+    part: int
+    slot: int
+    expert: int
 
 
 class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
-    starts, tables, copies, computation, sampling. `grown` are pairs (uint32) of a slot, one a slot, and a
-    block on the device, which is one more behind those of its table. `decodes` are slots (uint32): each
-    computes its newest token and samples the next. The newest is that of the slot's start, or any that an
-    earlier plan sampled, which the engine core may not know yet.
+    starts, tables, copies, copies of experts, computation, sampling. `grown` are pairs (uint32) of a slot,
+    one a slot, and a block on the device, which is one more behind those of its table. `decodes` are slots
+    (uint32): each computes its newest token and samples the next. The newest is that of the slot's start, or
+    any that an earlier plan sampled, which the engine core may not know yet.
 
     A plan with blocks that are `given` has nothing else: the ranks of each stage, of which each received a
     part of these blocks, give one another the rest."""
@@ -276,6 +294,7 @@ class StepPlan(Message, frozen=True):
     tables: tuple[TableChange, ...] = ()
     grown: bytes = b""
     decodes: bytes = b""
+    expert_copies: tuple[ExpertCopy, ...] = ()
     given: tuple[int, ...] = ()
 
     @property
@@ -343,14 +362,16 @@ class RowMask(Part, frozen=True):
 
 class ExpertCounts(Part, frozen=True):
     """The tokens that each expert of a rank has had since its last such report: `counts` (uint32)
-    [num_layers, num_held] of the layers with these numbers, and of the experts from `first_expert` on. A
-    token has `num_chosen` of the `num_experts` experts of a layer."""
+    [num_layers, num_owned] of the layers with these numbers, and of the experts from `first_expert` on. A
+    token has `num_chosen` of the `num_experts` experts of a layer. `copied` are the tokens of copies of other
+    experts, triples (uint32) of a layer, an expert and its tokens."""
 
     layers: tuple[int, ...]
     first_expert: int
     num_experts: int
     num_chosen: int
     counts: bytes
+    copied: bytes = b""
 
 
 class StepReport(Message, frozen=True):

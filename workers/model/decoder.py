@@ -41,16 +41,19 @@ def load_decoder(
     *,
     is_deterministic: bool = False,
     expert_offload: int = 0,
+    expert_copies: int = 0,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
     called after each layer. `is_deterministic`: products of a row shall not depend on the rows beside it.
-    `expert_offload`: so many experts of each layer are computed by the CPU.
+    `expert_offload`: so many experts of each layer are computed by the CPU. `expert_copies`: so many of each
+    layer may be copied to this rank from others.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
-    with WeightReader(model_dir, config, shard, dtype, device, expert_offload=expert_offload) as reader:
+    in_experts = {"expert_offload": expert_offload, "expert_copies": expert_copies}
+    with WeightReader(model_dir, config, shard, dtype, device, **in_experts) as reader:
         decoder = Decoder(config, reader, shard, progress, is_deterministic=is_deterministic)
         reader.finish()
     return decoder
@@ -134,10 +137,16 @@ class Decoder:
         )
 
     @functools.cached_property
+    def mixtures(self) -> dict[int, Mixture]:
+        """This rank's experts by the number, in the model, of their layer."""
+        numbered = enumerate(self.layers, self.shard.layer_start)
+        return {number: layer.own_mixture for number, layer in numbered if layer.own_mixture is not None}
+
+    @functools.cached_property
     def split_experts(self) -> list[SplitExperts]:
-        """The experts of each layer of which the CPU computes some; before `parallelize`."""
-        mixtures = [layer.mixture for layer in self.layers if isinstance(layer.mixture, Mixture)]
-        return [mixture.split for mixture in mixtures if mixture.split is not None]
+        """The experts of each layer of which the CPU computes some."""
+        splits = [mixture.split for mixture in self.mixtures.values()]
+        return [split for split in splits if split is not None]
 
     @property
     def num_inputs(self) -> int:
@@ -198,13 +207,12 @@ class Decoder:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """The numbers, in the model, of this stage's layers with experts."""
-        numbered = enumerate(self.layers, self.shard.layer_start)
-        return tuple(number for number, layer in numbered if layer.expert_counts is not None)
+        return tuple(self.mixtures)
 
     def expert_counts(self) -> Tensor:
-        """Copy to the host how many tokens each expert that this rank holds has had in each of
-        `expert_layers` since the start: int64 [num_expert_layers, num_held]."""
-        counts = [layer.expert_counts for layer in self.layers if layer.expert_counts is not None]
+        """Copy to the host how many tokens each expert that this rank owns, and each slot for copies, has had
+        in each of `expert_layers` since the start: int64 [num_expert_layers, num_owned + num_slots]."""
+        counts = [mixture.counts for mixture in self.mixtures.values()]
         return torch.stack(counts).cpu() if counts else torch.empty((0, 0), dtype=torch.int64)
 
     @torch.inference_mode()

@@ -93,14 +93,14 @@ class DecoderLayer:
             self._gate_up, self.down = linear(weights.gate_up, gate), linear(weights.down)
             self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
         self.mixture: AddedProduct | None = None
-        # The tokens that each expert of this rank has had, on the device, int64 [num_held].
-        self.expert_counts: Tensor | None = None
+        # The rank's part of `mixture`, also where that is joined with those of other ranks.
+        self.own_mixture: Mixture | None = None
         if weights.mixture is not None:
             assert config.mixture is not None
             assert gate is not None
             rule = config.mixture.rule
             mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
-            self.mixture, self.expert_counts = mixture, mixture.counts
+            self.mixture = self.own_mixture = mixture
         self._branch_norms = None if weights.mixture is None else weights.mixture.branch_norms
         # Computes the rank's rows alone, in steps of many rows, of which `workers.model.parallel` makes use.
         self.expert_rows: RowProducts | None = None

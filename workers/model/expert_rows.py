@@ -2,8 +2,9 @@
 
 After attention every rank holds a part of the sum of every row. Each rank receives the parts of its own rows,
 a contiguous part of all, adds them up, and normalizes and routes these rows alone. A row is then sent once
-to each rank that holds some of its experts, with their numbers and weights, and each of these returns one
+to each rank that computes some of its experts, with their numbers and weights, and each of these returns one
 row: the weighted sum of the results of its experts. The row's rank adds these sums in the order of the ranks.
+Of the ranks with copies of an expert, sender and receiver find the one that computes a row from the row.
 In the end all ranks exchange their rows, whole.
 
 A rank of n sends (n - 1) / n of all rows in the first exchange and in the last, and its own rows twice times
@@ -160,6 +161,7 @@ class _SentMixture(_OwnRows):
     def __init__(self, mixture: Mixture, shape: MixtureShape, ep: int, exchange: RowExchange) -> None:
         self._mixture, self._exchange = mixture, exchange
         self._num_chosen = shape.rule.num_chosen
+        self._num_sharing = exchange.tp // ep
         held = [held_experts(shape, rank, exchange.tp, ep).experts for rank in range(exchange.tp)]
         numbers = torch.arange(shape.rule.num_experts)
         # Whether each rank holds something of each expert, [num_experts, tp].
@@ -168,7 +170,7 @@ class _SentMixture(_OwnRows):
     def __call__(self, x: Tensor) -> Tensor:
         rank, exchange = self._exchange.tp_rank, self._exchange.exchange
         routing = self._mixture.route(x)
-        is_sent = self._holders[routing.experts].any(1)
+        is_sent = self._is_sent(x, routing)
         own = is_sent[:, rank].nonzero().flatten()
         is_sent[:, rank] = False
         places = [column.nonzero().flatten() for column in is_sent.T]
@@ -183,8 +185,17 @@ class _SentMixture(_OwnRows):
         places[rank], returned[rank] = own, of_own
         return _added(returned, places, x)
 
+    def _is_sent(self, x: Tensor, routing: Routing) -> Tensor:
+        """Return whether each rank computes something of each row, [num_rows, tp]."""
+        if (copies := self._mixture.copies) is None:
+            return self._holders[routing.experts].any(1)
+        num_parts = self._exchange.tp // self._num_sharing
+        of_parts = torch.zeros(len(x), num_parts, dtype=torch.bool)
+        of_parts.scatter_(1, copies.slots.parts(x, routing.experts), value=True)
+        return of_parts.repeat_interleave(self._num_sharing, 1)
+
     def _sums(self, rows: RoutedRows, like: Tensor) -> Tensor:
-        """Return the weighted sums of the results of the experts that this rank holds."""
+        """Return the weighted sums of the results of the experts that this rank computes."""
         if not len(rows.packed):
             return like.new_empty((0, like.shape[1]))
         x = rows.values(self._num_chosen, like.shape[1], like.dtype)

@@ -72,7 +72,7 @@ class PackedHeads(HeadProducts):
         super().__init__(weights)
         assert weights.dtype == torch.float32 or self.num_inputs % 2 == 0
         # The panels of each head are its own.
-        whole = F.pad(weights, (0, 0, 0, -self.num_outputs % PANEL)).flatten(0, 1)
+        whole = F.pad(weights, (0, 0, 0, -self.num_outputs % PANEL)).flatten(0, 1).contiguous()
         self._packed = PackedLinear(kernels, whole)
         self._run = kernels.library.tandem_multiply_heads
         pointer, size = ctypes.c_void_p, ctypes.c_int64

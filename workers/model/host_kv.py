@@ -30,7 +30,7 @@ MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
 
 def streaming_bytes(layout: BlockLayout, num_blocks: int) -> int:
     """Return how much memory of the device streaming takes: two buffers of a layer of all blocks."""
-    return 2 * num_blocks * (layout.block_bytes // layout.shard.num_layers)
+    return 2 * num_blocks * layout.num_kinds * layout.shard.num_heads * layout.head_bytes
 
 
 class HostKv:
@@ -40,9 +40,12 @@ class HostKv:
     def __init__(self, device_kv: Tensor, num_blocks: int) -> None:
         self.first_id = device_kv.shape[0]
         self._device_kv = device_kv
-        num_bytes = num_blocks * device_kv[0].nbytes
+        num_bytes = max(num_blocks * device_kv[0].nbytes, 1)  # a rank may have no layer of it
         self._memory = _host_memory(num_bytes)
-        self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
+        if device_kv[0].nbytes:
+            self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
+        else:
+            self.kv = device_kv.new_empty(num_blocks, *device_kv.shape[1:])
         self._moves: _MovesOnCuda | None = None
         if device_kv.is_cuda:
             if not pin(self.kv.data_ptr(), num_bytes, device_kv.device):

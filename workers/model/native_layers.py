@@ -7,12 +7,12 @@ import ctypes
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from torch import Tensor
 
 from workers.model import native
-from workers.model.attention.cpu_backend import CpuAttention, CpuPlan
+from workers.model.attention.cpu_backend import CpuPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.products import PackedLinear, Workspace
@@ -93,21 +93,23 @@ class NativeLayers:
         self._run = kernels.library.tandem_run_layer
         self._run.argtypes = [*(ctypes.c_void_p,) * 4, ctypes.c_int64]
         self._shape = _StepShape.of(layers)
-        # The arguments for the attention backend that the last step was planned by.
+        # The arguments for the attention backends that the last step was planned by.
         self._arguments: _Arguments | None = None
 
     @staticmethod
-    def serves(plan: AttentionPlan) -> TypeGuard[CpuPlan]:
-        """Whether the attention of a step is that of the kernels."""
-        return isinstance(plan, CpuPlan)
+    def serves(plan: AttentionPlan) -> bool:
+        """Whether the attention of a step is that of the kernels, in every group of layers."""
+        return all(part is None or isinstance(part, CpuPlan) for part in plan.parts)
 
-    def run(self, hidden: Tensor, plan: CpuPlan, num_layers: int) -> None:
+    def run(self, hidden: Tensor, plan: AttentionPlan, num_layers: int) -> None:
         """Run the first `num_layers` layers over `hidden` [num_tokens, hidden_size], in place."""
-        assert hidden.shape == (plan.num_tokens, self._shape.normed)
+        parts = [part if isinstance(part, CpuPlan) else None for part in plan.parts]
+        first = next(part for part in parts if part is not None)
+        assert hidden.shape == (first.num_tokens, self._shape.normed)
         assert hidden.stride(1) == 1
-        assert hidden.dtype == plan.backend.kv.dtype
-        if self._arguments is None or not self._arguments.are_for(plan.backend):
-            self._arguments = _Arguments(self._layers, plan.backend)
+        assert hidden.dtype == first.backend.kv.dtype
+        if self._arguments is None or not self._arguments.are_for(parts):
+            self._arguments = _Arguments(self._layers, plan, parts)
         widths = self._shape._asdict()
         memory = {name: self._workspace.take(name, hidden, width) for name, width in widths.items()}
         step = _Step(
@@ -115,10 +117,13 @@ class NativeLayers:
             **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
         address, rows, stride = ctypes.addressof(step), hidden.data_ptr(), hidden.stride(0)
-        for layer, arguments in zip(self._layers[:num_layers], self._arguments.layers, strict=False):
-            tasks = plan.window_to_tasks[layer.attention.window]
+        known = self._arguments
+        for (group, layer), arguments in zip(known.local[:num_layers], known.layers, strict=False):
+            part = parts[group]
+            assert part is not None
+            tasks = part.window_to_tasks[layer.window]
             step.piece_tasks = tasks.piece_tasks
-            step.tokens = ctypes.addressof(plan.rotations[layer.attention.rotation])
+            step.tokens = ctypes.addressof(part.rotations[layer.rotation])
             self._run(ctypes.addressof(arguments), address, ctypes.addressof(tasks.step), rows, stride)
             plan.marks.mark_layer()
 
@@ -137,26 +142,37 @@ def _norms(layer: PackedLayer) -> dict[str, native.NormArguments]:
 
 
 class _Arguments:
-    """The arguments of the kernels for the layers over the KV of one backend, whose life this does not
-    prolong."""
+    """The arguments of the kernels for the layers over the KV of the backends that have planned `parts`, one
+    for each group of layers, whose lives this does not prolong. `local` are the group and the layer there of
+    each."""
 
-    def __init__(self, layers: Sequence[PackedLayer], backend: CpuAttention) -> None:
-        self._backend = weakref.ref(backend)
-        self._rotated = [backend.rotated(layer.attention) for layer in layers]
+    def __init__(
+        self, layers: Sequence[PackedLayer], plan: AttentionPlan, parts: Sequence[CpuPlan | None]
+    ) -> None:
+        self._backends = [None if part is None else weakref.ref(part.backend) for part in parts]
+        self.local = [plan.local(layer.attention) for layer in layers]
+        backends = [part.backend for group, _ in self.local if (part := parts[group]) is not None]
+        self._rotated = [its.rotated(layer) for its, (_, layer) in zip(backends, self.local, strict=True)]
         self.layers = [
             _Layer(
                 **{name: _address(getattr(layer, name)) for name in _OPERANDS},
                 **_norms(layer),
                 rotated=ctypes.addressof(rotated),
-                sinks=backend.sinks_address(layer.attention),
-                index=layer.attention.index,
+                sinks=its.sinks_address(local),
+                index=local.index,
                 activation=0 if layer.gate_up is None else layer.gate_up.epilogue,
             )
-            for layer, rotated in zip(layers, self._rotated, strict=True)
+            for layer, its, (_, local), rotated in zip(
+                layers, backends, self.local, self._rotated, strict=True
+            )
         ]
-        heads, kv = backend.shape.num_heads, backend.kv_shape
+        heads, kv = backends[0].shape.num_heads, backends[0].kv_shape
         columns = (heads + 2 * kv.num_kv_heads) * kv.head_dim, heads * kv.head_dim
         assert all((it.qkv.num_outputs, it.output.num_inputs) == columns for it in layers)
 
-    def are_for(self, backend: CpuAttention) -> bool:
-        return self._backend() is backend
+    def are_for(self, parts: Sequence[CpuPlan | None]) -> bool:
+        """Whether these backends have planned the last step too."""
+        return len(parts) == len(self._backends) and all(
+            (part and part.backend) is (known and known())
+            for part, known in zip(parts, self._backends, strict=True)
+        )

@@ -62,7 +62,8 @@ LEAST_KV_TOKENS = 2048
 class RankShape:
     """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
     parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers. The
-    CPU computes `expert_offload` experts of each layer."""
+    CPU computes `expert_offload` experts of each layer, and the rank has slots for copies of `expert_copies`
+    more."""
 
     model: ModelConfig
     first_layer: int
@@ -71,6 +72,7 @@ class RankShape:
     tp: int = 1
     ep: int = 1
     expert_offload: int = 0
+    expert_copies: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -216,8 +218,9 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
     columns = len(held.columns) / shape.size
     number = inner.removeprefix("experts.").partition(".")[0]
     if inner.startswith("experts.") and number.isdecimal():
-        return columns if int(number) in on_device else 0.0
-    of_experts = len(on_device) / shape.rule.num_experts
+        of_slots = rank.expert_copies / shape.rule.num_experts  # of any expert
+        return columns * ((int(number) in on_device) + of_slots)
+    of_experts = (len(on_device) + rank.expert_copies) / shape.rule.num_experts
     for product in (traits.names.gate_up, traits.names.down):
         if inner.startswith(product):
             # A byte of blocks holds two weights; their scales are not kept.
@@ -282,7 +285,7 @@ def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *,
     """Return what a token takes in a layer with experts beside its hidden states: its logits and choice, what
     its experts compute, and their sum."""
     held, rule = held_experts(shape, rank.tp_rank, rank.tp, rank.ep), shape.rule
-    most_chosen = min(rule.num_chosen, len(held.experts))
+    most_chosen = min(rule.num_chosen, len(held.experts) + rank.expert_copies)
     hidden_size = rank.model.hidden_size
     inner = (most_chosen + _EXPERT_COPIES) * len(held.columns)
     if is_on_cuda:

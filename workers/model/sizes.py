@@ -151,6 +151,33 @@ def refuse_expert_offload(
     raise CheckpointError(f"engine.expert_offload {num_in_host}: {problem}")
 
 
+def refuse_expert_copies(
+    config: ModelConfig, num_slots: int, *, ep: int, has_offload: bool, is_deterministic: bool
+) -> None:
+    """Raise CheckpointError, naming the setting and the remedy, where ranks cannot have so many copies of
+    experts of each layer."""
+    if not num_slots:
+        return
+    num_experts = 0 if config.mixture is None else config.mixture.rule.num_experts
+    most = num_experts - num_experts // ep
+    if not num_experts:
+        problem = "the model has no experts; set 0"
+    elif ep == 1:
+        problem = "with ep 1 every rank has a part of every expert; set 0, or an ep above 1"
+    elif num_slots > most:
+        problem = f"at most {most} of a layer's {num_experts} experts are at other ranks; set at most {most}"
+    elif has_offload:
+        problem = "experts that the CPU computes are not copied; set 0, or expert_offload: 0"
+    elif is_deterministic:
+        problem = (
+            "copies change by use, and with them the order in which results are added, so these are not"
+            " deterministic; set 0, or deterministic: false"
+        )
+    else:
+        return
+    raise CheckpointError(f"engine.expert_copies {num_slots}: {problem}")
+
+
 def last_stage_limit(config: ModelConfig) -> int:
     """Return the greatest layer at which the last stage can begin: layers that attend to the keys and values
     of an earlier one are on its stage."""

@@ -174,8 +174,10 @@ class WeightReader:
         device: torch.device,
         *,
         expert_offload: int = 0,
+        expert_copies: int = 0,
     ) -> None:
-        """`expert_offload`: so many experts of each layer are computed by the CPU."""
+        """`expert_offload`: so many experts of each layer are computed by the CPU. `expert_copies`: so many
+        of each layer may be copied to this rank from others."""
         self._config = config
         self._shard = shard
         self._files = TensorFiles(model_dir, dtype, device)
@@ -188,6 +190,7 @@ class WeightReader:
             shard.tp_size,
             ep=shard.ep_size,
             num_in_host=expert_offload,
+            num_copies=expert_copies,
         )
         self._latents: LatentWeightReader | None = None
         if (shape := config.latent) is not None:

@@ -56,7 +56,7 @@ class DecodeGraphs:
     ) -> None:
         """`sampler` is None at ranks that do not sample; they get the tokens of the rank that does."""
         self.sizes = graph_sizes(batch.graph_rows.shape[1])
-        self._decoder, self._groups, self._unfinished = model
+        self._decoder, self._groups, self._unfinished, _ = model
         self._attention = attention
         self._batch = batch
         self._sampler = sampler

@@ -35,26 +35,30 @@ class DeviceRows(NamedTuple):
 
 
 class DeviceBatch:
-    """`tables` [max_slots + 1, max_blocks] and `last_tokens` [max_slots + 1], int32 on the device, follow
-    those of `batch`; the last row of each is for padding. `graph_rows` [4, most_rows] are the slots, starts
-    and lengths of the step that a graph computes, and the slots that sample, -1 for padding. Their memory is
-    never reallocated."""
+    """`tables` [max_slots + 1, max_blocks], `window_tables` of the same shape and `last_tokens` [max_slots +
+    1], int32 on the device, follow those of `batch`; the last row of each is for padding. `graph_rows` [4,
+    most_rows] are the slots, starts and lengths of the step that a graph computes, and the slots that sample,
+    -1 for padding. Their memory is never reallocated."""
 
-    def __init__(self, batch: InputBatch, queue: DeviceQueue, *, most_rows: int, scratch_block: int) -> None:
-        """`scratch_block` is what padding writes. A graph has at most `most_rows` sequences."""
+    def __init__(
+        self, batch: InputBatch, queue: DeviceQueue, *, most_rows: int, scratch_blocks: Sequence[int]
+    ) -> None:
+        """`scratch_blocks` are what padding writes in each group of layers. A graph has at most `most_rows`
+        sequences."""
         self._batch = batch
         self._queue = queue
         self.block_tokens = batch.block_tokens
         max_slots, max_blocks = batch.tables.shape
         self.padding_slot = max_slots
-        self._num_table_words = (max_slots + 1) * max_blocks
+        self._num_table_words = batch.all_tables.size
         num_words = self._num_table_words + max_slots + 1
         assert num_words < 1 << 31, f"tables of {max_slots} slots and {max_blocks} blocks"
         # One tensor, so that one kernel changes all of it.
         self._words = torch.zeros(num_words, dtype=torch.int32, device=queue.device)
-        self.tables = self._words[: self._num_table_words].view(max_slots + 1, max_blocks)
+        every = self._words[: self._num_table_words].view(-1, max_slots + 1, max_blocks)
+        self.tables, *self.window_tables = every.unbind()
         self.last_tokens = self._words[self._num_table_words :]
-        self.tables[max_slots] = scratch_block
+        every[:, max_slots] = torch.tensor(scratch_blocks, dtype=torch.int32)[:, None].to(queue.device)
         self.graph_rows = torch.zeros((4, most_rows), dtype=torch.int32, device=queue.device)
         self.pad_graph_rows()
 
@@ -102,7 +106,7 @@ class DeviceBatch:
     def step(self, slots: Tensor, starts: Tensor, lengths: Tensor) -> DeviceStep:
         """Return what attention plans from, for these rows."""
         max_context_tokens = self._batch.tables.shape[1] * self.block_tokens
-        return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens)
+        return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens, self.window_tables)
 
     def sampled(self, slots: Tensor, tokens: Tensor) -> None:
         """Take `tokens` [num_samples] as the newest of these slots."""
@@ -119,16 +123,18 @@ class DeviceBatch:
         tokens = np.fromiter(slot_to_token.keys(), np.int32, len(slot_to_token))
         indices = np.concatenate((table, tokens + np.int32(self._num_table_words)))
         of_tokens = np.fromiter(slot_to_token.values(), np.int32, len(slot_to_token))
-        return indices, np.concatenate((self._batch.tables.reshape(-1)[table], of_tokens))
+        return indices, np.concatenate((self._batch.all_tables.reshape(-1)[table], of_tokens))
 
     def _table_places(self, plan: StepPlan) -> Ids:
         """Return the places in the flattened tables that a plan has changed."""
-        max_blocks = np.int32(self._batch.tables.shape[1])
+        max_blocks, of_group = np.int32(self._batch.tables.shape[1]), self._batch.all_tables[0].size
         slots, _ = grown_tables(plan)
         grown = slots * max_blocks + self._batch.num_blocks[slots] - 1
         if not plan.tables:
             return grown
-        firsts = np.array([change.slot * max_blocks + change.first for change in plan.tables], np.int32)
+        firsts = np.array(
+            [it.group * of_group + it.slot * max_blocks + it.first for it in plan.tables], np.int32
+        )
         lengths = np.array([len(change.block_ids) // 4 for change in plan.tables], np.int32)
         ends = np.cumsum(lengths, dtype=np.int32)
         changed = np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int32)

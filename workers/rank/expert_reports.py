@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,31 +24,47 @@ class ExpertReports:
         is_first = shard.tp_rank % (shard.tp_size // shard.ep_size) == 0
         self._decoder = decoder
         self._layers = decoder.expert_layers if is_first else ()
+        shape, self._owned = decoder.config.mixture, range(0)
+        if shape is not None:
+            self._owned = held_experts(shape, shard.tp_rank, shard.tp_size, shard.ep_size).experts
         self._stream = None
         if self._layers and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._reported = self._read()
+        self._reported, self._copied = self._read()
+        # Loads are known when all ranks have reported: copies shall not wait for one that no token chooses.
+        self._owes_report = any(it.copies is not None for it in decoder.mixtures.values())
 
     def take(self) -> ExpertCounts | None:
         """Return the counts since the last report; None: there are no experts, or no tokens, or another rank
-        reports them."""
+        reports them. Where ranks have slots for copies, the first report may be of no tokens."""
         if not self._layers:
             return None
-        counts = self._read()
+        counts, copied = self._read()
         new, self._reported = counts - self._reported, counts
-        if not new.any():
+        triples = [(*key, count - self._copied.get(key, 0)) for key, count in copied.items()]
+        triples, self._copied = [it for it in triples if it[2]], copied
+        if not (new.any() or triples or self._owes_report):
             return None
-        shard, shape = self._decoder.shard, self._decoder.config.mixture
+        self._owes_report = False
+        shape = self._decoder.config.mixture
         assert shape is not None
-        held = held_experts(shape, shard.tp_rank, shard.tp_size, shard.ep_size)
         return ExpertCounts(
             self._layers,
-            held.experts.start,
+            self._owned.start,
             shape.rule.num_experts,
             shape.rule.num_chosen,
             new.numpy().astype("<u4").tobytes(),
+            np.array(triples, "<u4").tobytes(),
         )
 
-    def _read(self) -> Tensor:
+    def _read(self) -> tuple[Tensor, dict[tuple[int, int], int]]:
+        """Return the tokens since the start of the experts that the rank owns, [num_layers, num_owned], and
+        those of its copies, by layer and expert."""
         with torch.cuda.stream(self._stream):  # does nothing without a stream
-            return self._decoder.expert_counts()
+            counts = self._decoder.expert_counts()
+        copied: dict[tuple[int, int], int] = {}
+        for of_layer, (number, mixture) in zip(counts, self._decoder.mixtures.items(), strict=True):
+            if mixture.copies is not None:
+                of_copies = mixture.copies.slots.tokens(of_layer)
+                copied |= {(number, expert): count for expert, count in of_copies.items()}
+        return counts[:, : len(self._owned)], copied

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,14 +21,16 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup, Shard
 from workers.errors import CapacityError
 from workers.model.attention.choice import choose_attention
-from workers.model.attention.interface import AttentionBackend
+from workers.model.attention.groups_backend import GroupsAttention
+from workers.model.attention.interface import AttentionBackend, AttentionShape
 from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
+from workers.model.kv_groups import GroupBytes, kv_groups
 from workers.model.model_config import ModelConfig
 from workers.model.products import refuse_nondeterministic
 from workers.model.rank_memory import least_kv_tokens
@@ -60,6 +62,7 @@ class ReadyFields:
     """The facts that a rank reports of its model and KV pool when both are ready."""
 
     num_blocks: int
+    num_window_blocks: tuple[int, ...]
     num_offload_blocks: int
     vocab_size: int
     max_context_tokens: int
@@ -75,7 +78,9 @@ class ModelRunner:
     The ranks of a replica run the same plans in the same order and meet in the groups of their place: the
     first stage embeds, each stage passes its hidden states [num_tokens, hidden_size] to the next, and the
     first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens,
-    width]` of this rank's layers and cells, and `pool` the same memory for the transports. Raises
+    width]` of this rank's layers and cells, and `pool` the same memory for the transports. Where layers with
+    a window have KV apart, these are of the others, `window_kvs` those of each group with a window, and
+    `pools` the memory of each group. Raises
     `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of less than one
     block."""
 
@@ -125,6 +130,7 @@ class ModelRunner:
                 progress,
                 is_deterministic=compute.is_deterministic,
                 expert_offload=compute.expert_offload,
+                expert_copies=compute.expert_copies,
             )
             if_it_fails.pop_all()
         if decoder.split_experts and self._queue is not None:
@@ -135,15 +141,22 @@ class ModelRunner:
             )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
-        self.layout = _layout(config, decoder.shard, block_tokens, dtype)
+        self._groups = kv_groups(config) if capacity.windows is not None else ()
+        self._windows = capacity.windows
+        self.layouts = _layouts(config, decoder.shard, block_tokens, dtype, self._groups)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
         num_host_blocks = capacity.num_offload_tokens // block_tokens
         num_blocks = self._num_blocks(capacity.num_kv_tokens, num_host_blocks, capacity.auto_kv)
         progress("allocating KV memory")
-        memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, dtype, device)
-        self.kv = memory[:num_blocks]
+        sizes = [num_blocks, *self._num_window_blocks(num_blocks)]
+        made = [
+            _allocate(layout, size, self._num_scratch, dtype, device)
+            for layout, size in zip(self.layouts, sizes, strict=True)
+        ]
+        memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
+        self.kv, *self.window_kvs = (kv[:size] for kv, size in zip(memory, sizes, strict=True))
         self.host = self._allocate_host(num_host_blocks)
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
@@ -161,12 +174,15 @@ class ModelRunner:
             model_fingerprint = self._fingerprint.result(self._report_phase)
         return ReadyFields(
             num_blocks=len(self.kv),
+            num_window_blocks=tuple(map(len, self.window_kvs)),
             num_offload_blocks=self._num_offload_blocks,
             vocab_size=config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             eos_token_ids=config.eos_token_ids,
             backend=self.attention.name,
-            compatibility=_compatibility(config, model_fingerprint, self._dtype, self._block_tokens),
+            compatibility=_compatibility(
+                config, model_fingerprint, self._dtype, self._block_tokens, self._groups
+            ),
         )
 
     def warm_up(self, step_tokens: int = WARM_UP_TOKENS) -> None:
@@ -192,19 +208,32 @@ class ModelRunner:
         self._model.groups.close()
         if self.host is not None:
             self.host.close()
-        del self.kv, self.attention, self.steps
-        self.pool.close()
+        del self.kv, self.window_kvs, self.attention, self.steps
+        for pool in self.pools:
+            pool.close()
 
-    def _choose_attention(self, memory: Tensor, clock: Clock | None) -> AttentionBackend:
-        """Choose what computes attention over the KV `memory`, with a clock by measurement."""
+    def _choose_attention(self, memory: Sequence[Tensor], clock: Clock | None) -> AttentionBackend:
+        """Choose what computes attention over the KV `memory` of each group of layers, with a clock by
+        measurement."""
+        shape = self._model.decoder.attention_shape
+        if not self._groups:
+            return self._backend(shape, memory[0], clock)
+        layers = [
+            [layer - layout.shard.layer_start for layer in layout.layers_of(layout.shard)]
+            for layout in self.layouts
+        ]
+        make = functools.partial(self._backend, clock=clock)
+        return GroupsAttention(shape, layers, memory, make)
+
+    def _backend(self, shape: AttentionShape, memory: Tensor, clock: Clock | None) -> AttentionBackend:
+        """Choose what computes attention over one KV."""
         if self._queue is not None and self._queue.has_triton and memory.device.type == "cpu":
             from workers.model.attention.triton_latents import make_triton  # in the interpreter, for tests
 
-            shape = self._model.decoder.attention_shape
             make = functools.partial(make_triton, is_deterministic=self._is_deterministic)
             return backend_of_kinds(shape, memory, make)
         return choose_attention(
-            self._model.decoder.attention_shape,
+            shape,
             memory,
             clock,
             is_staged=self.host is not None and self._offload_mode == "stream",
@@ -241,9 +270,9 @@ class ModelRunner:
 
     def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
         """Return how many blocks the device has memory for."""
-        buffer_bytes = transfer_bytes(self.layout)
+        buffer_bytes = sum(map(transfer_bytes, self.layouts))
         if self._offload_mode != "in_place":
-            buffer_bytes += streaming_bytes(self.layout, num_host_blocks)
+            buffer_bytes += streaming_bytes(self.layouts[0], num_host_blocks)
         groups = self._model.groups
         meter = MemoryMeter(
             CudaAccounts(self._device),
@@ -260,7 +289,9 @@ class ModelRunner:
         limits = meter.limits(profile)
         left = profile.kv_bytes(auto.memory_share, limits)
         _log.info("memory of %s: %s, %s, left for KV: %d bytes", self._device, limits, profile, left)
-        num_blocks = max(left // self.layout.block_bytes - self._num_scratch, 0)
+        sizes = [layout.block_bytes for layout in self.layouts]
+        group_bytes = GroupBytes(sizes, [self._most_blocks(group) for group in self._groups[1:]])
+        num_blocks = group_bytes.fitting_blocks(max(left - self._num_scratch * sum(sizes), 0))
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
             raise CapacityError(
@@ -275,7 +306,8 @@ class ModelRunner:
         """Run the largest steps, and record graphs, over as little KV as they need."""
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
-        memory = _zeros(self.layout, num_blocks + self._num_scratch, self._dtype, self._device)
+        num_all = num_blocks + self._num_scratch
+        memory = [_zeros(layout, num_all, self._dtype, self._device) for layout in self.layouts]
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
         started, *largest, freed = largest_steps(*limits)
@@ -283,13 +315,21 @@ class ModelRunner:
         for plan in largest:
             steps.rehearse(plan)
         steps.run(freed)
-        meter.step_done(memory.nbytes)
+        meter.step_done(sum(kv.nbytes for kv in memory))
         for size in steps.graph_sizes[: -1 - _NUM_MEASURED_GRAPHS : -1]:
             steps.record_graphs((size,))
             meter.graph_done()
         num_graphs = len(steps.graph_sizes)
         del steps, memory
         return meter.profile(num_graphs, buffer_bytes)
+
+    def _num_window_blocks(self, num_blocks: int) -> list[int]:
+        """Return the blocks of each group with a window beside `num_blocks` of the others."""
+        return [min(num_blocks, self._most_blocks(group)) for group in self._groups[1:]]
+
+    def _most_blocks(self, group: KvGroup) -> int:
+        assert self._windows is not None
+        return self._windows.most_blocks(group.window)
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
@@ -301,7 +341,11 @@ class ModelRunner:
 
 
 def _compatibility(
-    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
+    config: ModelConfig,
+    fingerprint: bytes,
+    dtype: torch.dtype,
+    block_tokens: int,
+    groups: tuple[KvGroup, ...],
 ) -> CompatibilityRecord:
     name, cells = str(dtype).removeprefix("torch."), config.kv_cells
     return CompatibilityRecord(
@@ -314,22 +358,33 @@ def _compatibility(
         num_kv_heads=cells.num_cells,
         head_dim=cells.width,
         num_kinds=cells.num_kinds,
+        groups=groups,
     )
 
 
-def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
+def _layouts(
+    config: ModelConfig,
+    shard: ShardSpec,
+    block_tokens: int,
+    dtype: torch.dtype,
+    groups: Sequence[KvGroup],
+) -> list[BlockLayout]:
+    """Return the layout of the blocks of each group of layers; of all layers, if there are no groups."""
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    return BlockLayout(held, cells.width, block_tokens, dtype.itemsize, num_kinds=cells.num_kinds)
+    whole = BlockLayout(held, cells.width, block_tokens, dtype.itemsize, num_kinds=cells.num_kinds)
+    return [replace(whole, group=group.layers) for group in groups] or [whole]
 
 
 def _allocate(
     layout: BlockLayout, num_blocks: int, num_scratch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, KvPool]:
     """Allocate zeroed blocks, `num_scratch` more than `num_blocks`: as the model's tensor, and as the
-    transports' pool over the same memory."""
+    transports' pool over the same memory. Where this rank has no layer of the blocks, the pool has none."""
     num_all = num_blocks + num_scratch
+    if not layout.block_bytes:
+        return _zeros(layout, num_all, dtype, device), HostPool(layout, KvMemory.allocate(0))
     if device.type == "cpu":
         memory = KvMemory.allocate(num_all * layout.block_bytes)
         memory.populate(_POPULATED_BYTES)
@@ -351,5 +406,5 @@ def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: tor
 
 def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
     shard = layout.shard
-    sizes = shard.num_layers, layout.num_kinds, shard.num_heads, layout.block_tokens, layout.head_dim
+    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.block_tokens, layout.head_dim
     return (num_blocks, *sizes)

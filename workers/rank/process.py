@@ -59,9 +59,10 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
+from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
-from workers.model.sizes import refuse_expert_offload, refuse_split, refuse_stages
+from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
@@ -227,6 +228,7 @@ class _Rank:
         )
         first_layer, end_layer = form.stages[spec.stage]
         auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
+        windows = WindowCapacity(spec.block_tokens, spec.max_sequences, spec.max_batch_tokens, spec.pp)
         return ModelRunner(
             CheckpointFolder(Path(spec.model_dir), self._fingerprint),
             ComputeSettings(
@@ -235,6 +237,7 @@ class _Rank:
                 spec.num_threads,
                 is_deterministic=spec.deterministic,
                 expert_offload=spec.expert_offload,
+                expert_copies=spec.expert_copies,
             ),
             RankCapacity(
                 spec.block_tokens,
@@ -242,6 +245,7 @@ class _Rank:
                 spec.max_sequences,
                 spec.num_offload_tokens,
                 auto_kv=auto,
+                windows=windows if spec.frees_windows else None,
             ),
             self._clock,
             place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
@@ -255,7 +259,7 @@ class _Rank:
         agent = TransferAgent(
             identity=spec.replica,
             rank=spec.rank,
-            pool=runner.pool,
+            pools=runner.pools,
             trust=self._trust,
             clock=self._clock,
             faults=self._faults,
@@ -263,7 +267,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.pools[0], spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
@@ -383,6 +387,13 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )
+    refuse_expert_copies(
+        config,
+        spec.expert_copies,
+        ep=spec.ep,
+        has_offload=spec.expert_offload > 0,
+        is_deterministic=spec.deterministic,
+    )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
@@ -409,6 +420,7 @@ def _ready(
         load_s=load_s,
         warm_up_s=warm_up_s,
         num_offload_blocks=fields.num_offload_blocks,
+        num_window_blocks=fields.num_window_blocks,
         flop_s=limits.flop_s,
         byte_s=limits.byte_s,
         backend=fields.backend,
@@ -421,6 +433,8 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
+    if plan.expert_copies:
+        faults.at("rank.step.copies")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
     if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):

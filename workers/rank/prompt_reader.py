@@ -71,7 +71,7 @@ class PromptReader:
         progress: Progress,
         faults: StepFaults,
     ) -> None:
-        self._decoder, self._groups, self._unfinished = model
+        self._decoder, self._groups, self._unfinished, _ = model
         self._containment = containment
         self._queue = queue
         self._progress = progress

@@ -11,6 +11,7 @@ import torch
 from workers.errors import WorkerError
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
+from workers.model.kv_groups import WindowCapacity
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.device_queue import DeviceQueue
@@ -46,7 +47,8 @@ class ComputeSettings(NamedTuple):
     `is_deterministic`: products and attention of a sequence must depend on nothing else. With a `queue`
     (default: on CUDA, unless stages are on several ranks) tokens stay on the device and steps that decode are
     graphs, also on a CPU, where Triton then runs in its interpreter. `expert_offload` experts of each layer
-    are computed by the CPU, also where `device` is one, as tests have it.
+    are computed by the CPU, also where `device` is one, as tests have it. The rank has slots for copies of
+    `expert_copies` experts of each layer.
     """
 
     dtype: torch.dtype
@@ -55,6 +57,7 @@ class ComputeSettings(NamedTuple):
     is_deterministic: bool = False
     queue: DeviceQueue | None = None
     expert_offload: int = 0
+    expert_copies: int = 0
 
 
 class AutoKv(NamedTuple):
@@ -71,7 +74,8 @@ class RankCapacity(NamedTuple):
 
     Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with the
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
-    the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
+    the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
+    with a window have KV apart, of as many blocks as these need.
     """
 
     block_tokens: int
@@ -80,6 +84,7 @@ class RankCapacity(NamedTuple):
     num_offload_tokens: int = 0
     offload_mode: OffloadMode | Literal["auto"] = "auto"
     auto_kv: AutoKv | None = None
+    windows: WindowCapacity | None = None
 
 
 class RankPlace(NamedTuple):

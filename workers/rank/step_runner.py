@@ -77,7 +77,7 @@ class StepRunner:
     ) -> None:
         """At the rank that samples, outputs may follow `grammars`. With a `queue`, tokens stay on the device,
         and the last block of `kv` is scratch."""
-        self._decoder, self._groups, self._unfinished = model
+        self._decoder, self._groups, self._unfinished, self._copier = model
         decoder, groups = model.decoder, model.groups
         self._attention = attention
         self._kv = kv = attention.kv
@@ -92,7 +92,7 @@ class StepRunner:
         num_blocks = len(kv) if queue is None else len(kv) - 1
         max_slots, block_tokens = limits.max_slots, kv.shape[4]
         table_blocks = -(-limits.max_context_tokens // block_tokens)
-        self.batch = InputBatch(max_slots, table_blocks, block_tokens, num_blocks)
+        self.batch = InputBatch(max_slots, table_blocks, block_tokens, num_blocks, len(attention.kvs) - 1)
         vocab_size, end_ids = decoder.config.vocab_size, decoder.config.eos_token_ids
         sampler: Sampler | DeviceSampler | NoSampler = NoSampler()
         if groups.is_sampler and queue is None:
@@ -120,7 +120,10 @@ class StepRunner:
         else:
             assert isinstance(sampler, DeviceSampler | NoSampler)
             device_batch = DeviceBatch(
-                self.batch, queue, most_rows=graph_sizes(limits.max_sequences)[-1], scratch_block=num_blocks
+                self.batch,
+                queue,
+                most_rows=graph_sizes(limits.max_sequences)[-1],
+                scratch_blocks=[len(its) - 1 for its in attention.kvs],
             )
             graphs = DecodeGraphs(
                 model,
@@ -189,6 +192,7 @@ class StepRunner:
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._hot_experts.between_steps()
+        self._copier.change(plan.expert_copies)
         self._reader.begin(plan)
         return started_at, rows
 
@@ -286,6 +290,7 @@ class StepRunner:
         return self._attention.plan(
             StepInput(
                 tables=self.batch.tables,
+                window_tables=self.batch.window_tables,
                 slots=rows.slots,
                 starts=rows.starts,
                 lengths=rows.lengths,
@@ -415,8 +420,11 @@ class StepRunner:
         )
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        if self._host is not None and not (copies := self._host.copy(copies)):
-            return
-        src = to_device(np.array([copy.src_block for copy in copies]), self._device)
-        dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
-        self._kv[dst] = self._kv[src]
+        for group, kv in enumerate(self._attention.kvs):
+            its = [copy for copy in copies if copy.group == group]
+            if group == 0 and self._host is not None:
+                its = self._host.copy(its)
+            if its:
+                src = to_device(np.array([copy.src_block for copy in its]), self._device)
+                dst = to_device(np.array([copy.dst_block for copy in its]), self._device)
+                kv[dst] = kv[src]

@@ -76,6 +76,7 @@ from workers.replica.step_loop import StepLoop
 from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.window_pool import WindowPool
 from workers.store_connector.connector import StoreConnector, reaches_store
 from workers.store_connector.engine_parts import EngineParts
 
@@ -107,7 +108,9 @@ class EngineCore:
         self._pump_scheduled = False
         self._death = ""
         self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
-        self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
+        sizes = zip(first.compatibility.windows, first.num_window_blocks, strict=True)
+        self.window_pools = [WindowPool(*each) for each in sizes]
+        self.scheduler = _scheduler(engine, shape, self.pool, self.window_pools, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)
         self.table = RequestTable(self._gateways, self)
@@ -122,7 +125,7 @@ class EngineCore:
             control=self,
         )
         self.kv_sender = KvSender(
-            sends=SendTable(spec.transfer, engine.block_tokens, len(ready)),
+            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), len(self.window_pools)),
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,
@@ -132,7 +135,9 @@ class EngineCore:
             faults=faults,
         )
         self.kv_receiver = KvReceiver(
-            landings=LandingTable(spec.transfer, self.pool, engine.block_tokens, len(ready)),
+            landings=LandingTable(
+                spec.transfer, self.pool, engine.block_tokens, len(ready), self.window_pools
+            ),
             block_tokens=engine.block_tokens,
             vocab_size=first.vocab_size,
             scheduler=self.scheduler,
@@ -354,6 +359,8 @@ class EngineCore:
             self.connector.purge(order.sharing_group)
         num_requests = self.scheduler.life.keep_private(order.sharing_group)
         num_blocks, num_held = self.pool.purge(order.sharing_group)
+        for pool in self.window_pools:
+            pool.purge(order.sharing_group)
         num_landings = self.kv_receiver.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
 
@@ -510,6 +517,7 @@ def _step_loop(
         parallel.pp,
         StepStats(capability),
         piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
+        shape.expert_copies(engine.expert_copies, clock.now()),
     )
 
 
@@ -518,7 +526,12 @@ def _longest_frame(engine: EngineConfig, first: RankReady) -> int:
 
 
 def _scheduler(
-    engine: EngineConfig, shape: Shape, pool: BlockPool, first: RankReady, has_store: bool
+    engine: EngineConfig,
+    shape: Shape,
+    pool: BlockPool,
+    windows: Sequence[WindowPool],
+    first: RankReady,
+    has_store: bool,
 ) -> Scheduler:
     return Scheduler(
         engine,
@@ -529,4 +542,5 @@ def _scheduler(
         attention_ratio=shape.attention_ratio,
         has_store=has_store,
         num_offload_blocks=first.num_offload_blocks,
+        windows=windows,
     )

@@ -19,6 +19,7 @@ from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepP
 from workers.model.ignored_keys import ignored_keys
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork, last_stage_limit, refuse_stages
+from workers.replica.expert_copies import ExpertCopies
 from workers.replica.layer_split import Stages, given_layers, split_layers
 
 _DECODE_PROBE_ROWS = 16
@@ -56,6 +57,7 @@ class ReplicaSpec:
     # As in `RankSpec`.
     gguf_file: str = ""
     model_cache: str = ""
+    frees_windows: bool = False
 
 
 class Shape:
@@ -101,6 +103,8 @@ class Shape:
                 model_cache=spec.model_cache,
                 expert_offload=engine.expert_offload,
                 ep=parallel.ep,
+                frees_windows=spec.frees_windows,
+                expert_copies=engine.expert_copies,
             )
             for rank in range(parallel.num_ranks)
         ]
@@ -109,6 +113,11 @@ class Shape:
     def work(self) -> ModelWork:
         """The costs of the model's steps."""
         return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes)
+
+    def expert_copies(self, num_slots: int, now: float) -> ExpertCopies:
+        """Return the orders of copies of experts, with `num_slots` for them in each layer of each rank."""
+        config = read_model_config(Path(self._model_dir))
+        return ExpertCopies.of(config, self.parallel.ep, num_slots, self._item_bytes, now)
 
     def plan_stages(self, joined: Sequence[RankJoined]) -> Stages:
         """Return the layers of each stage: as configured, or so that the slowest stage is as fast as it can

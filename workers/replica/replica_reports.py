@@ -99,9 +99,7 @@ class ReplicaReports:
             num_cached_blocks=pool.num_cached,
             num_quarantined_blocks=pool.num_quarantined,
             num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_references
-            - scheduler.life.num_references
-            - self._num_other_references,
+            num_leaked_blocks=self._num_leaked_blocks,
             prefill_tok_s=self._steps.rates.prefill_tok_s,
             decode_step_s=self._steps.rates.decode_step_s,
             stalled_s=self._steps.stalled_s,
@@ -122,6 +120,7 @@ class ReplicaReports:
             load_s=self._load_s,
             backend=self._backend,
             warm_up_s=self._warm_up_s,
+            num_expert_copies=self._steps.copies.num_copies,
             **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
             **self._of_the_store(),
@@ -143,6 +142,15 @@ class ReplicaReports:
         }
 
     @property
+    def _num_leaked_blocks(self) -> int:
+        """References that nobody has, to blocks of every group of layers."""
+        life, landings = self._scheduler.life, self._kv_receiver.landings
+        windows = sum(pool.num_references for pool in life.tables.windows.pools)
+        num_known = life.num_window_references + sum(landings.num_window_references)
+        leaked = self._pool.num_references - life.num_references - self._num_other_references
+        return leaked + windows - num_known
+
+    @property
     def _num_other_references(self) -> int:
         """The references of landings, and of copies to and from the store."""
         return self._kv_receiver.num_references + (
@@ -153,5 +161,6 @@ class ReplicaReports:
         """Assert every invariant of pool, sequences and landings, once after each time of work."""
         if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
             self._num_steps_checked = self._steps.num_steps
-            self._scheduler.check(self._num_other_references)
+            windows = self._kv_receiver.landings.num_window_references
+            self._scheduler.check(self._num_other_references, windows)
             self._kv_receiver.landings.check()

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvtransfer.common.clock import Clock
 from workers.errors import WorkerError
 from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
+from workers.replica.expert_copies import ExpertCopies
 from workers.replica.step_stats import StepStats
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
@@ -55,9 +56,11 @@ class StepLoop:
         pp: int = 1,
         stats: StepStats | None = None,
         piece_s: float = 0.0,
+        copies: ExpertCopies | None = None,
     ) -> None:
         """`send` gives a plan to every rank; `stats` counts what the steps came to. `piece_s` is how long
-        the largest piece of a step, between two marks of progress, takes by the ranks' measured rates."""
+        the largest piece of a step, between two marks of progress, takes by the ranks' measured rates. Plans
+        carry the orders of `copies`."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
@@ -70,12 +73,15 @@ class StepLoop:
         self.rates = StepRates()
         self.costs = StepCosts()
         self.stats = stats or StepStats()
+        self.copies = copies or ExpertCopies()
         self.num_steps = 0
 
     def feed(self) -> None:
         """Send plans until as many as may be are unreported, or nothing can be planned."""
         now = self._clock.now()
         while len(self._unreported) < self._depth and (plan := self._scheduler.plan(now)) is not None:
+            if orders := self.copies.take(self.stats.experts, now):
+                plan = replace(plan, expert_copies=orders)
             self._issue(plan, now)
 
     def probe(self, idle_s: float) -> bool:
@@ -109,6 +115,7 @@ class StepLoop:
             self.stats.rank_to_memory[rank] = report.memory
         if report.experts is not None:
             self.stats.experts.add(report.experts, self._clock.now())
+            self.copies.look_at(report.experts.layers)
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order
@@ -128,8 +135,8 @@ class StepLoop:
             for stage in range(self._pp)
         ]
         failed = _merged(rank_to_report)
-        # The head at every position would make all chunks look slower.
-        is_typical = not (failed or plan.num_targets)
+        # The head at every position, or experts that were copied before, would make all chunks look slower.
+        is_typical = not (failed or plan.num_targets or plan.expert_copies)
         if is_typical:
             self.rates.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from kvtransfer.blocks.windows import Prefix, match_prefix
+from kvtransfer.messages import WindowBlocks
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.step import FinishedBlock, StepBatch
+from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.window_tables import WindowTables
 
 
 class BlockDemand(NamedTuple):
     """The blocks that a sequence takes when it is admitted: blocks that are `cached`, `num_idle` of which
-    nobody else references, and new ones."""
+    nobody else references, and new ones; and what is cached for it in each group with a window."""
 
     cached: list[int]
     num_new: int
     num_idle: int
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 class BlockTables:
-    """Fills, shares, copies and gives back the block tables of sequences.
+    """Fills, shares, copies and gives back the block tables of sequences: those of layers without a window,
+    and those of `windows`.
 
     A block that an unreported plan still reads (the source of a copy) is retired: it keeps its reference
     until that plan is settled. Full blocks may lie in the ranks' host memory: their ids are `host`'s.
     """
 
-    def __init__(self, pool: BlockPool, num_offload_blocks: int = 0) -> None:
+    def __init__(self, pool: BlockPool, num_offload_blocks: int = 0, windows: Seq[WindowPool] = ()) -> None:
         self.pool = pool
+        self.windows = WindowTables(windows, pool.block_tokens)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
         self._copy_src_to_step: dict[int, int] = {}
@@ -50,23 +58,27 @@ class BlockTables:
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence the prefix index holds now; at least one is left to
         compute."""
-        return len(self._match(sequence)) * self._block_tokens
+        return len(self._match(sequence).block_ids) * self._block_tokens
 
     def wanted_keys(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """Return the keys of all full blocks that a waiting sequence could reuse, and how many are here
         now."""
-        return self._reusable_keys(sequence), len(self._match(sequence))
+        return self._reusable_keys(sequence), len(self._match(sequence).block_ids)
 
     def demand(self, sequence: Sequence) -> BlockDemand:
         """Return the blocks that a waiting sequence would take for all its tokens."""
-        cached = self._match(sequence)
+        cached, windows = self._match(sequence)
         num_blocks = -(-sequence.num_tokens // self._block_tokens)
         num_idle = sum(not self.pool.is_referenced(block_id) for block_id in cached)
-        return BlockDemand(cached, num_blocks - len(cached), num_idle)
+        return BlockDemand(cached, num_blocks - len(cached), num_idle, windows)
 
     def fill(self, sequence: Sequence, demand: BlockDemand, num_new: int) -> None:
         """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
         self.pool.acquire(demand.cached)
+        if demand.windows:
+            self.windows.acquire(demand.windows)
+            self.windows.give(sequence, demand.windows)
+            sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
         sequence.num_registered_blocks = len(demand.cached)
@@ -78,7 +90,8 @@ class BlockTables:
 
     def make_writable(self, batch: StepBatch, sequence: Sequence, end: int) -> None:
         """Give a sequence private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at
-        hand."""
+        hand, and windows have blocks up to there (`WindowTables.fitting_end`)."""
+        self.windows.make_writable(batch, sequence, end)
         group = sequence.sharing_group
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
@@ -110,14 +123,20 @@ class BlockTables:
         fork.num_offloaded = len(offloaded)
         leader.num_writable = fork.num_writable = 0
         fork.num_registered_blocks = min(leader.num_registered_blocks, num_tokens // self._block_tokens)
+        self.windows.share(leader, fork)
 
     def covering(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of the sequence's first `num_tokens` tokens."""
         return tuple(sequence.block_ids[: -(-num_tokens // self._block_tokens)])
 
-    def register(self, sequence: Sequence) -> None:
+    def settled(self, sequence: Sequence) -> None:
         """Make the sequence's full blocks findable, as far as their KV is in the pool, unless they are
-        private."""
+        private; and release what has fallen behind its windows."""
+        self._register(sequence)
+        if sequence.windows:
+            self.windows.slide(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
         num_full = sequence.num_settled // self._block_tokens
         first = sequence.num_registered_blocks
         submission = sequence.request.submission
@@ -125,6 +144,7 @@ class BlockTables:
             return
         group = submission.facts.sharing_group
         keys = sequence.block_keys(num_full, self._block_tokens)
+        self.windows.register(sequence, keys, group)
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
             if self.host.holds(block_id):
@@ -177,9 +197,11 @@ class BlockTables:
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._give_back(on_device)
+        self.windows.give_back(sequence)
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""
+        self.windows.settle(step)
         self._copy_src_to_step = {
             block_id: copy_step for block_id, copy_step in self._copy_src_to_step.items() if copy_step > step
         }
@@ -193,8 +215,9 @@ class BlockTables:
         else:
             self._retired.append(block_ids)
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        return self.pool.match(self._reusable_keys(sequence))
+    def _match(self, sequence: Sequence) -> Prefix:
+        keys = self._reusable_keys(sequence)
+        return match_prefix(self.pool, self.windows.pools, keys, self._block_tokens)
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         # A leader with forks computes the prompt only; every sequence computes at least its last token.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
+from workers.scheduler.window_pool import WindowPool
 
 
 class Lifecycle:
@@ -37,8 +39,14 @@ class Lifecycle:
     for all of them.
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
-        self.tables = BlockTables(pool, num_offload_blocks)
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_sequences: int,
+        num_offload_blocks: int = 0,
+        windows: Seq[WindowPool] = (),
+    ) -> None:
+        self.tables = BlockTables(pool, num_offload_blocks, windows)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).
@@ -305,14 +313,21 @@ class Lifecycle:
         num_held = sum(len(sequence.block_ids) - sequence.num_offloaded for sequence in self._sequences())
         return num_held + self.tables.num_retired_references
 
+    @property
+    def num_window_references(self) -> int:
+        """The number of references of all sequences to blocks of groups with a window."""
+        num_held = sum(len(table.block_ids) for it in self._sequences() for table in it.windows)
+        return num_held + sum(self.tables.windows.num_retired_references)
+
     def _sequences(self) -> set[Sequence]:
         here = {sequence for request in self.requests.values() for sequence in request.sequences}
         return here.union(self.leaving)
 
-    def check(self, num_other_references: int) -> None:
-        """Assert that pool, sequences and slots agree, and that nobody but sequences and the holders of
-        `num_other_references` references a block."""
+    def check(self, num_other_references: int, num_other_window_references: Seq[int] = ()) -> None:
+        """Assert that pools, sequences and slots agree, and that nobody but sequences and the holders of
+        `num_other_references`, and of as many in each group with a window, references a block."""
         self._pool.check()
+        self.tables.windows.check(self._sequences(), num_other_window_references)
         num_held = self.num_references
         assert self._pool.num_references == num_held + num_other_references, (
             f"{self._pool.num_references} references in the pool, {num_held} of sequences, "
@@ -336,6 +351,7 @@ class Lifecycle:
             assert not sequence.block_ids
             assert sequence.slot < 0
         if not self.requests and not self.leaving:
+            assert self.num_window_references == sum(self.tables.windows.num_retired_references)
             assert num_held == self.tables.num_retired_references
             assert not self.running
             assert not self.waiting

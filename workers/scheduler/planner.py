@@ -109,16 +109,23 @@ class Planner:
         if sequence.slot < 0 and self._life.lacks_slots(sequence):
             return
         end = sequence.num_scheduled + num_tokens
+        if sequence.windows:
+            end = self._window_end(batch, sequence, end)
+            num_tokens = end - sequence.num_scheduled
+            if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
+                return
         samplers = sequence.samplers
         starting = (samplers or (sequence,)) if sequence.slot < 0 else ()
         num_blocks = max(len(sequence.block_ids), self._num_blocks(end))
         if not batch.fits(sequence, num_tokens, num_blocks, starting):
             return
-        if self._life.tables.num_blocks_needed(sequence, end):
+        is_short = self._life.tables.num_blocks_needed(sequence, end) > 0
+        if is_short:
             end = self._free_blocks(batch, sequence, end)
             num_tokens = end - sequence.num_scheduled
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 return
+        if is_short or sequence.windows:
             self._life.tables.make_writable(batch, sequence, end)
         sequence.num_writable = self._num_blocks(end) * self._pool.block_tokens
         for sample in starting:
@@ -128,6 +135,30 @@ class Planner:
         batch.add(sequence, num_tokens, samplers if is_last else ())
         if is_last and sequence.forks:
             self._life.fork(sequence)
+
+    def _window_end(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
+        """Free blocks of groups with a window for the sequence's next token at least. Return the end, at most
+        `end`, up to which there are blocks; 0 if they will come back anyway or the sequence itself was
+        preempted."""
+        windows = self._life.tables.windows
+        while (fitting := windows.fitting_end(sequence, end)) <= sequence.num_scheduled:
+            comes_back = windows.has_retired() or windows.frees_when_settled(self._life.running)
+            if comes_back or self._life.blocks_come_back(None):
+                return 0
+            victim = self._victim(batch, sequence, None)
+            self._life.preempt(victim)
+            if victim is sequence:
+                return 0
+        return fitting
+
+    def _victim(self, batch: StepBatch, sequence: Sequence, group: str | None) -> Sequence:
+        """Return what is preempted for the sequence: the last in rank of a sharing group (None: of all) that
+        is neither planned nor handed over, or the sequence itself."""
+        planned = batch.planned
+        for victim in reversed(self._running_of(group)):
+            if victim is sequence or not (victim.request.decodes_remotely or victim in planned):
+                break
+        return victim
 
     def _free_blocks(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
         """Free blocks for the sequence's tokens up to `end`. Return the end up to which there are blocks:
@@ -146,10 +177,7 @@ class Planner:
                 return shorter
             if self._will_free_blocks(sequence, min(end, self._block_end(sequence.num_scheduled))):
                 return 0
-            planned = batch.planned
-            for victim in reversed(self._running_of(shortage.group)):
-                if victim is sequence or not (victim.request.decodes_remotely or victim in planned):
-                    break
+            victim = self._victim(batch, sequence, shortage.group)
             self._life.preempt(victim)
             if victim is sequence:
                 return 0
@@ -333,10 +361,21 @@ class Planner:
                 num_new = num_spare = 0
         if num_new + demand.num_idle + num_spare > self._pool.num_free:
             return False
+        if demand.windows and not self._has_window_blocks(sequence, demand):
+            return False
         if self._life.has_lost_blocks(sequence, len(demand.cached)):
             return False
         tables.fill(sequence, demand, num_new)
         return True
+
+    def _has_window_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
+        """Whether groups with a window have blocks for the first chunk of a waiting sequence, and one for
+        each that runs."""
+        num_cached = len(demand.cached) * self._pool.block_tokens
+        num_tokens = min(sequence.num_tokens - num_cached, self._micro.chunk_tokens(num_cached))
+        num_new, num_running = self._num_blocks(num_tokens) + 1, len(self._life.running)
+        num_free = self._life.tables.windows.num_free_beside(demand.windows)
+        return num_new + num_running <= num_free
 
 
 def _waits_since(sequence: Sequence) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.messages import WindowBlocks
 from workers.config import EngineConfig
 from workers.errors import QueueFullError
 from workers.messages.link import (
@@ -47,6 +48,7 @@ from workers.scheduler.step import (
     end_of,
 )
 from workers.scheduler.waiting_needs import landing_needs, load_needs
+from workers.scheduler.window_pool import WindowPool
 
 # The time to a retry of a request for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
@@ -80,11 +82,13 @@ class Scheduler:
         attention_ratio: float = 0.0,
         has_store: bool = False,
         num_offload_blocks: int = 0,
+        windows: Seq[WindowPool] = (),
     ) -> None:
-        """`num_stages` is the number of pipeline stages; with several, `attention_ratio` shortens later
-        chunks (`MicroBatches`). With `has_store`, a waiting sequence is admitted only after its load from the
-        store (`loads_wanted`) has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids
-        follow those of the pool.
+        """`windows` are the pools of the groups of layers with a window, in their order. `num_stages` is the
+        number of pipeline stages; with several, `attention_ratio` shortens later chunks (`MicroBatches`).
+        With `has_store`, a waiting sequence is admitted only after its load from the store (`loads_wanted`)
+        has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids follow those of the
+        pool.
         """
         self.config = config
         self._pool = pool
@@ -99,7 +103,7 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self.life = Lifecycle(pool, config.max_sequences, num_offload_blocks)
+        self.life = Lifecycle(pool, config.max_sequences, num_offload_blocks, windows)
         self.life.has_store = self.life.tables.has_store = has_store
         self.migration = SequenceMigration(self.life)
         self.isolation = Isolation(self.life, num_stages)
@@ -115,13 +119,13 @@ class Scheduler:
         """Whether there is no request and no unreported plan."""
         return not self.life.requests and not self._issued
 
-    def check(self, num_other_references: int = 0) -> None:
-        """Assert every invariant of pool and sequences. `num_other_references` counts the references of
-        landings."""
-        self.life.check(num_other_references)
+    def check(self, num_other_references: int = 0, num_other_window_references: Seq[int] = ()) -> None:
+        """Assert every invariant of pools and sequences. The others are references of landings, to blocks
+        and, in each group with a window, to its blocks."""
+        self.life.check(num_other_references, num_other_window_references)
         self._planner.check()
         if self.is_idle:
-            assert self.life.num_references == 0
+            assert self.life.num_references == self.life.num_window_references == 0
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -151,9 +155,15 @@ class Scheduler:
         self.life.enqueue(leader)
 
     def adopt(
-        self, submission: Submission, block_ids: Seq[int], num_valid_tokens: int, now: float
+        self,
+        submission: Submission,
+        block_ids: Seq[int],
+        num_valid_tokens: int,
+        now: float,
+        windows: Seq[WindowBlocks] = (),
     ) -> list[TokenDelta]:
-        """Add a request that was handed over. `block_ids` cover its prompt, and their references pass to it.
+        """Add a request that was handed over. `block_ids` cover its prompt, and `windows` what groups with a
+        window need behind the valid tokens; their references pass to it.
 
         The KV of the first `num_valid_tokens` tokens is right, and the rest is recomputed. The output of
         every sample has at least one token, which is not sent to the gateway again. Return the ends, without
@@ -172,9 +182,10 @@ class Scheduler:
         ends = [end_of(sequence) for sequence in request.sequences if sequence.finish]
         leader, *forks = sorted(request.sequences, key=lambda sequence: bool(sequence.finish))
         leader.block_ids = list(block_ids)
+        self.life.tables.windows.give(leader, windows)
         leader.forks = [fork for fork in forks if not fork.finish]
         leader.num_scheduled = leader.num_settled = min(num_valid_tokens, leader.num_tokens - 1)
-        self.life.tables.register(leader)
+        self.life.tables.settled(leader)
         self.life.run(leader)
         if leader.forks and leader.num_remaining <= 0:
             self.life.fork(leader)
@@ -365,7 +376,7 @@ class Scheduler:
             return
         sequence.num_settled = end
         if end % self._pool.block_tokens == 0:
-            self.life.tables.register(sequence)
+            self.life.tables.settled(sequence)
         outcome.tokens.append(self._take_token(sequence, row))
         if sequence.finish:
             self.life.end(sequence)
@@ -399,7 +410,7 @@ class Scheduler:
     ) -> None:
         sequence, request = entry.sequence, entry.sequence.request
         sequence.num_settled = entry.end
-        self.life.tables.register(sequence)
+        self.life.tables.settled(sequence)
         for sampler, row in zip(entry.samplers, sampled, strict=True):
             outcome.tokens.append(self._take_token(sampler, row))
         if request.decodes_remotely:
@@ -419,6 +430,7 @@ class Scheduler:
             *entry.sequence.request.key,
             num_computed_tokens=entry.end,
             block_ids=self.life.tables.covering(entry.sequence, entry.end),
+            windows=self.life.tables.windows.blocks(entry.sequence),
             started_at=report.started_at,
             finished_at=report.finished_at,
         )
@@ -453,6 +465,7 @@ class Scheduler:
             all_finished=not samples,
             samples=samples,
             block_ids=self.life.tables.covering(leader, num_computed_tokens),
+            windows=self.life.tables.windows.blocks(leader),
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.decodes_remotely:

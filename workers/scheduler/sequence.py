@@ -7,6 +7,7 @@ from enum import Enum
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.request_facts import ServiceClass
 from workers.messages.link import RequestKey, SampleState, Submission
+from workers.scheduler.window_table import WindowTable
 
 
 class Phase(Enum):
@@ -185,6 +186,7 @@ class Sequence:
         "holds_back",
         "index",
         "keys",
+        "known_border",
         "last_step",
         "load",
         "mask_digest",
@@ -207,6 +209,7 @@ class Sequence:
         "slot",
         "slot_position",
         "tokens",
+        "windows",
     )
 
     def __init__(self, request: Request, sample: SampleState) -> None:
@@ -248,6 +251,11 @@ class Sequence:
         self.num_writable = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
+        # Its tables in the groups of layers with a window; `block_ids` are those of the others.
+        self.windows: list[WindowTable] = []
+        # How many of its first blocks were cached without what windows need behind them: there other prompts
+        # have left the way of this one.
+        self.known_border = 0
         # The number of its `block_ids` in the ranks' host memory.
         self.num_offloaded = 0
         # The sharing group to which its blocks count.
@@ -343,6 +351,8 @@ class Sequence:
         self.slot = self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced.clear()
+        for table in self.windows:
+            table.forget_sent()
 
     def append(self, token: bytes) -> None:
         """Add a token that was sampled."""

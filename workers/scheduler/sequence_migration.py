@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvtransfer.messages import WindowBlocks
 from workers.messages.link import RequestKey, Submission
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Phase, Sequence
@@ -22,6 +23,8 @@ class Position(NamedTuple):
     # The number of tokens with which it ends at the latest.
     most_tokens: int
     block_ids: tuple[int, ...]
+    # The blocks of each group of layers behind the first.
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 class SequenceMigration:
@@ -48,6 +51,7 @@ class SequenceMigration:
             num_settled=num_settled,
             most_tokens=request.num_prompt_tokens + request.output_limit,
             block_ids=self._life.tables.covering(sequence, num_settled),
+            windows=self._life.tables.windows.blocks(sequence),
         )
 
     def block_keys(self, key: RequestKey) -> tuple[bytes, ...]:

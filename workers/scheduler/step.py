@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.moving_average import moving_average
+from kvtransfer.messages import WindowBlocks
 from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,
@@ -33,7 +34,7 @@ from workers.messages.sampling import SamplingParams
 from workers.scheduler.sequence import Phase, Request, Sequence
 
 # The most bytes that starts, entries and tables of one plan may take. The other half is for changes that
-# cannot wait: a freed slot takes 5 bytes, and a block that is moved 31, copy and place in a table.
+# cannot wait: a freed slot takes 5 bytes, and a block that is moved 33, copy and place in a table.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
 # The most bytes that the log-probabilities of prompts may take of one report.
 LOGPROB_BYTES = MAX_FRAME_BYTES // 4
@@ -78,9 +79,9 @@ class FinishedBlock:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of a prompt to hand over, or of a sequence that migrates,
-    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes the
-    cached tokens. Times are of the sampling rank's clock, for traces: the end of its part, and that less the
-    time that all stages took."""
+    is in `block_ids` (the last block may be partial), at every rank, and as far as it is within the windows
+    of groups of layers, in `windows`. The first one of a request includes the cached tokens. Times are of the
+    sampling rank's clock, for traces: the end of its part, and that less the time that all stages took."""
 
     request_id: str
     attempt: int
@@ -88,6 +89,7 @@ class ChunkDone:
     block_ids: tuple[int, ...]
     started_at: float
     finished_at: float
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class PromptDone:
     samples: tuple[SampleState, ...]
     block_ids: tuple[int, ...]
     num_loaded_tokens: dict[str, int]
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +280,9 @@ class StepBatch:
             )
         )
 
-    def copy(self, src_block: int, dst_block: int) -> None:
-        """Copy a block before the step's computation; copies follow one another."""
-        self._copies.append(BlockCopy(src_block=src_block, dst_block=dst_block))
+    def copy(self, src_block: int, dst_block: int, group: int = 0) -> None:
+        """Copy a block of a group of layers before the step's computation; copies follow one another."""
+        self._copies.append(BlockCopy(src_block=src_block, dst_block=dst_block, group=group))
 
     def add(self, sequence: Sequence, num_tokens: int, samplers: tuple[Sequence, ...]) -> None:
         """Compute the sequence's next `num_tokens`; then `samplers` sample one token each."""
@@ -352,7 +355,9 @@ class StepBatch:
                 grown += (sequence.slot, sequence.block_ids[-1])
                 sequence.num_sent_blocks += 1
             elif num_new or sequence.replaced:
-                _send_table(sequence, tables)
+                _send_full_table(sequence, tables)
+            if sequence.windows:
+                _send_window_tables(sequence, tables)
         entries = tuple(
             BatchEntry(
                 slot=entry.sequence.slot,
@@ -392,19 +397,39 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
-    """Add the parts of the sequence's table that the ranks do not know yet, as runs of indices."""
-    block_ids, num_sent = sequence.block_ids, sequence.num_sent_blocks
+    """Add the parts of the sequence's tables that the ranks do not know yet."""
+    _send_full_table(sequence, into)
+    _send_window_tables(sequence, into)
+
+
+def _send_full_table(sequence: Sequence, into: list[TableChange]) -> None:
+    block_ids = sequence.block_ids
+    for first, end in _runs(sequence.replaced, sequence.num_sent_blocks, len(block_ids)):
+        into.append(TableChange(sequence.slot, first, pack_ids(block_ids[first:end])))
+    sequence.num_sent_blocks = len(block_ids)
+    sequence.replaced.clear()
+
+
+def _send_window_tables(sequence: Sequence, into: list[TableChange]) -> None:
+    for group, table in enumerate(sequence.windows, 1):
+        for first, end in _runs(table.replaced, max(table.num_sent, table.first), table.end):
+            block_ids = table.block_ids[first - table.first : end - table.first]
+            into.append(TableChange(sequence.slot, first, pack_ids(block_ids), group))
+        table.num_sent = table.end
+        table.replaced.clear()
+
+
+def _runs(replaced: Collection[int], num_sent: int, end: int) -> list[list[int]]:
+    """Return runs of indices: of those that were replaced, and those from `num_sent` to `end`."""
     runs: list[list[int]] = []
-    for index in sorted(sequence.replaced):
+    for index in sorted(replaced):
         if runs and runs[-1][1] == index:
             runs[-1][1] += 1
         else:
             runs.append([index, index + 1])
-    if num_sent < len(block_ids):
-        runs.append([num_sent, len(block_ids)])
-    into += [TableChange(sequence.slot, first, pack_ids(block_ids[first:end])) for first, end in runs]
-    sequence.num_sent_blocks = len(block_ids)
-    sequence.replaced.clear()
+    if num_sent < end:
+        runs.append([num_sent, end])
+    return runs
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> PromptTargets | None:
@@ -432,7 +457,7 @@ def _names_output(submission: Submission) -> bool:
 # Upper bounds of the bytes that msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
 # The bytes of a slot of `StepPlan.decodes`.
 DECODE_BYTES = 4
-_TABLE_CHANGE_BYTES = 16
+_TABLE_CHANGE_BYTES = 17
 
 
 def entry_bytes(num_tokens: int, num_samplers: int) -> int:
@@ -483,4 +508,9 @@ def _sample_bytes(sequence: Sequence) -> int:
 def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
     """Return the most bytes that the ranks' table of the sequence takes until it has `num_blocks`."""
     num_replaced = len(sequence.replaced)
-    return table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
+    num_bytes = table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
+    for table in sequence.windows:
+        num_replaced = len(table.replaced)
+        num_new = max(0, num_blocks - max(table.num_sent, table.first))
+        num_bytes += table_bytes(num_new + num_replaced, num_replaced + 1)
+    return num_bytes

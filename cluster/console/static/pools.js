@@ -74,11 +74,15 @@ function shapeOf(replica) {
   return `${replica.tp}x${layers.length}${parts}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
 }
 
-// `experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %`; "": there are none, or their loads are not known.
+// `experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %`, and with copies `, 6 copies: ranks 2.1 to 1.1`: the
+// imbalance of ranks without them and with them; "": there are none, or their loads are not known.
 export function expertsOf(load) {
   if (!load.expert_imbalance) return "";
   const hottest = `layer ${load.hottest_expert_layer} expert ${load.hottest_expert} at ${percent(load.hottest_expert_share)}`;
-  return `experts: imbalance ${load.expert_imbalance.toFixed(1)}, hottest ${hottest}`;
+  const shown = `experts: imbalance ${load.expert_imbalance.toFixed(1)}, hottest ${hottest}`;
+  if (!load.num_expert_copies) return shown;
+  const ranks = [load.expert_uncopied_imbalance, load.expert_rank_imbalance].map((ratio) => ratio.toFixed(1));
+  return `${shown}, ${load.num_expert_copies} copies: ranks ${ranks.join(" to ")}`;
 }
 
 // `4 GPUs (tp 2 x 2 stages)`, `0.5 GPUs`, `2 processes on CPUs`: what a replica takes, by the shape of the pool's

@@ -89,7 +89,7 @@ class Exchange:
         self._agent = TransferAgent(
             identity=self._identity,
             rank=0,
-            pool=pool,
+            pools=(pool,),
             trust=trust,
             clock=clock,
             faults=faults,

@@ -249,6 +249,7 @@ async def test_experts_are_shown_where_there_are_any(front: ConsoleHarness, brow
         assert browser.run(_EXPERTS, 0, 0.0) == ""
         shown = "experts: imbalance 1.8, hottest layer 3 expert 17 at 12 %"
         assert browser.run(_EXPERTS, 1.8, 0.12) == shown
+        assert browser.run(_EXPERTS, 1.8, 0.12, 6) == f"{shown}, 6 copies: ranks 2.1 to 1.1"
 
     await look(check)
 
@@ -256,7 +257,8 @@ async def test_experts_are_shown_where_there_are_any(front: ConsoleHarness, brow
 _EXPERTS = """
 const load = {
   expert_imbalance: arguments[0], hottest_expert_layer: 3, hottest_expert: 17,
-  hottest_expert_share: arguments[1],
+  hottest_expert_share: arguments[1], num_expert_copies: arguments[2],
+  expert_uncopied_imbalance: 2.1, expert_rank_imbalance: 1.1,
 };
 return import("/console/pools.js").then((pools) => pools.expertsOf(load));
 """

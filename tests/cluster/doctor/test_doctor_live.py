@@ -125,11 +125,12 @@ def test_slow_decoding_is_put_down_to_offloading_first() -> None:
 
 
 def test_uneven_ranks_are_a_warning_that_names_the_hottest_expert() -> None:
-    def loaded(rank_imbalance: float) -> Callable[[admin_pb.StatusResponse], None]:
+    def loaded(rank_imbalance: float, num_copies: int = 0) -> Callable[[admin_pb.StatusResponse], None]:
         def change(status: admin_pb.StatusResponse) -> None:
             load = status.replicas[1].load
             load.expert_imbalance, load.expert_rank_imbalance = 3.5, rank_imbalance
             load.hottest_expert_layer, load.hottest_expert, load.hottest_expert_share = 3, 17, 0.375
+            load.num_expert_copies, load.expert_uncopied_imbalance = num_copies, 3.25
 
         return change
 
@@ -139,7 +140,13 @@ def test_uneven_ranks_are_a_warning_that_names_the_hottest_expert() -> None:
     assert uneven.seen.endswith("experts are unevenly loaded")
     assert "layer 3 sends 38% of its tokens to expert 17" in uneven.why
     assert uneven.figures["rank_imbalance"] == 2.25
+    assert uneven.remedy.startswith("a higher engine.expert_copies")
+    assert "copies" not in uneven.seen
     assert only(serving.expert_load, live(loaded(2.0))).severity is OK
+    copied = only(serving.expert_load, live(loaded(1.125, 5)))
+    assert copied.severity is OK
+    assert "with 5 copies of experts, without which the busiest rank would have 3.2 times" in copied.seen
+    assert (copied.figures["num_expert_copies"], copied.figures["uncopied_imbalance"]) == (5, 3.25)
     assert not said(serving.expert_load, live()), "a model without experts has no such finding"
 
 

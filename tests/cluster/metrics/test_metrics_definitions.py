@@ -75,6 +75,8 @@ LOAD = LoadReport(
     hottest_expert_layer=3,
     hottest_expert=17,
     hottest_expert_share=0.125,
+    expert_uncopied_imbalance=2.5,
+    num_expert_copies=6,
 )
 
 
@@ -238,8 +240,9 @@ def test_shares_of_the_blocks() -> None:
 def test_experts_are_exported_where_there_are_any() -> None:
     recorder, without = Recorder(), Recorder()
     replica_metrics(recorder).update(LOAD, "decode")
-    names = "expert_imbalance_ratio", "expert_rank_imbalance_ratio", "hottest_expert_ratio", "idle_experts"
-    assert [recorder.value(name) for name in names] == [1.75, 1.25, 0.125, 3]
+    ratios = "expert_imbalance", "expert_rank_imbalance", "hottest_expert", "expert_uncopied_imbalance"
+    names = *(f"{name}_ratio" for name in ratios), "idle_experts", "expert_copies"
+    assert [recorder.value(name) for name in names] == [1.75, 1.25, 0.125, 2.5, 3, 6]
     replica_metrics(without).update(LoadReport(identity=HERE, sequence=2), "decode")
     assert without.names().isdisjoint(names)
 

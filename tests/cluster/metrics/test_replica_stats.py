@@ -31,6 +31,8 @@ COMPUTED = {
     "expert_rank_imbalance": "expert_rank_imbalance_ratio",
     "num_idle_experts": "idle_experts",
     "hottest_expert_share": "hottest_expert_ratio",
+    "expert_uncopied_imbalance": "expert_uncopied_imbalance_ratio",
+    "num_expert_copies": "expert_copies",
 }
 # Shown by the status alone, as no number that says how much.
 STATUS_ONLY = {"backend", "hottest_expert_layer", "hottest_expert"}

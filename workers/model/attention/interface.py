@@ -105,6 +105,7 @@ class DeviceStep:
     starts: Tensor
     lengths: Tensor
     max_context_tokens: int
+    window_tables: Sequence[Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class StepInput:
     `starts[i]`. Entries of a table after a sequence's last token are ignored.
 
     `host` is set if tables name blocks in host memory. `marks` takes the progress of the work. `device` says
-    the same as the arrays, where they were uploaded already."""
+    the same as the arrays, where they were uploaded already. `window_tables` are those of the groups of
+    layers behind the first, whose entries before a sequence's window are ignored too."""
 
     tables: NDArray[np.int32]
     slots: NDArray[np.int32]
@@ -124,6 +126,7 @@ class StepInput:
     marks: Marks = NO_MARKS
     host: HostReader | None = None
     device: DeviceStep | None = None
+    window_tables: Sequence[NDArray[np.int32]] = ()
 
     @staticmethod
     def of(
@@ -261,6 +264,15 @@ class AttentionPlan(ABC):
     def __init__(self, step: StepInput) -> None:
         self.marks = step.marks
 
+    @property
+    def parts(self) -> Sequence[AttentionPlan | None]:
+        """The plans of each group of layers; None for one without layers here."""
+        return (self,)
+
+    def local(self, layer: LayerAttention) -> tuple[int, LayerAttention]:
+        """Return the group of a layer, and the layer as that group's plan numbers it."""
+        return 0, layer
+
     @abstractmethod
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Normalize and rotate queries and keys of `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) *
@@ -295,6 +307,11 @@ class AttentionBackend(ABC):
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         self.shape = shape
         self.kv = kv
+
+    @property
+    def kvs(self) -> Sequence[Tensor]:
+        """The KV of each group of layers, that of the first being `kv`."""
+        return (self.kv,)
 
     @abstractmethod
     def plan(self, step: StepInput) -> AttentionPlan:

@@ -79,13 +79,22 @@ class ReplaceableExperts(Experts):
         CUDA is pinned: the copy takes its turn in the work of the current stream, without more memory."""
 
 
+class CopyableExperts(Experts):
+    """Experts whose memory can be copied over that of others of the same class and sizes, of another rank
+    too."""
+
+    @abstractmethod
+    def memory(self, expert: int) -> list[Tensor]:
+        """Return the contiguous tensors in which the weights of an expert are, in the kernels' own layout."""
+
+
 class CountingExperts(Experts):
     """Experts that count the tokens of each, in int64 `counts` [num_experts]."""
 
     counts: Tensor
 
 
-class TorchExperts(ReadableExperts, ReplaceableExperts):
+class TorchExperts(ReadableExperts, ReplaceableExperts, CopyableExperts):
     """Experts by torch, on any device and of any dtype, one after another."""
 
     def __init__(self, weights: ExpertWeights) -> None:
@@ -120,6 +129,9 @@ class TorchExperts(ReadableExperts, ReplaceableExperts):
             if own is not None:
                 assert new is not None
                 own.copy_(new, non_blocking=True)
+
+    def memory(self, expert: int) -> list[Tensor]:
+        return [it for it in self.rows(expert) if it is not None]
 
     def _result(self, expert: int, x: Tensor) -> Tensor:
         """Compute the result of one expert for x [num_rows, hidden_size]."""

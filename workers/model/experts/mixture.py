@@ -8,6 +8,8 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.apply_norm import apply_norm
+from workers.model.experts.copied_experts import CopiedExperts, with_slots
+from workers.model.experts.copy_slots import CopySlots
 from workers.model.experts.expert_products import CountingExperts, Experts
 from workers.model.experts.host_experts import SplitExperts, split_experts
 from workers.model.experts.make_experts import choose, make_experts
@@ -58,8 +60,8 @@ class Mixture:
     """A feed-forward of experts; an `AddedProduct`. Over normed hidden states, or over hidden states that it
     normalizes, for router and experts each in its way, where experts are a branch beside a feed-forward.
 
-    `counts`, int64 [num_held], are the tokens that each expert of this rank has had, counted on the device,
-    those included with which a CUDA graph is padded."""
+    `counts`, int64 [num_owned + num_slots], are the tokens that each expert of this rank has had, and then
+    each slot for copies, counted on the device, those included with which a CUDA graph is padded."""
 
     def __init__(
         self,
@@ -76,13 +78,17 @@ class Mixture:
             self._shared = SharedExperts(weights.shared, activation, is_deterministic=is_deterministic)
         norms = weights.branch_norms
         self._norm = None if norms is None else norms.experts_input
-        self._first, self._num_held = weights.held.start, len(weights.held)
+        self._first, self._num_owned = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
         device = weights.router.parts[0].device  # that of the hidden states, also with an offload
-        self.counts = torch.zeros(self._num_held, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(self._experts.num_experts, dtype=torch.int64, device=device)
         if isinstance(self._experts, CountingExperts):
             self.counts = self._experts.counts
+        self._copies: CopiedExperts | None = None
+        if (place := weights.copies) is not None:
+            slots = CopySlots(rule.num_experts, place, device)
+            self._copies = CopiedExperts(self._experts, weights.held, slots, self.counts)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
@@ -99,6 +105,11 @@ class Mixture:
     def split(self) -> SplitExperts | None:
         """The experts, if the CPU computes some of them for another device."""
         return self._experts if isinstance(self._experts, SplitExperts) else None
+
+    @property
+    def copies(self) -> CopiedExperts | None:
+        """The experts with their copies, if ranks may hold copies of experts of others."""
+        return self._copies
 
     def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
         experts, router = self._experts, self._router.logits
@@ -119,16 +130,16 @@ class Mixture:
         if self._packed is not None:
             self._packed.add_to(hidden, x)
             return None
-        return self._experts.add_to(hidden, self._normed(x), self._of_rank(self.route(x)))
+        return self._experts.add_to(hidden, self._normed(x), self._of_rank(x, self.route(x)))
 
     def route(self, x: Tensor) -> Routing:
         """Choose experts, by the numbers that they have in the layer."""
         return self._router(x)
 
     def sum_held(self, x: Tensor, routing: Routing) -> Tensor:
-        """Compute the weighted sums of the results of the experts that this rank holds, without shared
-        ones."""
-        return self._experts(self._normed(x), self._of_rank(routing))
+        """Compute the weighted sums of the results of the experts that this rank computes for each row,
+        without shared ones."""
+        return self._experts(self._normed(x), self._of_rank(x, routing))
 
     def _of_experts(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -138,12 +149,14 @@ class Mixture:
     def _normed(self, x: Tensor) -> Tensor:
         return x if self._norm is None else apply_norm(x, self._norm)
 
-    def _of_rank(self, routing: Routing) -> Routing:
-        """Return the experts by the numbers that they have at this rank, which computes them: -1 for those of
-        others."""
-        if not self._holds_all:
+    def _of_rank(self, x: Tensor, routing: Routing) -> Routing:
+        """Return the experts by the numbers that they have at this rank, which computes them: -1 for those
+        that other ranks compute."""
+        if self._copies is not None:
+            routing = routing._replace(experts=self._copies.slots.places(x, routing.experts))
+        elif not self._holds_all:
             experts = routing.experts - self._first
-            is_foreign = (experts < 0) | (experts >= self._num_held)
+            is_foreign = (experts < 0) | (experts >= self._num_owned)
             routing = routing._replace(experts=experts.masked_fill_(is_foreign, -1))
         if not isinstance(self._experts, CountingExperts):
             self._count(routing)
@@ -159,6 +172,9 @@ class Mixture:
 
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if weights.copies is not None:
+        with_copies = with_slots(weights.experts, weights.copies.num_slots)
+        return make_experts(with_copies, is_deterministic=is_deterministic)
     if (offload := weights.offload) is None:
         return make_experts(weights.experts, is_deterministic=is_deterministic)
     return split_experts(weights.experts, offload.device, offload.num_in_host)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workers.model.experts.copy_slots import CopyPlace
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import DEFAULT_CLAMP, MixtureShape
 from workers.model.experts.stored_experts import ReadWhenTaken, StoredExperts
@@ -54,7 +55,8 @@ class MixtureWeights:
     where there is an `offload`; and of shared experts.
 
     Where experts are a branch beside a feed-forward, the norm of what the router takes, factors [num_experts]
-    of the weights of chosen experts, and the norms of the branches."""
+    of the weights of chosen experts, and the norms of the branches. Where ranks hold `copies` of experts of
+    others, the place of this rank among them."""
 
     router: LinearWeights
     correction: Tensor | None
@@ -65,20 +67,31 @@ class MixtureWeights:
     expert_scale: Tensor | None = None
     branch_norms: BranchNorms | None = None
     offload: ExpertOffload | None = None
+    copies: CopyPlace | None = None
 
 
 class MixtureWeightReader:
     """Reads the experts of one checkpoint for one of `tp` ranks, of which each `ep`-th part holds other
-    experts. `num_in_host` of each layer are computed by the CPU."""
+    experts. `num_in_host` of each layer are computed by the CPU, and `num_copies` have a slot at each
+    rank."""
 
     def __init__(
-        self, files: TensorFiles, config: ModelConfig, tp_rank: int, tp: int, *, ep: int, num_in_host: int = 0
+        self,
+        files: TensorFiles,
+        config: ModelConfig,
+        tp_rank: int,
+        tp: int,
+        *,
+        ep: int,
+        num_in_host: int = 0,
+        num_copies: int = 0,
     ) -> None:
         self._files, self._config = files, config
         self._offload = ExpertOffload(num_in_host, files.device) if num_in_host else None
         self._expert_files = files.in_host_memory() if num_in_host else files
         self._hidden_size = config.hidden_size
         self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
+        self._copies = CopyPlace(tp_rank // (tp // ep), ep, num_copies) if num_copies else None
 
     def layer(self, prefix: str) -> MixtureWeights:
         """Read the experts of the layer whose tensors begin with `prefix`."""
@@ -99,6 +112,7 @@ class MixtureWeightReader:
             self._floats(f"{block}{names.expert_scale}", num_experts) if names.expert_scale else None,
             self._branch_norms(prefix, traits.branch_norms) if traits.branch_norms else None,
             self._offload,
+            self._copies,
         )
 
     def _floats(self, name: str, size: int) -> Tensor:

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.experts.expert_products import CountingExperts, ExpertRows, ExpertWeights, ReadableExperts
+from workers.model.experts.expert_products import (
+    CopyableExperts,
+    CountingExperts,
+    ExpertRows,
+    ExpertWeights,
+    ReadableExperts,
+)
 from workers.model.experts.mixture_shape import ExpertActivation
 from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
@@ -69,6 +75,10 @@ class _Panels:
                 ctypes.c_void_p(panels.data_ptr()),
             )
 
+    def of(self, expert: int) -> Tensor:
+        """Return the panels of an expert, flat."""
+        return self._of_experts[expert]
+
     def outputs(self, expert: int) -> Tensor:
         """Return the rows of an expert in the order of the panels' outputs, [num_panels, PANEL, num_inputs],
         with those of padding."""
@@ -78,7 +88,7 @@ class _Panels:
         return rows.view(self._of_experts.dtype)
 
 
-class PackedExperts(CountingExperts, ReadableExperts):
+class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
     """Experts with packed float32 or bfloat16 weights, on a CPU. A token's result depends neither on the
     other tokens nor on the number of threads."""
 
@@ -138,6 +148,10 @@ class PackedExperts(CountingExperts, ReadableExperts):
             None if gate_up_bias is None else self._gates_and_ups(gate_up_bias.view(-1, PANEL)),
             None if down_bias is None else down_bias[: self.hidden_size],
         )
+
+    def memory(self, expert: int) -> list[Tensor]:
+        biases = [bias[expert] for bias in self._biases if bias is not None]
+        return [self._gate_up.of(expert), self._down.of(expert), *biases]
 
     def _gates_and_ups(self, outputs: Tensor) -> Tensor:
         """Bring outputs of panels [num_panels, PANEL, ...], gates and ups in turn, into the order of gates

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from workers.model.cuda import experts as kernels
 from workers.model.experts.expert_products import (
+    CopyableExperts,
     CountingExperts,
     ExpertRows,
     ExpertWeights,
@@ -24,7 +25,7 @@ _FEW_ROWS, _GROUPED_ROWS = 16, 128
 _ALIGNMENT, _MOST_GROUPS, _CAPABILITIES = 16, 1024, (9, 10)
 
 
-class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
+class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts, CopyableExperts):
     """Experts whose weights lie on the device in two tensors, [num_experts, 2 * size, hidden_size] and
     [num_experts, hidden_size, size]. Nothing of a step is left to the host."""
 
@@ -63,6 +64,9 @@ class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts):
             if own is not None:
                 assert new is not None
                 own.copy_(new, non_blocking=True)
+
+    def memory(self, expert: int) -> list[Tensor]:
+        return [it for it in self.rows(expert) if it is not None]
 
     def _compute(self, x: Tensor, routing: Routing, out: Tensor, *, is_added: bool) -> None:
         num_pairs = routing.experts.numel()

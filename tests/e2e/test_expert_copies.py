@@ -1,0 +1,104 @@
+"""A replica whose router sends most tokens to the experts of one rank: copies appear while it serves, and
+then loads are even. Tokens stay those of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_harness import E2eHarness, Heard, fired, rule, until
+from family_checkpoints import write_family_checkpoint
+from paged_model import tokens_of
+from safetensors.torch import load_file, save_file
+
+from workers.config import Parallel
+
+pytestmark = pytest.mark.slow
+
+NUM_EXPERTS = 8
+NUM_LAYERS = 3
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 33,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+}
+PROMPTS = [tokens_of(seed, length) for seed, length in enumerate((70, 33, 9, 54, 41, 18))]
+NUM_TOKENS = 24
+
+
+def write_skewed(path: Path) -> None:
+    """Write a checkpoint whose routers choose the first two experts for every token, and any third."""
+    write_family_checkpoint(path, "minimax_m2", seed=1, **SHAPE)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == NUM_LAYERS
+    for bias in biases:
+        bias[:2] += 10.0
+    save_file(tensors, file, {"format": "pt"})
+
+
+async def tokens_at(harness: E2eHarness, name: str, turn: int) -> list[list[int]]:
+    """Return the tokens that a replica generates for all prompts at once, greedily."""
+    replica = harness.replicas[name]
+    submissions = [
+        harness.submission(f"{name}-{turn}-{number}", prompt, max_tokens=NUM_TOKENS, temperature=0.0)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    ended = await asyncio.gather(*(harness.run(replica, submission) for submission in submissions))
+    assert all(heard.failure is None for heard in ended)
+    return [heard.sequence() for heard in ended]
+
+
+async def test_copies_of_hot_experts_appear_while_a_replica_serves(tmp_path: Path) -> None:
+    write_skewed(tmp_path)
+    async with E2eHarness(tmp_path) as harness:
+        await harness.add("one")
+        expected = await tokens_at(harness, "one", 0)
+        split = await harness.add("split", parallel=Parallel(tp=2, ep=2), engine={"expert_copies": 2})
+        core = split.core
+        assert core.reports.load().num_expert_copies == 0, "nothing is known of the loads yet"
+        for turn in range(2000):
+            assert await tokens_at(harness, "split", turn) == expected
+            load = core.reports.load()
+            if load.num_expert_copies and load.expert_rank_imbalance < 1.25:
+                break
+        # Tokens from before the copies count as well.
+        assert load.expert_rank_imbalance < 1.25 < 1.4 < load.expert_uncopied_imbalance
+        assert load.num_expert_copies >= NUM_LAYERS
+        await harness.quiet()
+
+
+async def test_a_rank_that_dies_while_an_expert_is_copied_ends_the_replica(tmp_path: Path) -> None:
+    """The other rank, which waits for it or sends to it, does not hang; requests resume elsewhere."""
+    write_skewed(tmp_path)
+    kill = rule("rank.step.copies", "kill", tmp_path)
+    async with E2eHarness(tmp_path) as harness:
+        await harness.add("one")
+        expected = await tokens_at(harness, "one", 0)
+        split = await harness.add(
+            "split", parallel=Parallel(tp=2, ep=2), engine={"expert_copies": 2}, faults=[kill]
+        )
+        turn, heard = 0, Heard()
+        while heard.failure is None:
+            submission = harness.submission(
+                f"split-{turn}", PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0
+            )
+            heard = await harness.run(split, submission)
+            turn += 1
+            assert turn < 2000, "no copies appear"
+        assert fired(kill)
+        assert heard.failure.code == "internal"
+        await until(lambda: split.core._death != "", "the replica has ended")
+        begun = heard.sequence()
+        again = harness.submission("again", PROMPTS[0], output=begun, max_tokens=NUM_TOKENS, temperature=0.0)
+        second = await harness.run(harness.replicas["one"], again)
+        assert begun + [second.tokens[0][it] for it in sorted(second.tokens[0])] == expected[0]

@@ -1,0 +1,173 @@
+"""WindowPool: which request uses which block of a group of layers with a window, and which can be found by
+key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from workers.errors import OutOfBlocksError
+
+
+class WindowPool:
+    """Keeps reference counts, finished blocks by key, eviction and quarantine of `num_blocks`.
+
+    A block is in exactly one state::
+
+        free --allocate--> referenced --release, last one, not registered--> free
+                            |    ^  \\--release, last one, registered--> cached --evict--> free
+                            |    \\-----------------acquire----------------/
+                            \\--quarantine--> quarantined --release_quarantine--> free
+
+    A sequence needs no block before its window, so a block can be found whether or not those before it can.
+    Of the cached ones, those that sequences have `passed` are evicted first: only a prompt that leaves theirs
+    right there has a use for them. Then the least recently released one goes.
+    """
+
+    def __init__(self, window: int, num_blocks: int) -> None:
+        """Take the window of the layers, in tokens."""
+        assert window > 0
+        assert num_blocks > 0
+        self.window = window
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._quarantined: set[int] = set()
+        self._key_to_block: dict[bytes, int] = {}
+        self._key_to_group: dict[bytes, str] = {}
+        # Cached blocks, in the order in which they are evicted.
+        self._passed: dict[int, None] = {}
+        self._kept: dict[int, None] = {}
+        self.num_references = 0
+
+    @property
+    def num_total(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: free ones and cached ones."""
+        return len(self._free) + self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found and that nobody references."""
+        return len(self._passed) + len(self._kept)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one holder references the block: copy before writing."""
+        return self._refs[block_id] > 1
+
+    def is_referenced(self, block_id: int) -> bool:
+        return self._refs[block_id] > 0
+
+    def is_registered(self, block_id: int) -> bool:
+        return self._keys[block_id] is not None
+
+    def find(self, key: bytes) -> int | None:
+        """Return the block that holds the KV of this key; takes no reference."""
+        return self._key_to_block.get(key)
+
+    def register(self, block_id: int, key: bytes, group: str) -> bool:
+        """Make a full, computed block of a sharing group findable. False, and the block stays private, when
+        another block has the key already."""
+        assert self._refs[block_id] > 0, f"block {block_id} is not referenced: it cannot be registered"
+        if self._keys[block_id] is not None:
+            assert self._keys[block_id] == key, f"block {block_id} is registered under another key"
+            return True
+        if key in self._key_to_block:
+            return False
+        self._keys[block_id] = key
+        self._key_to_block[key] = block_id
+        self._key_to_group[key] = group
+        return True
+
+    def purge(self, group: str | None) -> int:
+        """Take the blocks of this sharing group (None: of any) out of what can be found. Return how many
+        those were."""
+        keys = [key for key, its in self._key_to_group.items() if group in (None, its)]
+        for key in keys:
+            self._unregister(self._key_to_block[key])
+        return len(keys)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block; the blocks are referenced or cached."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                assert self._keys[block_id] is not None, f"block {block_id} is free: it holds nothing"
+                self._passed.pop(block_id, None)
+                self._kept.pop(block_id, None)
+            self._refs[block_id] += 1
+            self.num_references += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Return blocks with one reference each, evicting cached ones when needed.
+
+        Raises `OutOfBlocksError`, taking and evicting nothing, when fewer are free."""
+        if num_blocks > self.num_free:
+            raise OutOfBlocksError(f"{num_blocks} blocks of a window are needed, {self.num_free} are free")
+        while len(self._free) < num_blocks:
+            self._unregister(next(iter(self._passed or self._kept)))
+        block_ids = [self._free.pop() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._refs[block_id] = 1
+        self.num_references += num_blocks
+        return block_ids
+
+    def release(self, block_ids: Sequence[int], *, passed: bool = False) -> None:
+        """Drop one reference of each block. Given in the order of a prompt, so the last counts as the
+        oldest."""
+        for block_id in reversed(block_ids):
+            self._drop_reference(block_id)
+            if self._refs[block_id] > 0:
+                continue
+            if self._keys[block_id] is None:
+                self._free.append(block_id)
+            else:
+                (self._passed if passed else self._kept)[block_id] = None
+
+    def quarantine(self, block_ids: Iterable[int]) -> None:
+        """Drop the only reference of blocks that a writer may still write: nobody may have them yet."""
+        for block_id in block_ids:
+            assert self._keys[block_id] is None, f"block {block_id} can be found"
+            self._drop_reference(block_id)
+            assert self._refs[block_id] == 0, f"block {block_id} is referenced: it cannot be quarantined"
+            self._quarantined.add(block_id)
+
+    def release_quarantine(self, block_ids: Iterable[int]) -> None:
+        """Free the blocks: the writer has proven that it stopped."""
+        for block_id in block_ids:
+            self._quarantined.remove(block_id)
+            self._free.append(block_id)
+
+    def check(self) -> None:
+        """Assert that every block is in one state, and that counts and index agree."""
+        referenced = {block for block, count in enumerate(self._refs) if count}
+        cached = {*self._passed, *self._kept}
+        states = [set(self._free), cached, referenced, self._quarantined]
+        assert sum(map(len, states)) == self.num_total, "a block is in two states, or in none"
+        assert set().union(*states) == set(range(self.num_total))
+        assert len(self._free) == len(states[0]), "a block is free twice"
+        assert sum(self._refs) == self.num_references
+        registered = {block for block, key in enumerate(self._keys) if key is not None}
+        assert {self._keys[block]: block for block in registered} == self._key_to_block
+        assert self._key_to_group.keys() == self._key_to_block.keys()
+        assert registered - referenced == cached
+
+    def _drop_reference(self, block_id: int) -> None:
+        assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
+        self._refs[block_id] -= 1
+        self.num_references -= 1
+
+    def _unregister(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        assert key is not None
+        self._keys[block_id] = None
+        del self._key_to_block[key], self._key_to_group[key]
+        if self._refs[block_id] == 0:
+            self._passed.pop(block_id, None)
+            self._kept.pop(block_id, None)
+            self._free.append(block_id)
