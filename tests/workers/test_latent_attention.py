@@ -384,6 +384,23 @@ def test_the_form_with_fewer_operations_is_taken() -> None:
     assert shape.is_expansion_cheaper(10_000, 200)
 
 
+def test_the_work_of_a_step_is_that_of_the_cheaper_form(tmp_path: Path) -> None:
+    """Of 27 layers of 16 heads. A token that decodes reads 1,152 bytes of each that it sees."""
+    config = read_model_config(_write(tmp_path, MODELS["deepseek-ai/DeepSeek-V2-Lite"].config))
+    work = ModelWork(config, 2)
+    far, near = (work.of([], 0, [start]) for start in (2048, 0))
+    assert far.read_bytes - near.read_bytes == 2048 * 27 * 1152
+    assert far.flops - near.flops == 2048 * 27 * 16 * 2 * (512 + 64 + 512)
+    for num_tokens in (20, 500):
+        later, first = (work.of([(start, num_tokens)], 0).flops for start in (1000, 0))
+        num_pairs = num_tokens * 1000 + num_tokens * (num_tokens + 1) // 2
+        absorbed = num_pairs * 2 * (512 + 64 + 512)
+        expanded = num_pairs * 2 * (128 + 64 + 128) + 1000 * 2 * 512 * (128 + 128)
+        of_first = num_tokens * (num_tokens + 1) // 2 * 2 * (128 + 64 + 128)
+        assert later - first == 27 * 16 * (min(absorbed, expanded) - of_first)
+        assert (expanded < absorbed) == (num_tokens == 500)
+
+
 @uses_compiler
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("case", [f"{family}-{number}" for family in LATENT for number in (1, 2)])
