@@ -189,4 +189,5 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
     num_layers = min(min(end, cells.num_layers) - start for start, end in zip(starts, ends, strict=True))
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    return BlockLayout(shard, cells.width, pool.engine.block_tokens, item_bytes).block_bytes
+    block_tokens = pool.engine.block_tokens
+    return BlockLayout(shard, cells.width, block_tokens, item_bytes, num_kinds=cells.num_kinds).block_bytes

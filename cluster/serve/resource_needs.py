@@ -192,7 +192,10 @@ def _pool_need(
                 expert_copies=engine.expert_copies,
             )
             shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
-            layout = BlockLayout(shard, model.kv_cells.width, engine.block_tokens, item_bytes)
+            cells = model.kv_cells
+            layout = BlockLayout(
+                shard, cells.width, engine.block_tokens, item_bytes, num_kinds=cells.num_kinds
+            )
             layouts = [replace(layout, group=group.layers) for group in groups] or [layout]
             ranks.append(
                 RankNeed(

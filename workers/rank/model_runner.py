@@ -228,11 +228,9 @@ class ModelRunner:
     def _backend(self, shape: AttentionShape, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over one KV."""
         if self._queue is not None and self._queue.has_triton and memory.device.type == "cpu":
-            from workers.model.attention.triton_backend import (
-                TritonAttention,  # in the interpreter, for tests
-            )
+            from workers.model.attention.triton_latents import make_triton  # in the interpreter, for tests
 
-            make = functools.partial(TritonAttention, is_deterministic=self._is_deterministic)
+            make = functools.partial(make_triton, is_deterministic=self._is_deterministic)
             return backend_of_kinds(shape, memory, make)
         return choose_attention(
             shape,
@@ -359,6 +357,7 @@ def _compatibility(
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,
         head_dim=cells.width,
+        num_kinds=cells.num_kinds,
         groups=groups,
     )
 
@@ -374,7 +373,7 @@ def _layouts(
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    whole = BlockLayout(held, cells.width, block_tokens, dtype.itemsize)
+    whole = BlockLayout(held, cells.width, block_tokens, dtype.itemsize, num_kinds=cells.num_kinds)
     return [replace(whole, group=group.layers) for group in groups] or [whole]
 
 

@@ -153,7 +153,7 @@ class ReplicaReports:
     @property
     def _num_other_references(self) -> int:
         """The references of landings, and of copies to and from the store."""
-        return self._kv_receiver.landings.num_references + (
+        return self._kv_receiver.num_references + (
             0 if self._connector is None else self._connector.num_references
         )
 
