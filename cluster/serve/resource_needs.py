@@ -95,6 +95,10 @@ class PoolNeed(NamedTuple):
         """Return the host memory for the KV of so many tokens."""
         return self._host_kv.bytes_of(kv_tokens // self.block_tokens)
 
+    def saved_kv_bytes(self, kv_tokens: int) -> int:
+        """Return the host memory that windows of layers save with the KV of so many tokens."""
+        return self._host_kv.saved_bytes(kv_tokens // self.block_tokens)
+
     def fitting_kv_tokens(self, num_bytes: int) -> int:
         """Return how many tokens' KV fits into host memory of this size."""
         return self._host_kv.fitting_blocks(max(num_bytes, 0)) * self.block_tokens

@@ -200,3 +200,4 @@ def test_as_many_blocks_fit_as_bytes_are_there_for(num_bytes: int) -> None:
     sizes = GroupBytes([40, 60, 0], [10, 5])
     fitting = sizes.fitting_blocks(num_bytes)
     assert sizes.bytes_of(fitting) <= num_bytes < sizes.bytes_of(fitting + 1)
+    assert sizes.bytes_of(fitting) + sizes.saved_bytes(fitting) == fitting * 100
