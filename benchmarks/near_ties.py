@@ -56,13 +56,14 @@ class Model:
         config = self.decoder.config
         self._num_tokens = num_tokens
         self._blocks_each = -(-(PROMPT_TOKENS + num_tokens) // BLOCK_TOKENS)
+        cells = config.kv_cells
         self._kv = torch.zeros(
             2 * BATCH * self._blocks_each,
-            config.num_layers,
-            2,
-            config.num_kv_heads,
+            cells.num_layers,
+            cells.num_kinds,
+            cells.num_cells,
             BLOCK_TOKENS,
-            config.head_dim,
+            cells.width,
         ).to(dtype)
         self.attention = choose_attention(self.decoder.attention_shape, self._kv)
 

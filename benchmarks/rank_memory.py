@@ -243,7 +243,7 @@ def watch(
         for _ in range(num_steps - num_steps // 2):
             _run(rank, steps.next())
         end = Resident.of(process_id)
-    token_bytes = 2 * math.prod(config.kv_cells) * 2
+    token_bytes = math.prod(config.kv_cells) * 2
     weights_bytes = sum(file.stat().st_size for file in weight_files(model_dir))
     return MemoryCourse(resident_of_torch(), ready, middle, end, weights_bytes, kv_tokens * token_bytes)
 

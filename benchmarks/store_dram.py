@@ -134,7 +134,9 @@ class TimedWorker:
         self._reports: queue.SimpleQueue[StoreReport] = queue.SimpleQueue()
         self._sums = [0] * pool.num_blocks
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), CLOCK)
-        self._worker = StoreWorker(pool, 0, governor, self._owner.trust, Faults(), CLOCK, self._reports.put)
+        self._worker = StoreWorker(
+            (pool,), 0, governor, self._owner.trust, Faults(), CLOCK, self._reports.put
+        )
         self._worker.handle(AttachStore(self._owner.address, b"bench"))
         attached = self._reports.get()
         assert isinstance(attached, StoreAttached)

@@ -394,8 +394,10 @@ class ClusterConfig(_Settings):
 
     @property
     def frees_windows(self) -> bool:
-        """Whether layers with a window keep KV of their window alone. A store keeps blocks of all layers."""
-        return not self.store.dram_gb
+        """Whether layers with a window keep KV of their window alone. Between a GPU and a store only blocks
+        of all layers are copied."""
+        is_on_gpu = any(device != "cpu" for pool in self.pools for device in pool.stage_devices)
+        return not (self.store.dram_gb and is_on_gpu)
 
     @property
     def model_source(self) -> ModelSource:

@@ -191,5 +191,5 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
     form = KvForm.of(pool.engine.kv_dtype, item_bytes)
-    sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes
+    sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
     return BlockLayout(shard, *sizes).block_bytes

@@ -85,6 +85,12 @@ class CompatibilityRecord(Part, frozen=True):
         return ITEM_BYTES.get(self.kv_dtype or self.dtype, 0)
 
     @property
+    def is_given_on(self) -> bool:
+        """Whether the ranks of a replica that hold copies of KV receive a part each, and give it to one
+        another. Replicas of versions that do not would receive nothing of latents: they keep none."""
+        return self.num_kinds == 1
+
+    @property
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads."""
         head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes

@@ -3,6 +3,7 @@ its owner."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from workers.messages.link import GatewayKey, News
@@ -17,6 +18,13 @@ class RankChannel(Protocol):
 
     def send_to(self, rank: int, message: RankDown) -> None:
         """Send a message to one rank; a rank that has left receives nothing."""
+
+
+class BlockSharing(Protocol):
+    """Gives blocks that landed in parts on among the ranks that hold copies of them."""
+
+    def give(self, block_ids: tuple[int, ...], then: Callable[[], None]) -> None:
+        """Let the ranks give one another these blocks, and call `then` when all have them."""
 
 
 class GatewayNews(Protocol):

@@ -38,7 +38,10 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
     except CheckpointError as problem:
         yield error(str(problem), "no replica can load it", _FOLDER)
         return
-    shape = f"{model.num_layers} layers, {model.num_heads} heads ({model.num_kv_heads} of KV)"
+    kept = (
+        f"{model.num_kv_heads} of KV" if model.latent is None else f"a latent of {model.latent.width} in KV"
+    )
+    shape = f"{model.num_layers} layers, {model.num_heads} heads ({kept})"
     name = context.config.model_source.served_name
     yield ok(f"{name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context")
     for key, why in ignored_keys(described_model(context.config)).items():
@@ -122,6 +125,11 @@ def split(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("the model can be split as every pool wants")
 
 
+def _held_in_kv(model: ModelConfig) -> str:
+    """Name what ranks can divide of the KV."""
+    return f"{model.kv_cells.num_cells} KV heads" if model.latent is None else "one latent in the KV"
+
+
 def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]:
     try:
         pool.check_model(model)
@@ -132,7 +140,7 @@ def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]
         return
     if pool.tp > model.kv_cells.num_cells:
         yield note(
-            f"pool {pool.name}: tp {pool.tp} is above the model's {model.kv_cells.num_cells} KV heads",
+            f"pool {pool.name}: tp {pool.tp} is above the model's {_held_in_kv(model)}",
             "several ranks hold a copy of each, so kv_tokens takes more memory than with fewer ranks",
         )
     if pool.engine.kv_tokens != "auto" and pool.engine.kv_tokens < model.max_context_tokens:

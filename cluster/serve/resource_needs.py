@@ -96,6 +96,10 @@ class PoolNeed(NamedTuple):
         """Return the host memory for the KV of so many tokens."""
         return self._host_kv.bytes_of(kv_tokens // self.block_tokens)
 
+    def saved_kv_bytes(self, kv_tokens: int) -> int:
+        """Return the host memory that windows of layers save with the KV of so many tokens."""
+        return self._host_kv.saved_bytes(kv_tokens // self.block_tokens)
+
     def fitting_kv_tokens(self, num_bytes: int) -> int:
         """Return how many tokens' KV fits into host memory of this size."""
         return self._host_kv.fitting_blocks(max(num_bytes, 0)) * self.block_tokens
@@ -194,8 +198,14 @@ def _pool_need(
                 expert_copies=engine.expert_copies,
             )
             shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
+            cells = model.kv_cells
             layout = BlockLayout(
-                shard, model.kv_cells.width, engine.block_tokens, form.item_bytes, form.scale_bytes
+                shard,
+                cells.width,
+                engine.block_tokens,
+                form.item_bytes,
+                form.scale_bytes,
+                cells.num_kinds,
             )
             layouts = [replace(layout, group=group.layers) for group in groups] or [layout]
             ranks.append(

@@ -142,6 +142,7 @@ class DevicePool(KvPool):
 
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
         """Copy to host memory without a stop on the device."""
+        assert self.layout.group is None, "records have all layers"
         self.check_blocks(block_ids)
         shard, size = self.layout.shard, self.layout.block_bytes
         memory = _memory(region, offsets, size)
@@ -158,6 +159,7 @@ class DevicePool(KvPool):
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         """Copy whole records to the device, where they are summed and their part is taken."""
+        assert self.layout.group is None, "records have all layers"
         self.check_blocks(block_ids)
         memory = _memory(region, offsets, self.piece_bytes(shard))
         with self._working():

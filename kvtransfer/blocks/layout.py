@@ -143,21 +143,46 @@ def plan_pieces(
     return tuple(sorted(pieces, key=itemgetter(0, 1)))
 
 
+def landing_shards(holders: Sequence[tuple[int, Shard]]) -> list[tuple[int, Shard]]:
+    """Divide what ranks hold copies of among them: return (rank, shard) of the layers that each receives from
+    other replicas, and then gives to its copies. A rank for which no layer is left receives nothing."""
+    copies: dict[Shard, list[int]] = {}
+    for rank, shard in sorted(holders, key=_RANK):
+        copies.setdefault(shard, []).append(rank)
+    landing: list[tuple[int, Shard]] = []
+    for shard, ranks in copies.items():
+        for index, rank in enumerate(ranks):
+            part = layers_of_copy(shard.num_layers, index, len(ranks))
+            layers = shard.layer_start + part.start, shard.layer_start + part.stop
+            if part:
+                landing.append((rank, Shard(*layers, shard.head_start, shard.head_end)))
+    return sorted(landing, key=_RANK)
+
+
+def layers_of_copy(num_layers: int, index: int, num_copies: int) -> range:
+    """Return the layers that the `index`-th of `num_copies` ranks receives of a shard, counted from its
+    first."""
+    return range(index * num_layers // num_copies, (index + 1) * num_layers // num_copies)
+
+
 def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
     """Plan the copies that move `piece`, in ascending order, as few and as long as possible: a single one
-    between equal layouts. Raises `IncompatibleError` if the blocks' shapes differ, `ValueError` if a block
-    does not hold the piece."""
-    for field in ("head_dim", "block_tokens", "item_bytes", "scale_bytes", "num_kinds", "group"):
+    between equal layouts. Between a block of all layers and one of a group, the layers of the group move.
+    Raises `IncompatibleError` if the blocks' shapes differ, `ValueError` if a block does not hold the
+    piece."""
+    for field in ("head_dim", "block_tokens", "item_bytes", "scale_bytes", "num_kinds"):
         if getattr(src, field) != getattr(dst, field):
             raise IncompatibleError(
                 f"{field}: {getattr(src, field)} at the source, {getattr(dst, field)} there"
             )
+    if None not in (src.group, dst.group) and src.group != dst.group:
+        raise IncompatibleError(f"layers {src.group} at the source, {dst.group} there")
     for shard in (src.shard, dst.shard):
         if intersect(shard, piece) != piece:
             raise ValueError(f"{piece} is not part of {shard}")
     num_bytes = piece.num_heads * src.head_bytes
     runs: list[Run] = []
-    for layer in src.layers_of(piece):
+    for layer in (dst if src.group is None else src).layers_of(piece):
         for kind in range(src.num_kinds):
             src_offset = src.offset(layer, kind, piece.head_start)
             _append(runs, Run(src_offset, dst.offset(layer, kind, piece.head_start), num_bytes))

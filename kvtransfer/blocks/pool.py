@@ -46,15 +46,17 @@ class KvPool(ABC):
 
     @abstractmethod
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
-        """Copy whole blocks to these offsets of `region`, host memory outside the pool. Returns the sums of
-        the copied bytes themselves."""
+        """Copy whole blocks to these offsets of `region`, host memory outside the pool, where blocks have all
+        layers. Returns the sums of the copied bytes themselves; none where blocks have the layers of a group
+        alone, and the others' places are left as they are."""
 
     @abstractmethod
     def load(
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
-        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard` at the
-        offset. Returns the sums of all of `shard`, which the pool itself need not hold."""
+        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard`, of all
+        layers, at the offset. Returns the sums of all of `shard`, which the pool itself need not hold; none
+        where blocks have the layers of a group alone."""
 
     def attach(self, region: ByteRegion) -> None:
         """Make this memory fast to access, before its first `store` and `load`."""
@@ -110,19 +112,21 @@ class HostPool(KvPool):
         return np.empty(num_bytes, dtype=np.uint8).data
 
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
-        table = self._table(self.layout.shard)
-        return copy_runs(self.region, self.offsets(block_ids), region, offsets, table, streamed=True)
+        table, is_whole = record_table(self.layout), self.layout.group is None
+        targets = self.offsets(block_ids)
+        return copy_runs(self.region, targets, region, offsets, table, sums=is_whole, streamed=True)
 
     def load(
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
         targets = self.offsets(block_ids)
         table = part_table(self.layout, piece, shard)
-        if piece == shard:
+        is_whole = self.layout.group is None
+        if piece == shard and is_whole:
             return copy_runs(region, offsets, self.region, targets, table, streamed=True)
-        whole = replace(self.layout, shard=shard)
         copy_runs(region, offsets, self.region, targets, table, sums=False, streamed=True)
-        return sum_runs(region, offsets, piece_table(whole, shard))
+        table = piece_table(replace(self.layout, shard=shard), shard)
+        return sum_runs(region, offsets, table) if is_whole else []
 
     def offsets(self, block_ids: Sequence[int]) -> list[int]:
         """Return the byte offsets of the blocks. Raises `IndexError` for a block outside the pool."""
@@ -144,7 +148,13 @@ def piece_table(layout: BlockLayout, piece: Shard) -> RunTable:
 
 
 @functools.lru_cache(maxsize=256)
+def record_table(layout: BlockLayout) -> RunTable:
+    """Return the runs from a block to the packed bytes of all layers of its shard."""
+    return RunTable(plan_runs(layout, replace(layout, group=None), layout.shard))
+
+
+@functools.lru_cache(maxsize=256)
 def part_table(layout: BlockLayout, piece: Shard, shard: Shard) -> RunTable:
-    """Return the runs from the packed bytes of `shard` to the part `piece` of a block. Raises `ValueError` if
-    one of the two does not hold it."""
-    return RunTable(plan_runs(replace(layout, shard=shard), layout, piece))
+    """Return the runs from the packed bytes of `shard`, of all layers, to the part `piece` of a block. Raises
+    `ValueError` if one of the two does not hold it."""
+    return RunTable(plan_runs(replace(layout, shard=shard, group=None), layout, piece))

@@ -6,11 +6,13 @@ Everything that an order names is checked before its first byte: an owner or an 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from kvtransfer.blocks.layout import intersect
+from kvtransfer.blocks.layout import Run, intersect
 from kvtransfer.blocks.pool import KvPool
+from kvtransfer.blocks.runs import RunTable, sum_runs
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
@@ -37,11 +39,11 @@ class CopyWork(ABC):
         self._started_at: float | None = None
         self._num_bytes = 0
 
-    def start(self, pool: KvPool, arena: MappedArena, now: float) -> None:
-        """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pool or the
-        arena."""
+    def start(self, pools: Sequence[KvPool], arena: MappedArena, now: float) -> None:
+        """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pools, one of
+        each group of layers, or the arena."""
         if self._started_at is None:
-            self._check(pool, arena)
+            self._check(pools, arena)
             self._started_at = now
 
     @abstractmethod
@@ -49,7 +51,7 @@ class CopyWork(ABC):
         """Return the next copies, of at most `limit_bytes` bytes if more than one; None: all are done."""
 
     @abstractmethod
-    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
         """Copy a batch."""
 
     @abstractmethod
@@ -61,7 +63,7 @@ class CopyWork(ABC):
         """Return the answer when the order is given up."""
 
     @abstractmethod
-    def _check(self, pool: KvPool, arena: MappedArena) -> None:
+    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
         """See `start`."""
 
     def _seconds(self, now: float) -> float:
@@ -84,11 +86,15 @@ class PutWork(CopyWork):
         count = min(max(1, limit_bytes // self._block_bytes), len(self._order.copies) - start)
         return CopyBatch(range(start, start + count), count * self._block_bytes) if count else None
 
-    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
-        self._sums += pool.store([copy.block_id for copy in copies], arena.region, offsets)
+        sums: list[int] = []
+        for number, pool in _held(pools):
+            block_ids = [(copy.block_id, *copy.windows)[number] for copy in copies]
+            sums = pool.store(block_ids, arena.region, offsets)
+        self._sums += sums or _record_sums(arena, offsets, self._block_bytes)
         self._num_bytes += batch.num_bytes
         if faults.at("store.corrupt.put"):
             arena.region.bytes[offsets[0]] ^= 1
@@ -99,10 +105,13 @@ class PutWork(CopyWork):
     def failed(self, reason: str) -> StorePutDone:
         return StorePutDone(self._order.number, (), 0, 0.0, reason)
 
-    def _check(self, pool: KvPool, arena: MappedArena) -> None:
-        self._block_bytes = pool.layout.block_bytes
+    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
+        self._block_bytes = _record_bytes(pools[0], pools[0].layout.shard)
         _check_arena(self._order.arena, arena)
-        pool.check_blocks([copy.block_id for copy in self._order.copies])
+        for copy in self._order.copies:
+            _check_windows(copy.windows, pools)
+        for number, pool in _held(pools):
+            pool.check_blocks([(it.block_id, *it.windows)[number] for it in self._order.copies])
         for copy in self._order.copies:
             _check_record(copy.offset, self._block_bytes, arena)
 
@@ -131,18 +140,21 @@ class GetWork(CopyWork):
         positions = group[self._num_done : self._num_done + max(1, limit_bytes // num_bytes)]
         return CopyBatch(positions, len(positions) * num_bytes)
 
-    def copy(self, batch: CopyBatch, pool: KvPool, arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.get")
         reads = [self._order.reads[position] for position in batch.positions]
         for read in reads:
             arena.expect(read.offset, HEADER_BYTES + read.num_bytes)
-        sums = pool.load(
-            [read.block_id for read in reads],
-            reads[0].piece,
-            arena.region,
-            [read.offset + HEADER_BYTES for read in reads],
-            reads[0].shard,
-        )
+        shard, piece = reads[0].shard, reads[0].piece
+        offsets = [read.offset + HEADER_BYTES for read in reads]
+        sums: list[int] = []
+        for number, pool in _held(pools):
+            named = [(read.block_id, *read.windows)[number] for read in reads]
+            wanted = [
+                (block_id, offset) for block_id, offset in zip(named, offsets, strict=True) if block_id >= 0
+            ]
+            sums = pool.load([it for it, _ in wanted], piece, arena.region, [it for _, it in wanted], shard)
+        sums = sums or _record_sums(arena, offsets, reads[0].num_bytes)
         compared = zip(batch.positions, reads, sums, strict=True)
         self._bad += [position for position, read, total in compared if total != read.checksum]
         self._num_bytes += batch.num_bytes
@@ -157,15 +169,41 @@ class GetWork(CopyWork):
     def failed(self, reason: str) -> StoreGetDone:
         return StoreGetDone(self._order.number, tuple(range(len(self._order.reads))), 0, 0.0, reason)
 
-    def _check(self, pool: KvPool, arena: MappedArena) -> None:
+    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
         _check_arena(self._order.arena, arena)
-        pool.check_blocks([read.block_id for read in self._order.reads])
-        for first in (self._order.reads[group[0]] for group in self._groups):
-            _check_shape(first, pool)
         for read in self._order.reads:
-            if read.num_bytes != pool.piece_bytes(read.shard):
+            _check_windows(read.windows, pools)
+        for number, pool in _held(pools):
+            named = [(read.block_id, *read.windows)[number] for read in self._order.reads]
+            pool.check_blocks([block_id for block_id in named if block_id != -1 or not number])
+        for first in (self._order.reads[group[0]] for group in self._groups):
+            _check_shape(first, pools[0])
+        for read in self._order.reads:
+            if read.num_bytes != _record_bytes(pools[0], read.shard):
                 raise StoreError(f"a record of {read.num_bytes} bytes cannot hold {read.shard}")
             _check_record(read.offset, read.num_bytes, arena)
+
+
+def _record_bytes(pool: KvPool, shard: Shard) -> int:
+    """Return the payload of a record of this shard: blocks of all layers."""
+    return replace(pool.layout, shard=shard, group=None).block_bytes
+
+
+def _held(pools: Sequence[KvPool]) -> Iterator[tuple[int, KvPool]]:
+    """Yield the pools of groups of which this rank has layers, with the numbers of the groups."""
+    for number, pool in enumerate(pools):
+        if pool.layout.block_bytes:
+            yield number, pool
+
+
+def _record_sums(arena: MappedArena, offsets: Sequence[int], num_bytes: int) -> list[int]:
+    """Sum the payloads of records, to which several groups of layers have contributed."""
+    return sum_runs(arena.region, offsets, RunTable([Run(0, 0, num_bytes)]))
+
+
+def _check_windows(windows: Sequence[int], pools: Sequence[KvPool]) -> None:
+    if len(windows) != len(pools) - 1:
+        raise StoreError(f"{len(windows)} blocks of windows, this rank has {len(pools) - 1} groups of them")
 
 
 def _check_arena(arena: bytes, mapped: MappedArena) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.agent.agent import TRANSFER_THREADS
@@ -105,7 +105,7 @@ class StoreWorker:
 
     def __init__(
         self,
-        pool: KvPool,
+        pools: Sequence[KvPool],
         rank: int,
         governor: TrafficGovernor,
         trust: Trust,
@@ -113,8 +113,8 @@ class StoreWorker:
         clock: Clock,
         report: Callable[[StoreReport], None],
     ) -> None:
-        """The pool stays the caller's, and outlives the worker."""
-        self._pool = pool
+        """The pools of each group of layers stay the caller's, and outlive the worker."""
+        self._pools = tuple(pools)
         self._rank = rank
         self._governor = governor
         self._trust = trust
@@ -173,7 +173,8 @@ class StoreWorker:
             return
         if arena is not self._arena:
             self._unmap()
-            self._pool.attach(arena.region)
+            for pool in self._pools:
+                pool.attach(arena.region)
             self._arena = arena
         self._sock = sock
         self._num_connections += 1
@@ -205,7 +206,8 @@ class StoreWorker:
 
     def _unmap(self) -> None:
         if self._arena is not None:
-            self._pool.detach(self._arena.region)
+            for pool in self._pools:
+                pool.detach(self._arena.region)
             self._arena.close()
             self._arena = None
 
@@ -226,7 +228,7 @@ class StoreWorker:
         try:
             if self._sock is None or self._arena is None:
                 raise StoreError("no store is attached")
-            work.start(self._pool, self._arena, self._clock.now())
+            work.start(self._pools, self._arena, self._clock.now())
             is_done = self._copy(work, self._arena)
         except (TransferError, IndexError, ValueError) as error:
             self._report(work.failed(str(error)))
@@ -242,5 +244,5 @@ class StoreWorker:
             while batch := work.next(limit):
                 if not take_turn(batch.num_bytes, lambda: self._orders.has_before(work)):
                     return False
-                work.copy(batch, self._pool, arena, self._faults)
+                work.copy(batch, self._pools, arena, self._faults)
         return True

@@ -121,10 +121,11 @@ class Cluster:
 
     async def start(self) -> None:
         await self._store.start()
-        add, how, engine = self._harness, self._store, self._engine
-        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks, engine=engine)
-        self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages, engine=engine)
-        self.single = await add_with_store(add, how, "s", engine=engine)
+        add, how = self._harness, self._store
+        settings: dict[str, Any] = {"frees_windows": True, "engine": self._engine}
+        self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks, **settings)
+        self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages, **settings)
+        self.single = await add_with_store(add, how, "s", **settings)
 
     async def check(self) -> None:
         """Check a hand-over, the store, a resumption and a migration."""

@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, move, prompt, started, until
+from e2e_harness import (
+    BLOCK_TOKENS,
+    E2eHarness,
+    Heard,
+    Replica,
+    add_with_store,
+    move,
+    prompt,
+    started,
+    stored_blocks,
+    until,
+)
 from family_checkpoints import GEMMA4_SHAPE, write_family_checkpoint
 from paged_model import continued
+from store_harness import StoreHarness
 
 from kvtransfer.blocks.windows import first_needed_block
 from workers.config import Parallel
@@ -52,11 +64,12 @@ class WindowCluster:
         self.decode: Replica
         self.single: Replica
 
-    async def start(self, two_stages: Parallel) -> None:
+    async def start(self, two_stages: Parallel, store: StoreHarness | None = None) -> None:
+        how: dict[str, Any] = {"frees_windows": True, "store": None if store is None else store.settings.name}
         add = self._harness.add
-        self.prefill = await add("p", "prefill", parallel=Parallel(tp=2), frees_windows=True)
-        self.decode = await add("d", "decode", parallel=two_stages, frees_windows=True)
-        self.single = await add("s", frees_windows=True)
+        self.prefill = await add("p", "prefill", parallel=Parallel(tp=2), **how)
+        self.decode = await add("d", "decode", parallel=two_stages, **how)
+        self.single = await add("s", **how)
         for replica in (self.prefill, self.decode, self.single):
             assert [pool.window for pool in replica.core.window_pools] == [WINDOW]
 
@@ -96,6 +109,17 @@ class WindowCluster:
         assert [ended.error for ended in heard.moves] == [""]
         assert heard.sequence() == continued(self._model_dir, PROMPT, NUM_TOKENS)
 
+    async def check_store(self, store: StoreHarness) -> None:
+        """What two ranks have stored, one loads, also up to where its prompt leaves the other: of windows
+        what is needed behind that."""
+        await stored_blocks(self.prefill, (len(PROMPT) - 1) // BLOCK_TOKENS)
+        for name, tokens, num_blocks in (("left", OTHER, 4), ("whole", PROMPT, 6)):
+            # One that has not measured yet whether a load is worth it.
+            loader = await add_with_store(self._harness, store, name, frees_windows=True)
+            heard = await self._run(loader, f"{name} by {name}", tokens)
+            assert heard.prefill is not None
+            assert heard.prefill.num_loaded_tokens == {"dram": num_blocks * BLOCK_TOKENS}
+
     async def check_samples(self) -> None:
         """Greedy ones, which are alike."""
         submission = self._harness.submission(
@@ -133,5 +157,21 @@ async def test_a_window_is_all_that_moves(family: str, tmp_path: Path) -> None:
         await cluster.check_resumption(40)
         await cluster.check_migration(25)
         await cluster.check_samples()
+        await harness.quiet()
+        cluster.check_freed()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_store_has_what_windows_need_behind_every_block(family: str, tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | FAMILIES[family]))
+    harness = E2eHarness(model_dir)
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
+        cluster = WindowCluster(harness, model_dir)
+        await store.start()
+        await cluster.start(Parallel() if family == "gemma4_text" else TWO_STAGES, store)
+        await cluster.check_hand_over("first", PROMPT, 0)
+        await cluster.check_store(store)
+        await cluster.check_hand_over("again", PROMPT, 96)
         await harness.quiet()
         cluster.check_freed()

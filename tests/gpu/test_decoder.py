@@ -20,8 +20,8 @@ from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
-from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.attention.kinds_backend import MakeBackend, backend_of_kinds
+from workers.model.attention.interface import MakeBackend, SequenceSpan, StepInput
+from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import parallelize
@@ -46,6 +46,13 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 # scores, norms of rows and of what a layer adds, a feed-forward without a gate, kinds of layers that rotate
 # in their own ways or not; in one family, heads of two sizes, normed values, layers that attend to the KV of
 # others, and inputs of layers; and experts, with a dense layer, with shared ones, or with biases and sinks.
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40},
@@ -74,6 +81,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 28,
     },
+    "deepseek_v2": {
+        **_LATENT,
+        "num_hidden_layers": NUM_LAYERS,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "rope_scaling": None,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 
@@ -98,7 +114,7 @@ class Stage:
         dtype: torch.dtype = torch.float32,
         is_deterministic: bool = False,
     ) -> None:
-        from workers.model.attention.triton_backend import TritonAttention
+        from workers.model.attention.triton_latents import make_triton
 
         self.device = device
         self.decoder: Decoder = load_decoder(
@@ -108,11 +124,11 @@ class Stage:
         shard = self.decoder.shard
         cells = config.kv_cells
         num_cells = len(kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size))
-        kv = torch.zeros(8, cells.num_layers, 2, num_cells, BLOCK, cells.width)
+        kv = torch.zeros(8, cells.num_layers, cells.num_kinds, num_cells, BLOCK, cells.width)
         self.kv = kv.to(device, dtype)
         make: MakeBackend = TorchAttention
         if cuda.serves(device):
-            make = functools.partial(TritonAttention, is_deterministic=is_deterministic)
+            make = functools.partial(make_triton, is_deterministic=is_deterministic)
         self.attention = backend_of_kinds(self.decoder.attention_shape, self.kv, make)
 
     def hidden(self, spans: Sequence[SequenceSpan], most_layers: int | None = None) -> Tensor:

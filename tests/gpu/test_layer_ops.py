@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.attention.interface import Rotation
-from workers.model.attention.torch_backend import rope_table, rotate
+from workers.model.attention.rotary import rope_table, rotate
 from workers.model.norm import Norm
 
 EPS = 1e-6

@@ -15,6 +15,8 @@ from kvtransfer.blocks.layout import (
     BlockLayout,
     Run,
     intersect,
+    landing_shards,
+    layers_of_copy,
     piece_runs,
     plan_pieces,
     plan_runs,
@@ -218,6 +220,34 @@ def test_copies_share_the_work_evenly(data: st.DataObject, num_layers: int, num_
         assert max(loads) - sum(loads) / len(loads) <= one_layer
         if one_layer == 1:
             assert max(loads) - min(loads) <= 1
+
+
+@given(data=st.data(), num_layers=st.integers(1, 7), num_heads=st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_what_copies_receive_is_each_once_what_they_hold(
+    data: st.DataObject, num_layers: int, num_heads: int
+) -> None:
+    """And crosses the wire once: by a plan that any other replica can make, each cell of a stage's ranks is
+    sent to one of them."""
+    holders = data.draw(replicas(num_layers, num_heads))
+    landing = landing_shards(holders)
+    assert landing == landing_shards(holders[::-1])
+    num_received: dict[tuple[Shard, int, int], int] = {}
+    for rank, part in landing:
+        held = dict(holders)[rank]
+        assert intersect(held, part) == part
+        copies = [other for other, shard in holders if shard == held]
+        layers = layers_of_copy(held.num_layers, sorted(copies).index(rank), len(copies))
+        assert part.layer_start - held.layer_start == layers.start
+        assert part.num_layers == len(layers)
+        for layer in range(part.layer_start, part.layer_end):
+            for head in range(part.head_start, part.head_end):
+                cell = held, layer, head
+                num_received[cell] = num_received.get(cell, 0) + 1
+    assert set(num_received.values()) == {1}
+    assert len(num_received) == sum(num_cells(shard) for shard in {shard for _, shard in holders})
+    pieces = plan_pieces(data.draw(replicas(num_layers, num_heads)), landing)
+    assert sum(num_cells(piece) for *_, piece in pieces) == len(num_received)
 
 
 def num_cells(shard: Shard) -> int:

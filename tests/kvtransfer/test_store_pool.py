@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,3 +149,42 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(kind: str) -> None:
         pool.load([0], own, region, [0], Shard(0, 1, 0, 2))
     assert not memory.any()
     assert (blocks_of(pool) == data).all()
+
+
+def group_pool(layout: BlockLayout, data: np.ndarray, group: tuple[int, ...]) -> HostPool:
+    """A pool with these layers of blocks of all, `data` [blocks, block_bytes]."""
+    own = replace(layout, group=group)
+    shard = layout.shard
+    held = [layer - shard.layer_start for layer in own.layers_of(shard)]
+    blocks = data.reshape(len(data), shard.num_layers, -1)[:, held].reshape(len(data), -1)
+    pool = host_pool(own, np.ascontiguousarray(blocks))
+    assert isinstance(pool, HostPool)
+    return pool
+
+
+@given(shapes(), IDS, st.sets(st.integers(0, 4)))
+def test_groups_of_layers_share_a_record(
+    shape: tuple[BlockLayout, Shard, Shard], ids: list[int], first: set[int]
+) -> None:
+    """What the pools of two groups have stored is a block of all layers, and what they load of a record is
+    what one pool would."""
+    layout, shard, piece = shape
+    groups = tuple(sorted(first)), tuple(sorted(set(range(5)) - first))
+    data = bytes_of(layout, layout.shard, NUM_BLOCKS, 1)
+    pools = [pool for group in groups if (pool := group_pool(layout, data, group)).layout.block_bytes]
+    size = layout.block_bytes
+    stored = np.zeros(NUM_BLOCKS * size, dtype=np.uint8)
+    for pool in pools:
+        sums = pool.store(ids, ByteRegion(stored.data), [size * block for block in ids])
+        assert sums == []
+    expected = np.zeros_like(data)
+    expected[ids] = data[ids]
+    assert (stored == expected.reshape(-1)).all()
+    records = bytes_of(layout, shard, NUM_BLOCKS, 2)
+    offsets = [records.shape[1] * index for index in range(len(ids))]
+    for pool in pools:
+        assert pool.load(ids, piece, ByteRegion(records.reshape(-1).data), offsets, shard) == []
+    part(data, layout.shard, piece)[ids] = part(records, shard, piece)[: len(ids)]
+    for pool in pools:
+        assert pool.layout.group is not None
+        assert (blocks_of(pool) == blocks_of(group_pool(layout, data, pool.layout.group))).all()

@@ -204,7 +204,7 @@ class WorkerRank:
         self.clock = SystemClock()
         self.governor = governor or TrafficGovernor(TransferSettings("127.0.0.1", ()), self.clock)
         self.worker = StoreWorker(
-            self.pool, 0, self.governor, TRUST, faults or Faults(), self.clock, report or self.reports.put
+            (self.pool,), 0, self.governor, TRUST, faults or Faults(), self.clock, report or self.reports.put
         )
 
     def __enter__(self) -> Self:

@@ -21,7 +21,9 @@ def decoder_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
     decoder = load_decoder(folder, torch.float32, torch.device("cpu"))
     config, num_blocks = decoder.config, -(-len(tokens) // _BLOCK_TOKENS)
     cells = config.kv_cells
-    kv = torch.zeros(num_blocks, cells.num_layers, 2, cells.num_cells, _BLOCK_TOKENS, cells.width)
+    kv = torch.zeros(
+        num_blocks, cells.num_layers, cells.num_kinds, cells.num_cells, _BLOCK_TOKENS, cells.width
+    )
     step = StepInput.of([SequenceSpan(0, len(tokens), tuple(range(num_blocks)))], _BLOCK_TOKENS)
     attention = choose_attention(decoder.attention_shape, kv)
     return decoder.logits(decoder.forward(torch.tensor(list(tokens)), step, attention))

@@ -52,7 +52,7 @@ _LATENT_YARN: dict[str, Any] = {
 
 def latent(**keys: int | None) -> dict[str, Any]:
     """Return the keys of latent attention, with `keys` for some of them."""
-    return {"q_lora_rank": 29, "kv_lora_rank": 22} | keys
+    return {"q_lora_rank": 29, "kv_lora_rank": 26} | keys
 
 
 _TWO_IN_THREE = ("sliding_attention", "sliding_attention", "full_attention")

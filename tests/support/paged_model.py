@@ -24,7 +24,7 @@ class PagedModel:
         config = decoder.config
         self.decoder = decoder
         cells = config.kv_cells
-        shape = (NUM_BLOCKS, cells.num_layers, 2, cells.num_cells, BLOCK_TOKENS, cells.width)
+        shape = (NUM_BLOCKS, cells.num_layers, cells.num_kinds, cells.num_cells, BLOCK_TOKENS, cells.width)
         self.kv = torch.full(shape, float("nan"), dtype=dtype)
         self.attention = choose_attention(decoder.attention_shape, self.kv)
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()

@@ -85,7 +85,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
         min(end, cells.num_layers),
     )
     num_blocks = sum(len(table) for table in case.tables)
-    kv = torch.zeros(num_blocks, num_layers - first, 2, num_cells, BLOCK_TOKENS, cells.width)
+    kv = torch.zeros(num_blocks, num_layers - first, cells.num_kinds, num_cells, BLOCK_TOKENS, cells.width)
     attention = choose_attention(decoder.attention_shape, kv)
     positions = [0] * len(case.prompts)
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []

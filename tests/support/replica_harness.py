@@ -48,6 +48,7 @@ from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
+from workers.interfaces import BlockSharing
 from workers.messages.link import (
     LINK_UP_CODEC,
     HandOverReport,
@@ -118,6 +119,7 @@ class ReplicaHarness:
         max_migrations: int = 2,
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
+        sharing: BlockSharing | None = None,
         windows: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here.
@@ -165,6 +167,7 @@ class ReplicaHarness:
             ranks=self.ranks,
             clock=self.clock,
             faults=Faults(),
+            sharing=sharing,
         )
         self.kv_receiver.writer_joined(peer, [lanes] * (1 + len(windows)))
         self.migration = MigrationManager(

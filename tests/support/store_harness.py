@@ -270,7 +270,7 @@ class _Rank:
         clock = SystemClock()
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
         self._pool = HostPool(layout, self._memory)
-        self.worker = StoreWorker(self._pool, rank, governor, TRUST, faults, clock, report)
+        self.worker = StoreWorker((self._pool,), rank, governor, TRUST, faults, clock, report)
 
     def close(self) -> None:
         self.worker.close()

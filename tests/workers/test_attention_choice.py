@@ -13,7 +13,13 @@ from torch import Tensor
 from kvtransfer.common.clock import ManualClock
 from workers.model.attention import choice
 from workers.model.attention.choice import AttentionTimes, candidate_backends, choose_attention
-from workers.model.attention.interface import AttentionBackend, AttentionPlan, LayerAttention, StepInput
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    LayerAttention,
+    StepInput,
+)
 
 SHAPE = unrotated(4, 16)
 
@@ -31,6 +37,9 @@ class TimedPlan(AttentionPlan):
         backend.clock.advance((times.chunk_s if self._is_chunk else times.decode_s) * backend.slowdowns.pop())
         return qkv
 
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        raise NotImplementedError
+
 
 class Timed(AttentionBackend):
     """Takes as long as it is told to; every other run, something else takes the CPU."""
@@ -46,6 +55,9 @@ class Timed(AttentionBackend):
 
     def plan(self, step: StepInput) -> AttentionPlan:
         return TimedPlan(step, self)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

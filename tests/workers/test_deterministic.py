@@ -74,7 +74,7 @@ class Model:
         config = self.decoder.config
         self.tokens = torch.from_numpy(np.random.default_rng(5).integers(0, config.vocab_size, NUM_TOKENS))
         cells = config.kv_cells
-        self._shape = (96, cells.num_layers, 2, cells.num_cells, BLOCK, cells.width)
+        self._shape = (96, cells.num_layers, cells.num_kinds, cells.num_cells, BLOCK, cells.width)
         self._dtype = dtype
 
     def attention(self) -> AttentionBackend:

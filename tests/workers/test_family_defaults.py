@@ -37,10 +37,11 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
         assert config.layer_shapes.input_size == getattr(expected, "hidden_size_per_layer_input", 0)
         assert not config.layer_shapes.num_shared
     if (latent := config.latent) is not None:
-        head_dim = expected.qk_head_dim
+        assert latent.head_dim == expected.qk_head_dim
+        head_dim = expected.kv_lora_rank + expected.qk_rope_head_dim
         assert latent == tuple(getattr(expected, key) for key in latent._fields)
-    # A latent is expanded to heads of keys and values for all of queries.
-    assert config.num_kv_heads == (expected.num_key_value_heads if latent is None else config.num_heads)
+    # The heads of queries share a latent.
+    assert config.num_kv_heads == (expected.num_key_value_heads if latent is None else 1)
     assert config.head_dim == head_dim
     assert config.max_context_tokens == expected.max_position_embeddings
     assert config.rms_norm_eps == getattr(expected, family.norm_eps)

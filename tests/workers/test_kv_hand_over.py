@@ -3,6 +3,8 @@ break."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
@@ -231,6 +233,74 @@ async def test_a_hand_over_joins_when_every_rank_has_verified_its_pieces() -> No
         assert not isinstance(replica.peers.to_writer[-1], LandingResult)
         replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
     assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
+
+
+class GivenBlocks:
+    """Stands for ranks that give blocks on, until `then` is called."""
+
+    def __init__(self) -> None:
+        self.block_ids: list[tuple[int, ...]] = []
+        self.then: list[Callable[[], None]] = []
+
+    def give(self, block_ids: tuple[int, ...], then: Callable[[], None]) -> None:
+        self.block_ids.append(block_ids)
+        self.then.append(then)
+
+
+def landed_at(sharing: GivenBlocks) -> ReplicaHarness:
+    """A replica at which the first block of a prompt of two has landed."""
+    replica = ReplicaHarness(lanes=HALVES, sharing=sharing)
+    landing(replica)
+    pieces = tuple(PieceSum(0, rank, shard, 5) for rank, shard in HALVES)
+    replica.kv_receiver.message(PEER, Manifest(LANDING_ID, pieces))
+    replica.kv_receiver.message(
+        PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3))
+    )
+    for rank in (0, 1):
+        replica.kv_receiver.report(rank, Verified(LANDING_ID, ()))
+    return replica
+
+
+async def test_a_sequence_joins_when_all_ranks_have_what_landed() -> None:
+    """Of a prompt of two blocks, the one that is good. Until then nobody finds its blocks, and they are
+    accounted for."""
+    sharing = GivenBlocks()
+    replica = landed_at(sharing)
+    granted = next(it for it in replica.peers.to_writer if isinstance(it, LandingGrant))
+    assert sharing.block_ids == [granted.block_ids[:1]]
+    assert replica.peers.to_writer[-1] == LandingResult(LANDING_ID, BLOCK_TOKENS, 0)
+    assert (len(replica.table), replica.scheduler.is_here("r", 1)) == (0, False)
+    assert replica.kv_receiver.num_references == replica.pool.num_references == 2
+    assert replica.kv_receiver.num_unfinished == 1
+    replica.pump()
+    assert not replica.joined
+    sharing.then[0]()
+    assert replica.scheduler.is_here("r", 1)
+    assert (replica.kv_receiver.num_references, replica.kv_receiver.num_unfinished) == (0, 0)
+    replica.scheduler.check(0)
+
+
+async def test_a_request_that_is_cancelled_while_its_blocks_are_given_frees_them() -> None:
+    sharing = GivenBlocks()
+    replica = landed_at(sharing)
+    replica.requests.cancel(("r", 1))
+    assert replica.pool.num_references == 2, "the ranks still write them"
+    sharing.then[0]()
+    assert (len(replica.table), replica.scheduler.is_here("r", 1)) == (0, False)
+    assert (replica.pool.num_references, replica.kv_receiver.num_references) == (0, 0)
+    replica.pump()
+    assert not replica.joined
+
+
+async def test_a_hand_over_of_which_nothing_is_good_has_nothing_to_give() -> None:
+    sharing = GivenBlocks()
+    replica = ReplicaHarness(sharing=sharing)
+    landing(replica)
+    replica.kv_receiver.message(
+        PEER, hand_over(replica.submission("r", PROMPT, outputs=((1,),), max_tokens=3))
+    )
+    assert not sharing.block_ids
+    assert replica.scheduler.is_here("r", 1)
 
 
 async def test_a_hand_over_of_another_writer_is_not_taken_for_that_of_the_landing() -> None:

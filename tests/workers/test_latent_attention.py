@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from family_checkpoints import CASES, LATENT, write_family_checkpoint
 from optional_programs import needs_compiler, uses_compiler
-from paged_model import PagedModel, tokens_of
+from paged_model import PagedModel, error_of, tokens_of
 from safetensors.torch import load_file, save_file
 
 from kvtransfer.common.clock import SystemClock
@@ -117,13 +118,13 @@ MODELS = {
         },
         163840,
         (0.1 * 0.707 * math.log(40) + 1) ** 2,
-        27 * 2 * 16 * 192 * 2,
+        27 * 1152,
         1,
         2816,
         1,
     ),
     "deepseek-ai/DeepSeek-V3": Published(
-        _V3, 163840, (0.1 * math.log(40) + 1) ** 2, 61 * 2 * 128 * 192 * 2, 3, 2048, 8, 1
+        _V3, 163840, (0.1 * math.log(40) + 1) ** 2, 61 * 1152, 3, 2048, 8, 1
     ),
     "moonshotai/Kimi-K2-Instruct": Published(
         _V3
@@ -145,7 +146,7 @@ MODELS = {
         },
         131072,
         (0.1 * math.log(32) + 1) ** 2,
-        61 * 2 * 64 * 192 * 2,
+        61 * 1152,
         1,
         2048,
         1,
@@ -183,7 +184,7 @@ MODELS = {
         },
         202752,
         1.0,
-        47 * 2 * 20 * 256 * 2,
+        47 * 1152,
         1,
         1536,
         1,
@@ -211,6 +212,10 @@ def test_published_keys_are_read(name: str, tmp_path: Path) -> None:
     assert config.max_context_tokens == wanted.num_context
     whole = RankShape(config, 0, config.num_layers)
     assert whole.kv_token_bytes(2) == wanted.kv_token_bytes
+    # Every rank of a split holds it.
+    parts = [RankShape(config, 0, config.num_layers, tp_rank, 4) for tp_rank in range(4)]
+    assert {it.kv_token_bytes(2) for it in parts} == {wanted.kv_token_bytes}
+    assert sum(it.num_heads for it in parts) == config.num_heads
     assert mixture is not None
     assert mixture.layers == tuple(range(wanted.num_dense, config.num_layers))
     assert (mixture.shared_size, mixture.rule.num_groups) == (wanted.shared_size, wanted.num_groups)
@@ -306,13 +311,20 @@ def test_work_and_products_are_those_of_the_matrices_of_the_checkpoint(
     assert LayerProducts(config, torch.float32, 64, SystemClock()).seconds() == num_multiplied
 
 
-def test_activations_of_latent_attention_take_its_scratch_columns(tmp_path: Path) -> None:
+def test_activations_of_latent_attention_take_its_columns(tmp_path: Path) -> None:
+    """Beside those of one head of keys and values, with as many of queries, as wide as a latent."""
     write_family_checkpoint(tmp_path, **CASES["deepseek_v3-1"])
     config = read_model_config(tmp_path)
     shapes = [RankShape(it, 0, 4, 1, 2) for it in (config, dataclasses.replace(config, latent=None))]
     own, other = (activation_bytes(shape, 2, 1000, 1) for shape in shapes)
-    latents, normed, expanded_and_mixed = 29 + 22 + 6, 29 + 22, 3 * (10 + 9 + 9)
-    assert own - other == 1000 * 2 * (latents + normed + expanded_and_mixed)
+    width, num_heads = 26 + 6, 3
+    taken = num_heads * 16 + width
+    scratch = 29 + width + 29 + num_heads * (6 + 2 * width + 9)
+    # The context is rounded up to a power of two for keys and values of all heads.
+    expanded = config.max_context_tokens * width + 2 * num_heads * 512 * 16
+    assert config.max_context_tokens == 512
+    difference = 1000 * (taken + scratch - 3 * num_heads * width - 2 * width) + expanded
+    assert own - other == 2 * difference
 
 
 @pytest.mark.parametrize("family", LATENT)
@@ -328,19 +340,85 @@ def test_the_probe_measures_a_layer_of_a_rank(family: str, tmp_path: Path) -> No
 @uses_compiler
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("family", LATENT)
-def test_values_are_padded_with_zeros_in_the_kv(family: str, tmp_path: Path) -> None:
-    """And keys of all heads share what is rotated, half of it at the start of each half."""
-    write_family_checkpoint(tmp_path, **CASES[f"{family}-2"])
+def test_the_kv_has_the_normed_latent_and_the_rotated_part_of_keys(family: str, tmp_path: Path) -> None:
+    """As the weights of the first layer say. The firsts of all pairs that are rotated come before the
+    seconds; rotation leaves the lengths of pairs."""
+    write_family_checkpoint(tmp_path, **(CASES[f"{family}-1"] | {"rope_scaling": None}))
     model = PagedModel(load_decoder(tmp_path, torch.float32, CPU), torch.float32)
-    latent = model.decoder.config.latent
+    latent, tokens = model.decoder.config.latent, tokens_of(3, 16)
     assert latent is not None
-    model.step([(0, tokens_of(3, 16))])
-    keys, values = model.kv[model.tables[0][0]].unbind(1)
-    assert bool((values[..., latent.v_head_dim :] == 0).all())
-    assert bool((values[..., : latent.v_head_dim] != 0).all())
-    halves = keys.view(*keys.shape[:3], 2, latent.head_dim // 2)
-    rotated = halves[..., : latent.qk_rope_head_dim // 2]
-    assert torch.equal(rotated, rotated[:, :1].expand_as(rotated))
+    model.step([(0, tokens)])
+    assert model.kv.shape[2:] == (1, 1, 16, latent.width)
+    kept = model.kv[model.tables[0][0], 0, 0, 0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0"
+    rows = tensors["model.embed_tokens.weight"][tokens]
+    normed = F.rms_norm(rows, rows.shape[1:], tensors[f"{layer}.input_layernorm.weight"], 1e-6)
+    attention = f"{layer}.self_attn"
+    products = normed @ tensors[f"{attention}.kv_a_proj_with_mqa.weight"].T
+    latents, shared = products.split([latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
+    weight = tensors[f"{attention}.kv_a_layernorm.weight"]
+    expected = F.rms_norm(latents, latents.shape[1:], weight, 1e-6)
+    torch.testing.assert_close(kept[:, : latent.kv_lora_rank], expected, rtol=1e-4, atol=1e-5)
+    firsts, seconds = kept[:, latent.kv_lora_rank :].chunk(2, 1)
+    pairs = shared.view(len(tokens), -1, 2)
+    torch.testing.assert_close(firsts[0], pairs[0, :, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seconds[0], pairs[0, :, 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.hypot(firsts, seconds), pairs.norm(dim=2), rtol=1e-4, atol=1e-5)
+
+
+def test_the_form_with_fewer_operations_is_taken() -> None:
+    """Counted for DeepSeek V2's heads, product by product."""
+    shape = LatentShape(0, 512, 128, 64, 128)
+
+    def is_cheaper(start: int, num_tokens: int) -> bool:
+        num_pairs = sum(start + token + 1 for token in range(num_tokens))
+        absorbed = num_tokens * 2 * (128 * 512 + 512 * 128) + num_pairs * 2 * (512 + 64 + 512)
+        expanded = (start + num_tokens) * 2 * 512 * (128 + 128) + num_pairs * 2 * (128 + 64 + 128)
+        return expanded < absorbed
+
+    for start in (0, 1, 16, 100, 1000, 10_000, 100_000):
+        for num_tokens in (1, 2, 100, 160, 170, 171, 172, 200, 1000):
+            assert shape.is_expansion_cheaper(start, num_tokens) == is_cheaper(start, num_tokens)
+    assert not shape.is_expansion_cheaper(10_000, 100)
+    assert shape.is_expansion_cheaper(10_000, 200)
+
+
+def test_the_work_of_a_step_is_that_of_the_cheaper_form(tmp_path: Path) -> None:
+    """Of 27 layers of 16 heads. A token that decodes reads 1,152 bytes of each that it sees."""
+    config = read_model_config(_write(tmp_path, MODELS["deepseek-ai/DeepSeek-V2-Lite"].config))
+    work = ModelWork(config, 2)
+    far, near = (work.of([], 0, [start]) for start in (2048, 0))
+    assert far.read_bytes - near.read_bytes == 2048 * 27 * 1152
+    assert far.flops - near.flops == 2048 * 27 * 16 * 2 * (512 + 64 + 512)
+    for num_tokens in (20, 500):
+        later, first = (work.of([(start, num_tokens)], 0).flops for start in (1000, 0))
+        num_pairs = num_tokens * 1000 + num_tokens * (num_tokens + 1) // 2
+        absorbed = num_pairs * 2 * (512 + 64 + 512)
+        expanded = num_pairs * 2 * (128 + 64 + 128) + 1000 * 2 * 512 * (128 + 128)
+        of_first = num_tokens * (num_tokens + 1) // 2 * 2 * (128 + 64 + 128)
+        assert later - first == 27 * 16 * (min(absorbed, expanded) - of_first)
+        assert (expanded < absorbed) == (num_tokens == 500)
+
+
+@uses_compiler
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("case", [f"{family}-{number}" for family in LATENT for number in (1, 2)])
+def test_both_forms_give_the_same_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever chunks take which: a prompt in chunks beside others that decode, of one layout of blocks."""
+    write_family_checkpoint(tmp_path, **CASES[case])
+    decoder = load_decoder(tmp_path, torch.float32, CPU)
+    prompt = tokens_of(4, 90)
+    results = []
+    for is_cheaper in (lambda *_: False, lambda *_: True, lambda _, start, __: start > 20):
+        monkeypatch.setattr(LatentShape, "is_expansion_cheaper", is_cheaper)
+        model = PagedModel(decoder, torch.float32)
+        model.step([(0, prompt[:30])])
+        mixed = model.step([(0, prompt[30:31]), (1, prompt[:50]), (2, prompt[:3])])
+        mixed += model.step([(1, prompt[50:]), (0, prompt[31:32]), (2, prompt[3:])])
+        results.append(torch.cat(mixed))
+    for other in results[1:]:
+        assert error_of(other, results[0]) < 1e-5
 
 
 @needs_compiler

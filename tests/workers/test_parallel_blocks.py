@@ -155,7 +155,9 @@ def test_a_rank_that_fails_makes_up_for_all_sums_of_such_layers(shape: str, tmp_
     collectives = _Recorded()
     sums = Unfinished(collectives, decoder)
     parallelize(decoder, sums)
-    kv = torch.zeros(1, NUM_LAYERS, 2, decoder.config.num_kv_heads // 2, BLOCK_TOKENS, 16)
+    cells = decoder.config.kv_cells
+    num_cells = len(kv_heads(cells.num_cells, 0, 2))
+    kv = torch.zeros(1, NUM_LAYERS, cells.num_kinds, num_cells, BLOCK_TOKENS, cells.width)
     attention = choose_attention(decoder.attention_shape, kv)
     step = StepInput.of([SequenceSpan(0, 5, [0])], BLOCK_TOKENS)
     sums.begin(5, 0)

@@ -24,9 +24,14 @@ from parallel_ranks import CPU, HOST
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from kvtransfer.blocks.layout import layers_of_copy
 from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError
+from workers.rank import given_blocks
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.device_queue import CpuQueue
+from workers.rank.given_blocks import BlockGiver
+from workers.rank.progress import Progress
 
 # Forms the given groups one after another, then does nothing until its input ends.
 IDLE_RANKS = """
@@ -173,6 +178,29 @@ def test_rows_go_to_the_ranks_that_they_are_for(address: str, sent: str, are_kno
             assert torch.equal(found[3 + other], torch.full((2 + other, 5), other).bfloat16())
         assert num_bytes == 4 * num_columns * sum(counts[rank])
         assert torch.equal(ones, torch.full((4, 4), 3.0)), "a sum may follow"
+
+
+@pytest.mark.parametrize(("tp", "num_layers"), [(2, 5), (4, 6), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_landed_in_parts_are_whole_at_all_ranks(
+    address: str, tp: int, num_layers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with more ranks than layers, and in several exchanges; other blocks stay."""
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randn(9, num_layers, 1, 1, 16, 6, generator=generator).to(dtype)
+    given = [7, 0, 3]
+    monkeypatch.setattr(given_blocks, "_PIECE_BYTES", 2 * whole[0].nbytes)
+
+    def give(groups: RankGroups) -> Tensor:
+        own = layers_of_copy(num_layers, groups.tp_rank, tp)
+        kv = torch.full_like(whole, groups.tp_rank)
+        kv[given, own.start : own.stop] = whole[given, own.start : own.stop]
+        BlockGiver(kv, groups, Progress(CpuQueue())).give(given)
+        return kv
+
+    for rank, kv in enumerate(_together(address, tp, 1, give)):
+        assert torch.equal(kv[given], whole[given])
+        assert bool((kv[[1, 2, 4, 5, 6, 8]] == rank).all())
 
 
 def test_columns_of_unlike_widths_are_joined_at_the_first_rank(address: str) -> None:

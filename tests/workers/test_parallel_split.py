@@ -140,10 +140,10 @@ def _of_two_sizes(num_kv_heads: int, full: HeadShape, num_shared: int = 0) -> Mo
 
 
 def test_cells_hold_the_heads_of_every_kind_at_equal_distances() -> None:
-    assert TINY.kv_cells == (TINY.num_layers, TINY.num_kv_heads, TINY.head_dim)
-    assert _of_two_sizes(16, HeadShape(4, 64)).kv_cells == (12, 4, 128)
-    assert _of_two_sizes(1, HeadShape(1, 64), 6).kv_cells == (6, 1, 64)
-    assert _of_two_sizes(4, HeadShape(2, 24)).kv_cells == (12, 2, 192)
+    assert TINY.kv_cells == (TINY.num_layers, TINY.num_kv_heads, TINY.head_dim, 2)
+    assert _of_two_sizes(16, HeadShape(4, 64)).kv_cells == (12, 4, 128, 2)
+    assert _of_two_sizes(1, HeadShape(1, 64), 6).kv_cells == (6, 1, 64, 2)
+    assert _of_two_sizes(4, HeadShape(2, 24)).kv_cells == (12, 2, 192, 2)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

@@ -24,7 +24,7 @@ class Published(NamedTuple):
     windows: dict[int, int] = {}
     num_unrotated: int = 0
     # Layers, cells and width of the KV, where layers have heads of several sizes.
-    kv_cells: tuple[int, int, int] | None = None
+    kv_cells: tuple[int, int, int, int] | None = None
 
 
 def _gemma4(layer_types: list[str], **keys: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ MODELS: dict[str, Published] = {
         ),
         131072,
         {512: 28, 0: 7},
-        kv_cells=(15, 1, 512),
+        kv_cells=(15, 1, 512, 2),
     ),
     "google/gemma-4-E4B-it": Published(
         _gemma4(
@@ -200,7 +200,7 @@ MODELS: dict[str, Published] = {
         ),
         131072,
         {512: 35, 0: 7},
-        kv_cells=(24, 2, 512),
+        kv_cells=(24, 2, 512, 2),
     ),
     "google/gemma-4-31B-it": Published(
         _gemma4(
@@ -217,7 +217,7 @@ MODELS: dict[str, Published] = {
         ),
         262144,
         {1024: 50, 0: 10},
-        kv_cells=(60, 4, 1024),
+        kv_cells=(60, 4, 1024, 2),
     ),
     "HuggingFaceTB/SmolLM3-3B": Published(
         {

@@ -43,7 +43,12 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
             tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
         for layer in range(shape.first_layer, shape.end_layer):
-            tensors += tensors_of(reader.layer(layer))
+            weights = reader.layer(layer)
+            tensors += tensors_of(weights)
+            if (latent := config.latent) is not None and weights.latent is not None:
+                # The rows of keys are kept for both forms of attention.
+                by_head = weights.latent.expansion.weight.view(-1, latent.expanded_dim, latent.kv_lora_rank)
+                tensors.append(by_head[:, : latent.qk_nope_head_dim])
         if shape.is_last_stage:
             tensors += tensors_of_norms(reader.final_norm())
             if (bias := reader.head_bias()) is not None:

@@ -77,6 +77,24 @@ def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> 
     return StepReport(plan.step, tokens, at, at + seconds)
 
 
+def test_what_follows_on_blocks_that_are_given_waits_for_all_ranks(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    """The plan is in order with the others, and its report is no outcome."""
+    steps, done = loop(clock, sent, tp=2), list[str]()
+    steps.feed()
+    steps.give((4, 9), lambda: done.append("given"))
+    *before, giving = sent
+    assert (giving.given, giving.num_sequences) == ((4, 9), 0)
+    for plan in before:
+        for rank in range(2):
+            steps.settle(rank, report(plan, 0.1))
+    assert steps.settle(0, report(giving, 0.1)) is None
+    assert not done
+    assert steps.settle(1, report(giving, 0.1)) is None
+    assert done == ["given"]
+
+
 def test_what_experts_had_is_kept_as_of_the_time_of_its_report(
     steps: StepLoop, clock: ManualClock, sent: list[StepPlan]
 ) -> None:

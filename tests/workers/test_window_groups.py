@@ -17,6 +17,7 @@ from workers.messages.link import SampleState, Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
 from workers.model.model_config import read_model_config
+from workers.rank.device_queue import CpuQueue, DeviceQueue
 from workers.scheduler.step import StepOutcome
 
 MakeCheckpoint = Callable[..., Path]
@@ -121,13 +122,22 @@ LATER = (
 
 
 def run(
-    model_dir: Path, num_layers: int, *, has_windows: bool, num_blocks: int = 100, tp: int = 1, pp: int = 1
+    model_dir: Path,
+    num_layers: int,
+    *,
+    has_windows: bool,
+    num_blocks: int = 100,
+    tp: int = 1,
+    pp: int = 1,
+    queue: DeviceQueue | None = None,
 ) -> dict[tuple[str, int], bytes]:
     """Return the outputs of all requests; later ones find what earlier ones have left."""
     stages: Sequence[tuple[int, int]] = [(0, num_layers)]
     if pp == 2:
         stages = [(0, 2), (2, num_layers)]
-    engine = PoisonedEngine(model_dir, CONFIG, num_blocks, tp=tp, stages=stages, has_windows=has_windows)
+    engine = PoisonedEngine(
+        model_dir, CONFIG, num_blocks, tp=tp, stages=stages, has_windows=has_windows, queue=queue
+    )
     assert bool(engine.window_pools) == has_windows
     outputs = engine.run(REQUESTS) | {
         (f"later {key[0]}", key[1]): it for key, it in engine.run(LATER).items()
@@ -159,6 +169,15 @@ def test_the_tokens_are_those_of_one_kv_for_all_layers(
     assert run(model_dir, num_layers, has_windows=True, tp=tp, pp=pp) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_of_windows_are_on_the_device_too(make_checkpoint: MakeCheckpoint, family: str) -> None:
+    """Where tokens and tables stay there between steps."""
+    options = FAMILIES[family]
+    model_dir, num_layers = make_checkpoint(**options), options["num_hidden_layers"]
+    expected = run(model_dir, num_layers, has_windows=False)
+    assert run(model_dir, num_layers, has_windows=True, queue=CpuQueue()) == expected
+
+
 def test_groups_are_the_layers_of_each_window(make_checkpoint: MakeCheckpoint) -> None:
     groups = kv_groups(read_model_config(make_checkpoint(**FAMILIES["gemma3"])))
     assert [(group.layers, group.window) for group in groups] == [((2, 4), 0), ((0, 1, 3), WINDOW)]
@@ -181,3 +200,4 @@ def test_as_many_blocks_fit_as_bytes_are_there_for(num_bytes: int) -> None:
     sizes = GroupBytes([40, 60, 0], [10, 5])
     fitting = sizes.fitting_blocks(num_bytes)
     assert sizes.bytes_of(fitting) <= num_bytes < sizes.bytes_of(fitting + 1)
+    assert sizes.bytes_of(fitting) + sizes.saved_bytes(fitting) == fitting * 100

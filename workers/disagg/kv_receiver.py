@@ -24,7 +24,7 @@ from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.disagg.submission_check import find_problem
 from workers.errors import QueueFullError
-from workers.interfaces import RankChannel
+from workers.interfaces import BlockSharing, RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
 from workers.scheduler.scheduler import Scheduler
@@ -47,7 +47,15 @@ class KvReceiver:
         ranks: RankChannel,
         clock: Clock,
         faults: Faults,
+        sharing: BlockSharing | None = None,
     ) -> None:
+        """`sharing` gives on what landed, where ranks receive parts of what all hold."""
+        self._sharing = sharing
+        # Sequences that landed and whose blocks are given on, with their sharing groups; and which of them
+        # were cancelled meanwhile.
+        self._given: dict[RequestKey, str] = {}
+        self._unwanted: set[RequestKey] = set()
+        self._num_given_references = 0
         self._vocab_size = vocab_size
         self._block_tokens = block_tokens
         self._scheduler = scheduler
@@ -99,8 +107,25 @@ class KvReceiver:
         """Abort the landings of a writer whose Peer link ended."""
         self._do(self.landings.writer_lost(writer))
 
+    @property
+    def num_references(self) -> int:
+        """Block references of landings, and of blocks that are given on."""
+        return self.landings.num_references + self._num_given_references
+
+    @property
+    def num_unfinished(self) -> int:
+        """The landings that are open, and those whose blocks are given on."""
+        return self.landings.num_open + len(self._given)
+
+    def num_of(self, group: str | None) -> int:
+        """Return the number of landings of this sharing group (None: all) that wait, are open or are given
+        on."""
+        return self.landings.num_of(group) + sum(group in (None, it) for it in self._given.values())
+
     def cancel(self, key: RequestKey) -> None:
         """Abort the landing of this attempt."""
+        if key in self._given:
+            self._unwanted.add(key)
         self._do(self.landings.cancel(*key))
 
     def leave(self, reason: str) -> None:
@@ -130,7 +155,7 @@ class KvReceiver:
                 case ToRank(rank, order):
                     self._ranks.send_to(rank, order)
                 case Landed():
-                    self._join(action)
+                    self._landed(action)
                 case Lost(landing_id, request_id, attempt, reason, cause):
                     self.num_lost[cause] += 1
                     self._hand_overs.pop(landing_id, None)
@@ -167,11 +192,31 @@ class KvReceiver:
             return str(error)
         return find_problem(submission, self._vocab_size)
 
-    def _join(self, landed: Landed) -> None:
+    def _landed(self, landed: Landed) -> None:
+        """Join a sequence, once all ranks have what landed. Until then nobody finds its blocks."""
         self._faults.at("engine_core.join")
         hand_over = self._hand_overs.pop(landed.landing_id)
-        now = self._clock.now()
         self.num_checksum_failures += landed.num_bad_pieces
+        num_held = landed.num_held_tokens // self._block_tokens
+        num_valid = -(-landed.num_valid_tokens // self._block_tokens)
+        if self._sharing is None or num_valid <= num_held:
+            self._join(landed, hand_over)
+            return
+        key = hand_over.submission.request_id, hand_over.submission.attempt
+        self._given[key] = hand_over.submission.facts.sharing_group
+        self._num_given_references += len(landed.block_ids)
+
+        def join() -> None:
+            self._num_given_references -= len(landed.block_ids)
+            del self._given[key]
+            self._join(landed, hand_over, is_wanted=key not in self._unwanted)
+            self._unwanted.discard(key)
+
+        self._sharing.give(landed.block_ids[num_held:num_valid], join)
+
+    def _join(self, landed: Landed, hand_over: HandOver, *, is_wanted: bool = True) -> None:
+        """Let a sequence run here; one that is not wanted any more only frees its blocks."""
+        now = self._clock.now()
         seconds = hand_over.transfer_seconds
         submission = hand_over.submission
         report = HandOverReport(
@@ -187,6 +232,9 @@ class KvReceiver:
         )
         num_valid_tokens, windows = landed.num_valid_tokens, landed.windows
         ended = self._scheduler.adopt(submission, landed.block_ids, num_valid_tokens, now, windows)
+        if not is_wanted:
+            self._scheduler.cancel(submission.request_id, submission.attempt)
+            return
         gateway = hand_over.gateway_id, hand_over.gateway_epoch
         record = self._requests.add(replace(submission, decode=None), gateway)
         self._requests.post(record.key, report)

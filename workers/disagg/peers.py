@@ -20,7 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.blocks.layout import BlockLayout, PlannedPiece, intersect, plan_pieces
+from kvtransfer.blocks.layout import (
+    BlockLayout,
+    PlannedPiece,
+    intersect,
+    landing_shards,
+    plan_pieces,
+)
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
 from kvtransfer.common.tasks import SupervisedTasks
@@ -359,9 +365,10 @@ class Peers:
     ) -> list[list[PlannedPiece]]:
         """Plan who sends what of the blocks of each group of layers: the same pieces, where they have layers
         of the group."""
-        pieces = plan_pieces(
-            [(item.rank, item.shard) for item in writer], [(item.rank, item.shard) for item in target]
-        )
+        targets = [(item.rank, item.shard) for item in target]
+        if self._compatibility.is_given_on:
+            targets = landing_shards(targets)
+        pieces = plan_pieces([(item.rank, item.shard) for item in writer], targets)
         model = Shard(0, self._compatibility.num_layers, 0, self._compatibility.num_kv_heads)
         layouts = [
             BlockLayout.of(self._compatibility, model, group)

@@ -283,7 +283,10 @@ class StepPlan(Message, frozen=True):
     starts, tables, copies, copies of experts, computation, sampling. `grown` are pairs (uint32) of a slot,
     one a slot, and a block on the device, which is one more behind those of its table. `decodes` are slots
     (uint32): each computes its newest token and samples the next. The newest is that of the slot's start, or
-    any that an earlier plan sampled, which the engine core may not know yet."""
+    any that an earlier plan sampled, which the engine core may not know yet.
+
+    A plan with blocks that are `given` has nothing else: the ranks of each stage, of which each received a
+    part of these blocks, give one another the rest."""
 
     step: int
     free_slots: tuple[int, ...] = ()
@@ -294,6 +297,7 @@ class StepPlan(Message, frozen=True):
     grown: bytes = b""
     decodes: bytes = b""
     expert_copies: tuple[ExpertCopy, ...] = ()
+    given: tuple[int, ...] = ()
 
     @property
     def started_slots(self) -> list[int]:

@@ -13,7 +13,8 @@ from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.expert_rows import RowProducts
 from workers.model.experts.mixture import Mixture
 from workers.model.head_norms import HeadNorms
-from workers.model.latent_projection import LatentProjection, without_padding
+from workers.model.latent_heads import LatentHeads
+from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
@@ -64,7 +65,7 @@ class DecoderLayer:
             # A layer without keys of its own has no norm of keys, and uses none.
             k_norm = weights.k_norm or weights.q_norm
             attention = dataclasses.replace(attention, q_norm=weights.q_norm, k_norm=k_norm)
-        self._attention = dataclasses.replace(attention, sinks=weights.sinks)
+        attention = dataclasses.replace(attention, sinks=weights.sinks)
         self._value_norm = value_norm
 
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
@@ -76,14 +77,16 @@ class DecoderLayer:
         # sum.
         self._qkv: Linear | LatentProjection
         self.output: AddedProduct
-        output = linear(weights.output)
+        self.output = linear(weights.output)
         if (shape := config.latent) is None:
             assert weights.qkv is not None
-            self._qkv, self.output = linear(weights.qkv), output
+            self._qkv = linear(weights.qkv)
         else:
             assert weights.latent is not None
             self._qkv = LatentProjection(weights.latent, shape, workspace, is_deterministic=is_deterministic)
-            self.output = without_padding(output, shape, workspace)
+            heads = LatentHeads(weights.latent.expansion.weight, shape, is_deterministic=is_deterministic)
+            attention = dataclasses.replace(attention, latent=heads)
+        self._attention = attention
         self._gate_up: Linear | None = None
         self.down: AddedProduct | None = None
         if weights.gate_up is not None and weights.down is not None:

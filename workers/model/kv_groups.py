@@ -65,6 +65,10 @@ class GroupBytes(NamedTuple):
         beside = zip(windows, self.most_blocks, strict=True)
         return num_blocks * full + sum(min(num_blocks, most) * its for its, most in beside)
 
+    def saved_bytes(self, num_blocks: int) -> int:
+        """Return the bytes that windows save beside `num_blocks` blocks of layers without one."""
+        return num_blocks * sum(self.block_bytes) - self.bytes_of(num_blocks)
+
     def fitting_blocks(self, num_bytes: int) -> int:
         """Return the most blocks of layers without a window that fit with the others into `num_bytes`."""
         least, most = 0, num_bytes // max(1, min(filter(None, self.block_bytes), default=1))

@@ -26,9 +26,9 @@ class LatentWeights:
     of that of keys and values, and of the part of keys that all heads share, the firsts of its pairs before
     the seconds.
 
-    `queries` [num_heads * head_dim, q_lora_rank or hidden_size] has the rows of each head in the order of
-    `head_order`; `expansion` [num_heads * expanded_dim, kv_lora_rank] in each head those of keys, which are
-    not rotated, before those of values."""
+    `queries` [num_heads * head_dim, q_lora_rank or hidden_size] has in each head the rows that are not
+    rotated before those that are, in the order of that part; `expansion` [num_heads * expanded_dim,
+    kv_lora_rank] those of keys, which are not rotated, before those of values."""
 
     latents: LinearWeights
     q_norm: Norm | None
@@ -37,14 +37,10 @@ class LatentWeights:
     expansion: LinearWeights
 
 
-def head_order(config: ModelConfig, shape: LatentShape) -> list[int]:
-    """Return the order in which the dimensions of a checkpoint's queries and keys are computed: as
-    `rotary_order` has it, of heads in which those that are rotated, the last, were first."""
-    num_rotated, head_dim = shape.qk_rope_head_dim, shape.head_dim
-    rotated_first = [*range(shape.qk_nope_head_dim, head_dim), *range(shape.qk_nope_head_dim)]
-    assert config.rope.num_rotated == num_rotated
-    order = rotary_order(config.rope, head_dim) or range(head_dim)
-    return [rotated_first[it] for it in order]
+def rotated_order(config: ModelConfig, shape: LatentShape) -> list[int]:
+    """Return the order in which the rotated dimensions of a checkpoint's queries and keys are computed."""
+    assert config.rope.num_rotated == shape.qk_rope_head_dim
+    return rotary_order(config.rope, shape.qk_rope_head_dim) or list(range(shape.qk_rope_head_dim))
 
 
 class LatentWeightReader:
@@ -58,12 +54,13 @@ class LatentWeightReader:
         self._hidden_size, self._num_heads = config.hidden_size, config.num_heads
         self._held = layer_heads(config, 0, tp_rank, tp).queries
         self._has_bias = config.qkv_bias
-        order = head_order(config, shape)
-        self._order = torch.tensor(order)
-        num_latent, num_unrotated = shape.kv_lora_rank, shape.qk_nope_head_dim
-        shared_order = [num_latent + it - num_unrotated for it in order if it >= num_unrotated]
-        # The rows of the product of the latent of keys and values, and of the shared part of keys.
-        self._kv_order = torch.tensor([*range(num_latent), *shared_order])
+        rotated = rotated_order(config, shape)
+
+        def with_rotated(num_before: int) -> Tensor:
+            return torch.tensor([*range(num_before), *(num_before + it for it in rotated)])
+
+        # The rows of a head of queries, and of the latent of keys and values with the shared part of keys.
+        self._order, self._kv_order = map(with_rotated, (shape.qk_nope_head_dim, shape.kv_lora_rank))
 
     def layer(self, prefix: str) -> LatentWeights:
         """Read the attention whose tensors begin with `prefix`."""

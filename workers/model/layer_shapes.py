@@ -54,11 +54,12 @@ ALIKE = LayerShapes()
 
 class KvCells(NamedTuple):
     """The KV of a model: the layers that have keys and values of their own, the cells of each, and the
-    elements of a cell for a token."""
+    elements of a cell for a token; and the kinds of cells, 2 for keys and values, 1 for latents of both."""
 
     num_layers: int
     num_cells: int
     width: int
+    num_kinds: int = 2
 
     @staticmethod
     def of(num_layers: int, kinds: Iterable[HeadShape]) -> KvCells:

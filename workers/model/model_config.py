@@ -129,6 +129,8 @@ class ModelConfig:
     def kv_cells(self) -> KvCells:
         """How the KV is laid out."""
         heads, full = HeadShape(self.num_kv_heads, self.head_dim), self.layer_shapes.full_heads
+        if self.latent is not None:
+            return KvCells(self.num_layers, 1, self.latent.width, num_kinds=1)
         if full is None:
             return KvCells.of(self._num_own_kv, (heads,))
         windows = set(self.sliding_windows[: self._num_own_kv])
@@ -361,7 +363,9 @@ class _ConfigReader(ConfigValues):
             ),
             residual_multiplier=self._multiplier(multipliers.residuals),
             attention_scale=(
-                self._attention_scale() if latent is None else ropes.score_factor(rope) * head_dim**-0.5
+                self._attention_scale()
+                if latent is None
+                else ropes.score_factor(rope) * latent.head_dim**-0.5
             ),
             logits_divisor=(
                 self._multiplier(multipliers.logits) / self._multiplier(multipliers.logits_scale)
@@ -385,9 +389,9 @@ class _ConfigReader(ConfigValues):
         )
 
     def _heads(self, hidden_size: int, num_heads: int, latent: LatentShape | None) -> HeadShape:
-        """Return the heads of keys and values, as they are in the KV."""
+        """Return the heads of keys and values, as they are in the KV: a latent is one that all share."""
         if latent is not None:
-            return HeadShape(num_heads, latent.head_dim)
+            return HeadShape(1, latent.width)
         num_kv_heads = self.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             self.refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")

@@ -25,7 +25,8 @@ def attention_shape(
     tp_rank, tp = shard.tp_rank, shard.tp_size
 
     def rotations(heads: HeadShape) -> tuple[Rotation, ...]:
-        return tuple(rotation_of(rope, heads.head_dim, device) for rope in _rotations(config, shard, heads))
+        dim = heads.head_dim if config.latent is None else config.latent.qk_rope_head_dim
+        return tuple(rotation_of(rope, dim, device) for rope in _rotations(config, shard, heads))
 
     kinds = []
     for heads in _head_kinds(config, shard):
@@ -48,6 +49,7 @@ def attention_shape(
         tuple(kinds),
         tuple(source - start for source in sources) if kinds else (),
         has_sinks=config.traits.has_sinks,
+        latent=config.latent,
         dtype=dtype,
     )
 

@@ -100,8 +100,9 @@ class RankShape:
         return len(layer_heads(self.model, self.first_layer, self.tp_rank, self.tp).queries)
 
     def kv_token_bytes(self, item_bytes: int) -> int:
-        """Return the size of one token's keys and values."""
-        return 2 * self.num_kv_layers * self.num_kv_cells * self.model.kv_cells.width * item_bytes
+        """Return the size of one token's keys and values, or latents of both."""
+        cells = self.model.kv_cells
+        return cells.num_kinds * self.num_kv_layers * self.num_kv_cells * cells.width * item_bytes
 
 
 class Checkpoint(NamedTuple):
@@ -181,7 +182,9 @@ class Checkpoint(NamedTuple):
                 return rank.num_heads / model.num_heads
             if k_norm in name:
                 return rank.num_kv_cells / model.kv_cells.num_cells
-        split_by_heads = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".o_proj.", ".self_attn.sinks")
+        if ".kv_b_proj." in name and model.latent is not None:
+            return model.latent.kept_expansion * rank.num_heads / model.num_heads
+        split_by_heads = (".q_proj.", ".q_b_proj.", ".o_proj.", ".self_attn.sinks")
         if any(it in name for it in split_by_heads):
             return rank.num_heads / model.num_heads
         if ".qkv_proj." in name:
@@ -249,13 +252,11 @@ def activation_bytes(
     widest = max(map(model.intermediate_size_of, held))
     intermediate = len(part(widest, rank.tp_rank, rank.tp))
     of_kinds = {model.heads_of(layer): layer for layer in held}.values()
-    head_dim = max(model.heads_of(layer).head_dim for layer in of_kinds)
-    qkv = max(_qkv_columns(rank, layer) for layer in of_kinds)
-    attention = 2 * rank.num_heads * head_dim  # queries with their rotation, and the result
+    attention = max(_attention_columns(rank, layer) for layer in of_kinds)
     # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
     hidden_copies = _HIDDEN_COPIES + model.is_parallel
     hidden_floats = _HIDDEN_FLOATS + model.traits.is_layer_norm
-    row = item_bytes * (hidden_copies * model.hidden_size + qkv + attention + 3 * intermediate)
+    row = item_bytes * (hidden_copies * model.hidden_size + attention + 3 * intermediate)
     row += _FLOAT_BYTES * hidden_floats * model.hidden_size
     if model.qk_own_norms:
         row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_cells) * model.head_dim
@@ -266,17 +267,18 @@ def activation_bytes(
         row += _FLOAT_BYTES * _VALUE_NORM_FLOATS * max(_key_columns(rank, layer) for layer in of_kinds)
     if model.activation == "xielu":
         row += _FLOAT_BYTES * _XIELU_FLOATS * intermediate
-    if model.latent is not None:
-        row += item_bytes * model.latent.num_scratch_columns(rank.num_heads)
     if model.mixture is not None:
         row += _mixture_row_bytes(rank, model.mixture, item_bytes, is_on_cuda=is_on_cuda)
+    rows = max_batch_tokens * row
+    if model.latent is not None:
+        rows += model.latent.most_expanded_bytes(rank.num_heads, model.max_context_tokens, item_bytes)
     if not rank.is_last_stage:
-        return max_batch_tokens * row
+        return rows
     num_sampled = min(max_sequences, max_batch_tokens)
     logits = model.vocab_size * (item_bytes + _LOGIT_COPIES * _FLOAT_BYTES)
     num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
     read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
-    return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
+    return rows + max(num_sampled * logits, num_read * read)
 
 
 def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *, is_on_cuda: bool) -> int:
@@ -300,10 +302,14 @@ def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *,
     return item_bytes * (inner + shared + sums) + _FLOAT_BYTES * floats
 
 
-def _qkv_columns(rank: RankShape, layer: int) -> int:
-    """Return the columns of queries, keys and values of a layer."""
+def _attention_columns(rank: RankShape, layer: int) -> int:
+    """Return the columns that the attention of a layer holds for a token: queries, keys and values; queries
+    with their rotation, and the result."""
+    latent = rank.model.latent
+    if latent is not None:
+        return latent.num_projected(rank.num_heads) + latent.num_scratch_columns(rank.num_heads)
     held = layer_heads(rank.model, layer, rank.tp_rank, rank.tp)
-    return len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
+    return 3 * len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
 
 
 def _key_columns(rank: RankShape, layer: int) -> int:

@@ -229,11 +229,35 @@ def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
 
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
-    and the bytes of a token's keys and values."""
+    and the bytes of a token's keys and values, or of its latent.
+
+    Where keys and values can be expanded from latents, a token with one that it sees then takes
+    `expanded_flops`, and each token before those that are computed `expansion_flops`."""
 
     window: int
     flops: int
     kv_bytes: int
+    expanded_flops: int = 0
+    expansion_flops: int = 0
+
+    @staticmethod
+    def of(config: ModelConfig, layer: int, form: KvForm) -> _AttentionWork:
+        num_kv_heads, head_dim = config.heads_of(layer)
+        window, num_heads, latent = config.sliding_windows[layer], config.num_heads, config.latent
+        if latent is None:
+            kv_bytes = 2 * num_kv_heads * form.head_bytes(head_dim)
+            return _AttentionWork(window, 4 * num_heads * head_dim, kv_bytes)
+        each = latent.absorbed_pair_flops, latent.expanded_pair_flops, latent.expansion_flops
+        absorbed, expanded, expansion = (num_heads * it for it in each)
+        return _AttentionWork(window, absorbed, form.head_bytes(latent.width), expanded, expansion)
+
+    def span_flops(self, start: float, num_tokens: int) -> float:
+        """Return the least operations of `num_tokens` tokens after `start` others."""
+        num_pairs = _num_attended(start, num_tokens, self.window)
+        flops = self.flops * num_pairs
+        if not self.expanded_flops:
+            return flops
+        return min(flops, self.expanded_flops * num_pairs + self.expansion_flops * start)
 
 
 class _LayerWork(NamedTuple):
@@ -247,9 +271,7 @@ class _LayerWork(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, layer: int, form: KvForm) -> _LayerWork:
-        num_kv_heads, head_dim = config.heads_of(layer)
-        shapes, window = config.layer_shapes, config.sliding_windows[layer]
-        mixed_dim = head_dim if config.latent is None else config.latent.v_head_dim
+        shapes = config.layer_shapes
         projections = sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
         num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
         inner = num_inner * config.intermediate_size_of(layer)
@@ -262,11 +284,7 @@ class _LayerWork(NamedTuple):
         return _LayerWork(
             projections + hidden * (inner + down + 2 * shapes.input_size) + beside,
             max(projections, hidden * inner, beside + of_experts),
-            _AttentionWork(
-                window,
-                2 * config.num_heads * (head_dim + mixed_dim),
-                2 * num_kv_heads * form.head_bytes(head_dim),
-            ),
+            _AttentionWork.of(config, layer, form),
             config.has_experts(layer),
         )
 
@@ -339,18 +357,20 @@ class ModelWork:
         read_bytes = self.read_weight_bytes(num_tokens)
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
-            for (window, pair_flops, kv_bytes), num_layers in self._attention_to_num_layers.items():
-                flops += pair_flops * num_layers * _num_attended(start, num_tokens, window)
+            for attention, num_layers in self._attention_to_num_layers.items():
+                window = attention.window
+                flops += num_layers * attention.span_flops(start, num_tokens)
                 num_read = start + num_tokens if window == 0 else min(start, window - 1) + num_tokens
-                read_bytes += kv_bytes * num_layers * num_read
+                read_bytes += attention.kv_bytes * num_layers * num_read
         flops += 2.0 * self._layer_weights * len(decode_starts)
         kinds = self._attention_to_num_layers.items() if decode_starts else ()
-        for (window, pair_flops, kv_bytes), num_layers in kinds:
+        for attention, num_layers in kinds:
+            window = attention.window
             num_read = len(decode_starts) + (
                 sum(decode_starts) if window == 0 else sum(min(start, window - 1) for start in decode_starts)
             )
-            flops += pair_flops * num_layers * num_read
-            read_bytes += kv_bytes * num_layers * num_read
+            flops += attention.flops * num_layers * num_read
+            read_bytes += attention.kv_bytes * num_layers * num_read
         return StepWork(flops, read_bytes)
 
 

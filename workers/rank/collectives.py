@@ -179,6 +179,13 @@ class RankGroups:
         with _broken_connections("exchanging rows"):
             return self._layer_group.exchange(parts, num_rows)
 
+    def all_gather(self, own: Tensor, num_rows: Sequence[int]) -> list[Tensor]:
+        """Send `own` [num_rows[tp_rank], num_columns], contiguous, to each rank of the stage. Returns what
+        each sends, the own part as it is."""
+        assert self._layer_group is not None, "one rank has nothing to gather"
+        with _broken_connections("giving blocks on"):
+            return self._layer_group.exchange([own] * self.tp, num_rows)
+
     def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """Gather the stage's parts [num_rows, widths[rank]] side by side at its first rank; None at the
         others."""

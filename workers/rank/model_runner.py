@@ -231,11 +231,9 @@ class ModelRunner:
     def _backend(self, shape: AttentionShape, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over one KV."""
         if self._queue is not None and self._queue.has_triton and memory.device.type == "cpu":
-            from workers.model.attention.triton_backend import (
-                TritonAttention,  # in the interpreter, for tests
-            )
+            from workers.model.attention.triton_latents import make_triton  # in the interpreter, for tests
 
-            make = functools.partial(TritonAttention, is_deterministic=self._is_deterministic)
+            make = functools.partial(make_triton, is_deterministic=self._is_deterministic)
             return backend_of_kinds(shape, memory, make)
         return choose_attention(
             shape,
@@ -365,6 +363,7 @@ def _compatibility(
         head_dim=cells.width,
         kv_dtype=form.name,
         scale_bytes=form.scale_bytes,
+        num_kinds=cells.num_kinds,
         groups=groups,
     )
 
@@ -380,7 +379,8 @@ def _layouts(
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    whole = BlockLayout(held, cells.width, block_tokens, form.item_bytes, form.scale_bytes)
+    sizes = form.item_bytes, form.scale_bytes, cells.num_kinds
+    whole = BlockLayout(held, cells.width, block_tokens, *sizes)
     return [replace(whole, group=group.layers) for group in groups] or [whole]
 
 

@@ -124,11 +124,13 @@ class Probe:
         config = self._config
         layer = DecoderLayer(self._layer_weights(), config, LayerAttention(0, 0), Workspace())
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
-        kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, self._head_dim)
+        num_kinds = config.kv_cells.num_kinds
+        kv_shape = (len(blocks), 1, num_kinds, self._num_kv_heads, self._block_tokens, self._head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
-        rotation = rotation_of(config.ropes[0], self._head_dim, self._device)
+        num_rotated = self._head_dim if config.latent is None else config.latent.qk_rope_head_dim
+        rotation = rotation_of(config.ropes[0], num_rotated, self._device)
         scale, softcap = config.attention_scale or None, config.attention_softcap
-        shape = AttentionShape(self._num_heads, (0,), (rotation,), scale, softcap)
+        shape = AttentionShape(self._num_heads, (0,), (rotation,), scale, softcap, latent=config.latent)
         attention = choose_attention(shape, kv)
 
         def run(start: int) -> None:

@@ -269,7 +269,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pools[0], spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.pools, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 

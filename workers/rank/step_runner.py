@@ -30,6 +30,7 @@ from workers.rank.device_batch import DeviceBatch, DeviceRows
 from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, make_device_sampler
 from workers.rank.device_steps import DeviceSteps
+from workers.rank.given_blocks import BlockGiver
 from workers.rank.host_steps import HostSteps
 from workers.rank.input_batch import InputBatch, PlannedRows
 from workers.rank.progress import Progress, StepFaults
@@ -132,6 +133,7 @@ class StepRunner:
                 queue,
             )
             self.steps = DeviceSteps(context, device_batch, sampler, graphs)
+        self._giver = BlockGiver(kv, groups, self.progress)
         self._hot_experts = HotExperts(decoder.split_experts, clock)
         self._finished_at = 0.0
 
@@ -185,6 +187,8 @@ class StepRunner:
         rows = self.batch.change(plan)
         self.steps.change(plan)
         self._slots.change(plan)
+        if plan.given:
+            self._giver.give(plan.given)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._hot_experts.between_steps()

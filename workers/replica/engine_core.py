@@ -146,6 +146,7 @@ class EngineCore:
             ranks=group,
             clock=clock,
             faults=faults,
+            sharing=self.steps if first.compatibility.is_given_on and shape.parallel.tp > 1 else None,
         )
         self.migration = MigrationManager(
             identity=spec.identity,
@@ -186,7 +187,9 @@ class EngineCore:
             trust=trust,
             identity=spec.identity,
             ready=ready,
-            engine=EngineParts(self.pool, self.scheduler, self._group, self.steps.rates, self),
+            engine=EngineParts(
+                self.pool, self.scheduler, self._group, self.steps.rates, self, self.window_pools
+            ),
             clock=self._clock,
         )
 
@@ -261,7 +264,7 @@ class EngineCore:
 
     @property
     def _has_work(self) -> bool:
-        return len(self.table) + self.kv_receiver.landings.num_open + self.kv_sender.sends.num_active > 0
+        return len(self.table) + self.kv_receiver.num_unfinished + self.kv_sender.sends.num_active > 0
 
     def check_health(self) -> None:
         """Raise `RankDiedError` if a rank has ended or hangs in a step."""
@@ -360,7 +363,7 @@ class EngineCore:
         num_blocks, num_held = self.pool.purge(order.sharing_group)
         for pool in self.window_pools:
             pool.purge(order.sharing_group)
-        num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
+        num_landings = self.kv_receiver.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
 
     # ------------------------------------------------------------------------------------------ peers

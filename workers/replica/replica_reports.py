@@ -144,23 +144,31 @@ class ReplicaReports:
     @property
     def _num_leaked_blocks(self) -> int:
         """References that nobody has, to blocks of every group of layers."""
-        life, landings = self._scheduler.life, self._kv_receiver.landings
+        life = self._scheduler.life
         windows = sum(pool.num_references for pool in life.tables.windows.pools)
-        num_known = life.num_window_references + sum(landings.num_window_references)
+        num_known = life.num_window_references + sum(self._num_other_window_references)
         leaked = self._pool.num_references - life.num_references - self._num_other_references
         return leaked + windows - num_known
 
     @property
     def _num_other_references(self) -> int:
         """The references of landings, and of copies to and from the store."""
-        return self._kv_receiver.landings.num_references + (
+        return self._kv_receiver.num_references + (
             0 if self._connector is None else self._connector.num_references
         )
+
+    @property
+    def _num_other_window_references(self) -> tuple[int, ...]:
+        """The same in each group with a window."""
+        of_landings = self._kv_receiver.landings.num_window_references
+        if self._connector is None:
+            return of_landings
+        of_copies = self._connector.num_window_references
+        return tuple(sum(both) for both in zip(of_landings, of_copies, strict=True))
 
     def check_when_idle(self) -> None:
         """Assert every invariant of pool, sequences and landings, once after each time of work."""
         if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
             self._num_steps_checked = self._steps.num_steps
-            windows = self._kv_receiver.landings.num_window_references
-            self._scheduler.check(self._num_other_references, windows)
+            self._scheduler.check(self._num_other_references, self._num_other_window_references)
             self._kv_receiver.landings.check()

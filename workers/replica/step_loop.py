@@ -40,6 +40,8 @@ class _Unreported:
     # The time at which it was sent, or at which any rank was last heard to progress with it.
     progressed_at: float
     rank_to_report: dict[int, StepReport] = field(default_factory=dict)
+    # What is done when all ranks have reported it.
+    then: Callable[[], None] | None = None
 
 
 class StepLoop:
@@ -91,6 +93,11 @@ class StepLoop:
             self._issue(_CANARY, now)
         return is_due
 
+    def give(self, block_ids: tuple[int, ...], then: Callable[[], None]) -> None:
+        """Send a plan by which the ranks give one another blocks of which each has received a part, and call
+        `then` when all have reported it."""
+        self._issue(StepPlan(0, given=block_ids), self._clock.now(), then)
+
     def settle(self, rank: int, report: StepReport) -> StepOutcome | None:
         """Take a rank's report; return the outcome when it was the last one of its step, None else and for a
         canary.
@@ -112,7 +119,10 @@ class StepLoop:
         if len(expected.rank_to_report) < self._tp * self._pp:
             return None
         self._unreported.popleft()  # it is the oldest: every rank reports in order
-        return self._finish(expected.plan, expected.rank_to_report)
+        outcome = self._finish(expected.plan, expected.rank_to_report)
+        if expected.then is not None:
+            expected.then()
+        return outcome
 
     def _finish(self, plan: StepPlan, rank_to_report: dict[int, StepReport]) -> StepOutcome | None:
         self._last_settled_at = self._clock.now()
@@ -173,8 +183,8 @@ class StepLoop:
         progressed_at = max(self._unreported[0].progressed_at, self._last_settled_at)
         return max(0.0, self._clock.now() - progressed_at - _PATIENCE * self._piece_s)
 
-    def _issue(self, plan: StepPlan, now: float) -> None:
-        self._unreported.append(_Unreported(plan, now))
+    def _issue(self, plan: StepPlan, now: float, then: Callable[[], None] | None = None) -> None:
+        self._unreported.append(_Unreported(plan, now, then=then))
         self._send(plan)
 
 

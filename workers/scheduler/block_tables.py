@@ -153,7 +153,7 @@ class BlockTables:
             is_new = self.pool.register(block_id, parent_key, keys[index], group)
             # Behind a block that was moved out none can be reached; the store gets it all the same.
             is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
-            if is_new and self.has_store:
+            if is_new and self.has_store and self.windows.hold(sequence, index):
                 self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group))
         sequence.num_registered_blocks = num_full
 

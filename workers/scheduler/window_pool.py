@@ -129,6 +129,12 @@ class WindowPool:
             else:
                 (self._passed if passed else self._kept)[block_id] = None
 
+    def find_all(self, keys: Iterable[bytes]) -> list[int] | None:
+        """Return the blocks that hold the KV of these keys; None if one is missing."""
+        found = [self._key_to_block.get(key) for key in keys]
+        held = [block_id for block_id in found if block_id is not None]
+        return held if len(held) == len(found) else None
+
     def quarantine(self, block_ids: Iterable[int]) -> None:
         """Drop the only reference of blocks that a writer may still write: nobody may have them yet."""
         for block_id in block_ids:

@@ -93,6 +93,10 @@ class WindowTables:
         for table, its in zip(fork.windows, leader.windows, strict=True):
             table.num_registered = its.num_registered
 
+    def hold(self, sequence: Sequence, index: int) -> bool:
+        """Whether the sequence has its block at this index in every group."""
+        return all(table.first <= index < table.end for table in sequence.windows)
+
     def register(self, sequence: Sequence, keys: Seq[bytes], sharing_group: str) -> None:
         """Make the sequence's full blocks, which have these keys, findable."""
         for _, pool, table in self._groups(sequence):

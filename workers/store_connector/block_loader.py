@@ -32,6 +32,7 @@ from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.engine_parts import EngineParts
 from workers.store_connector.tier_costs import TierCosts
+from workers.store_connector.window_load import WindowLoad
 
 # An owner that has not answered a look-up after this time is taken for hung.
 FIND_PATIENCE_S = 0.2
@@ -68,6 +69,7 @@ class _Load:
     holds_back: HeldBack = HeldBack.NOBODY
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    windows: list[WindowLoad] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
     is_fetching: bool = False
     # Blocks before the first bad or missing one, as known so far.
@@ -96,6 +98,7 @@ class BlockLoader:
         clock: Clock,
     ) -> None:
         self._pool = engine.pool
+        self._windows = engine.windows
         self._costs = costs
         self._clock = clock
         self._client = client
@@ -117,6 +120,14 @@ class BlockLoader:
     def num_references(self) -> int:
         """Blocks that loads hold."""
         return sum(len(load.held_ids) + len(load.block_ids) for load in self._loads.values())
+
+    @property
+    def num_window_references(self) -> tuple[int, ...]:
+        """Blocks of each group with a window that loads hold."""
+        loads = [load for load in self._loads.values() if load.windows]
+        return tuple(
+            sum(load.windows[group].num_references for load in loads) for group in range(len(self._windows))
+        )
 
     @property
     def has_orders(self) -> bool:
@@ -225,11 +236,20 @@ class BlockLoader:
         if self._lacks_share(load, held_ids):
             self._hold_back(load, HeldBack.GROUP)
             return
+        end, block_tokens = load.need.num_held + len(load.tiers), self._pool.block_tokens
+        windows = [
+            WindowLoad(window, load.need.keys, load.need.num_held, end, block_tokens)
+            for window in self._windows
+        ]
+        if not all(window.follows_on for window in windows):
+            self._end(number)
+            return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
         num_free = self._pool.num_free - num_idle - self._scheduler.counts.num_running
         if load.is_early:
             num_free -= self._scheduler.counts.num_blocks_awaited(None)
-        if len(load.tiers) > max(num_free, 0):
+        has_windows = all(window.fits(self._scheduler.counts.num_running) for window in windows)
+        if len(load.tiers) > max(num_free, 0) or not has_windows:
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
             self._hold_back(load, HeldBack.NOBODY if is_patient else HeldBack.EVERYBODY)
             return
@@ -244,6 +264,9 @@ class BlockLoader:
         load.held_ids = held_ids
         self._pool.acquire(held_ids)
         load.block_ids = self._pool.allocate(len(keys), group)
+        for window in windows:
+            window.take()
+        load.windows = windows
         if load.is_early:
             self._announced.begin(load.need.request_id, len(held_ids), len(keys))
 
@@ -286,9 +309,15 @@ class BlockLoader:
         part = _Part(fetched.first, len(fetched.blocks), set(), {})
         for index, sources in enumerate(fetched.blocks, fetched.first):
             for source in sources:
-                block_id = load.block_ids[index]
+                windows = tuple(it.block(load.need.num_held + index) for it in load.windows)
                 read = StoreRead(
-                    block_id, source.offset, source.shard, source.piece, source.num_bytes, source.checksum
+                    load.block_ids[index],
+                    source.offset,
+                    source.shard,
+                    source.piece,
+                    source.num_bytes,
+                    source.checksum,
+                    windows,
                 )
                 reads.setdefault(source.rank, []).append(read)
                 part.reads.setdefault(source.rank, []).append((index, source.offset))
@@ -367,6 +396,8 @@ class BlockLoader:
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
             self._pool.register(block_id, parent, key, load.need.sharing_group)
             parent = key
+        for window in load.windows:
+            window.register(load.need.num_held + load.num_good, load.need.sharing_group)
         self._client.send(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)
 
@@ -376,6 +407,8 @@ class BlockLoader:
         if came:
             self._costs.measured(came, self._clock.now() - load.began_at)
         self._pool.release(load.held_ids + load.block_ids)
+        for window in load.windows:
+            window.release()
         self._report(load, dict(came))
 
     def _report(self, load: _Load, num_blocks: dict[str, int]) -> None:

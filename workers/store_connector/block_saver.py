@@ -8,7 +8,7 @@ A block is referenced from its request until its ranks have copied it, so that n
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.messages import Shard
@@ -18,6 +18,7 @@ from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import RankChannel
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.step import FinishedBlock
+from workers.scheduler.window_pool import WindowPool
 
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_BLOCKS = 32
@@ -28,9 +29,11 @@ _POOL_SHARE = 16
 
 @dataclass(slots=True)
 class _Batch:
-    """Blocks of one chain; `places` are the (block index, rank) of each record of the request."""
+    """Blocks of one chain, with those of each group with a window; `places` are the (block index, rank) of
+    each record of the request."""
 
     block_ids: list[int]
+    windows: list[list[int]]
     places: list[tuple[int, int]]
     group: str
     # The copies of each rank, from the grant on.
@@ -50,12 +53,14 @@ class BlockSaver:
         max_queued: int,
         client: StoreClient,
         ranks: RankChannel,
+        windows: Sequence[WindowPool] = (),
     ) -> None:
         """`shards` maps ranks to their shard and its bytes of a block."""
         self._pool = pool
         self._max_queued = max_queued
         self._client = client
         self._ranks = ranks
+        self._windows = windows
         self._writers: dict[Shard, tuple[int, int]] = {}
         for rank, (shard, num_bytes) in shards.items():
             self._writers.setdefault(shard, (rank, num_bytes))
@@ -73,6 +78,12 @@ class BlockSaver:
     def num_references(self) -> int:
         """Blocks that are held for copies."""
         return sum(len(batch.block_ids) for batch in self._batches.values())
+
+    @property
+    def num_window_references(self) -> tuple[int, ...]:
+        """Blocks of each group with a window that are held for copies."""
+        batches = self._batches.values()
+        return tuple(sum(len(it.windows[group]) for it in batches) for group in range(len(self._windows)))
 
     @property
     def has_orders(self) -> bool:
@@ -105,7 +116,7 @@ class BlockSaver:
                 break
             self._queue.popleft()
             block_id = self._pool.find(block.key)
-            if block_id is not None:
+            if block_id is not None and all(window.find_all([block.key]) for window in self._windows):
                 blocks.append((block, block_id))
             else:
                 self.num_unstored["evicted"] += 1
@@ -123,7 +134,10 @@ class BlockSaver:
             return
         block_ids = [block_id for _, block_id in blocks]
         self._pool.begin_copies(block_ids)
-        self._batches[self._number] = _Batch(block_ids, places, first.sharing_group)
+        windows = [window.find_all(block.key for block, _ in blocks) or [] for window in self._windows]
+        for window, its in zip(self._windows, windows, strict=True):
+            window.acquire(its)
+        self._batches[self._number] = _Batch(block_ids, windows, places, first.sharing_group)
 
     def granted(self, grant: PutGrant) -> None:
         """Have the ranks copy the blocks for which the owner has given slots."""
@@ -137,7 +151,8 @@ class BlockSaver:
         refused: set[int] = set()
         for (index, rank), offset in zip(batch.places, grant.offsets, strict=True):
             if offset >= 0:
-                batch.copies.setdefault(rank, []).append(StoreCopy(batch.block_ids[index], offset))
+                windows = tuple(its[index] for its in batch.windows)
+                batch.copies.setdefault(rank, []).append(StoreCopy(batch.block_ids[index], offset, windows))
             elif offset != HELD:
                 refused.add(index)
         if refused:
@@ -189,4 +204,7 @@ class BlockSaver:
             self._end(number)
 
     def _end(self, number: int) -> None:
-        self._pool.end_copies(self._batches.pop(number).block_ids)
+        batch = self._batches.pop(number)
+        self._pool.end_copies(batch.block_ids)
+        for window, its in zip(self._windows, batch.windows, strict=True):
+            window.release(its, passed=True)  # the store has them

@@ -16,6 +16,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
@@ -73,7 +75,8 @@ class StoreConnector:
         clock: Clock,
     ) -> None:
         """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks."""
-        compatibility = ready[0].compatibility
+        # Records have all layers, whatever groups these form on a device.
+        compatibility = replace(ready[0].compatibility, groups=())
         shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
@@ -104,6 +107,7 @@ class StoreConnector:
             engine.scheduler.config.write_queue,
             self._client,
             engine.ranks,
+            engine.windows,
         )
         self.announced = AnnouncedPrompts()
         self.loader = BlockLoader(engine, self.costs, self._client, self.announced, clock)
@@ -126,6 +130,12 @@ class StoreConnector:
     def num_references(self) -> int:
         """Blocks that are held for copies."""
         return self.saver.num_references + self.loader.num_references
+
+    @property
+    def num_window_references(self) -> tuple[int, ...]:
+        """Blocks of each group with a window that are held for copies."""
+        held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)
+        return tuple(saved + loaded for saved, loaded in held)
 
     @property
     def is_idle(self) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
+from workers.scheduler.window_pool import WindowPool
 
 
 class EngineParts(NamedTuple):
     """The blocks that are stored and loaded, the scheduler whose sequences wait for them, the ranks that copy
-    them, the measured rates of steps, and the engine core itself, which plans and fails."""
+    them, the measured rates of steps, the engine core itself, which plans and fails, and the blocks of each
+    group of layers with a window."""
 
     pool: BlockPool
     scheduler: Scheduler
     ranks: RankChannel
     rates: StepRates
     control: EngineControl
+    windows: Sequence[WindowPool] = ()

@@ -23,10 +23,12 @@ class StoreAttached(Message, frozen=True):
 
 
 class StoreCopy(Part, frozen=True):
-    """Pairs the rank's part of block `block_id` with the record at `offset`."""
+    """Pairs the rank's part of block `block_id` with the record at `offset`. `windows` are the blocks with
+    the layers of each group behind the first."""
 
     block_id: int
     offset: int
+    windows: tuple[int, ...] = ()
 
 
 class StorePut(Message, frozen=True):
@@ -50,7 +52,8 @@ class StorePutDone(Message, frozen=True):
 
 class StoreRead(Part, frozen=True):
     """Fill `piece` of block `block_id` from the record of `shard` at `offset`, whose payload of `num_bytes`
-    must have this checksum."""
+    must have this checksum; and that of the block in `windows` of each group behind the first, but for
+    -1."""
 
     block_id: int
     offset: int
@@ -58,6 +61,7 @@ class StoreRead(Part, frozen=True):
     piece: Shard
     num_bytes: int
     checksum: int
+    windows: tuple[int, ...] = ()
 
 
 class StoreGet(Message, frozen=True):

@@ -11,6 +11,7 @@ from doctor_harness import FakeMachine, config_of, context_of, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.config import ClusterConfig, parse_config
 from cluster.doctor import limits
 from cluster.doctor.checks import Severity
@@ -148,6 +149,24 @@ def test_too_little_memory_is_refused_with_field_parts_and_remedy(tmp_path: Path
     found = only(limits.kv_capacity, kv_context(config_of(pools=[pools()[1]]), machine(tmp_path, 2 * GB)))
     assert found.severity is Severity.ERROR
     assert "2048 are needed at least" in found.seen
+
+
+def test_windows_leave_memory_for_more_context(tmp_path: Path) -> None:
+    """Of three layers two have a window of 100 tokens, and keep no more than their sequences need."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    write_random_checkpoint(
+        tmp_path / "model", "gemma3_text", num_hidden_layers=3, sliding_window=100, layer_types=kinds, seed=1
+    )
+    engine = {"max_sequences": 4, "max_batch_tokens": 512, "kv_tokens": 65_536}
+    pool = {**pools(engine=engine)[1], "engine": {**engine}}
+    given = config_of(model=str(tmp_path / "model"), pools=[pool], store={"dram_gb": 0})
+    need = planned_needs(given, machine(tmp_path, 64 * GB)).of("d")
+    full, windowed = need.ranks[0].block_bytes.block_bytes
+    assert windowed == 2 * full
+    num_blocks, most = 65_536 // 64, 6 * (2 + 2) + 8
+    assert need.host_kv_bytes(65_536) == num_blocks * full + most * windowed
+    assert need.saved_kv_bytes(65_536) == (num_blocks - most) * windowed
+    assert need.fitting_kv_tokens(need.host_kv_bytes(65_536)) == 65_536
 
 
 def kv_context(given: ClusterConfig, on: Machine) -> Any:

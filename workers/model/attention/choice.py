@@ -97,9 +97,9 @@ def candidate_backends(
     backends: list[AttentionBackend] = [TorchAttention(shape, kv)]
     if cuda.serves(kv.device):
         # Only here: where it serves nothing there may be no Triton.
-        from workers.model.attention.triton_backend import TritonAttention
+        from workers.model.attention.triton_latents import make_triton
 
-        backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))
+        backends.insert(0, make_triton(shape, kv, is_deterministic=is_deterministic))
     if CpuAttention.serves(shape, kv):
         kernels = native.load()
         assert kernels is not None
@@ -144,7 +144,12 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
         qkv = qkv.to(backend.kv.device, backend.dtype)
 
         def run() -> None:
-            backend.plan(made).run(layer, qkv)
+            plan = backend.plan(made)
+            # Of latents, the backend that is measured neither rotates nor writes.
+            if backend.shape.rotations:
+                plan.run(layer, qkv)
+            else:
+                plan.attend(layer, qkv[:, : -2 * kv_shape(backend.kv).head_dim])
             if backend.kv.is_cuda:
                 torch.cuda.synchronize(backend.kv.device)
 

@@ -25,9 +25,12 @@ from workers.model.attention.interface import (
     StepInput,
     kv_shape,
 )
+from workers.model.attention.torch_backend import TorchAttention
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _HEAD_DIM_MULTIPLE = 16
+# `MOST_DIM` of `attention.h`.
+_MOST_HEAD_DIM = 1024
 _TASK = np.dtype([("cost", np.int64), ("place", np.int32, 4)])
 _NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -88,7 +91,7 @@ class CpuAttention(AttentionBackend):
     def serves(shape: AttentionShape, kv: Tensor) -> bool:
         """Whether the kernels compute over this KV."""
         _, _, block_tokens, head_dim = kv_shape(kv)
-        fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and block_tokens % 16 == 0
+        fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and head_dim <= _MOST_HEAD_DIM and block_tokens % 16 == 0
         return fits and native.serves(kv.device, shape.dtype or kv.dtype)
 
     def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
@@ -115,6 +118,11 @@ class CpuAttention(AttentionBackend):
 
     def plan(self, step: StepInput) -> CpuPlan:
         return CpuPlan(self, step)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        if not self.serves(shape, kv):
+            return TorchAttention(shape, kv)
+        return CpuAttention(shape, kv, self.kernels, is_deterministic=self.is_deterministic)
 
 
 class PlannedTasks(NamedTuple):
@@ -147,11 +155,17 @@ class CpuPlan(AttentionPlan):
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         backend = self.backend
-        shape = backend.kv_shape
         backend.kernels.rotate_and_write(backend.rotated(layer), self.rotations[layer.rotation], qkv)
-        out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
+        return self.attend(layer, qkv)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        """Attend as `AttentionPlan.attend` describes; rows of `queries` may have further columns."""
+        assert queries.stride(1) == 1
+        backend = self.backend
+        shape = backend.kv_shape
+        out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=queries.dtype)
         tasks = self.window_to_tasks[layer.window]
-        inputs = (qkv.data_ptr(), qkv.stride(0), backend.sinks_address(layer))
+        inputs = (queries.data_ptr(), queries.stride(0), backend.sinks_address(layer))
         num_tasks = tasks.step.num_tasks
         for begin in range(0, num_tasks, tasks.piece_tasks):
             end = min(begin + tasks.piece_tasks, num_tasks)

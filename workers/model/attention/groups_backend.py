@@ -63,6 +63,10 @@ class GroupsAttention(AttentionBackend):
     def plan(self, step: StepInput) -> GroupsPlan:
         return GroupsPlan(self, step)
 
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        backend = next(it for it in self.backends if it is not None)
+        return backend.over(shape, kv)
+
 
 class GroupsPlan(AttentionPlan):
     """The attention of one step: a plan for each group of layers, with its tables."""
@@ -87,6 +91,12 @@ class GroupsPlan(AttentionPlan):
         plan = self._plans[group]
         assert plan is not None
         return plan.run(local, qkv)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        group, local = self.local(layer)
+        plan = self._plans[group]
+        assert plan is not None
+        return plan.attend(local, queries)
 
 
 def _of_group(step: StepInput, group: int) -> StepInput:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from workers.model.attention.quantized_kv import is_quantized
 from workers.model.kv_form import SCALE_BYTES
+from workers.model.latent_heads import LatentHeads
+from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
 
 
@@ -163,8 +165,8 @@ class StepInput:
 
 class KvShape(NamedTuple):
     """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
-    `num_blocks`. Where layers have heads of several sizes, it is that of a view with one of the sizes. Heads
-    with scales (`workers.model.attention.quantized_kv`) count without them."""
+    `num_blocks` and kinds. Where layers have heads of several sizes, it is that of a view with one of the
+    sizes. Heads with scales (`workers.model.attention.quantized_kv`) count without them."""
 
     num_layers: int
     num_kv_heads: int
@@ -217,8 +219,10 @@ class AttentionShape:
 
     With several `kinds` of heads, rotations are those of the kinds, and `reads` are the layers of the KV that
     the decoder's layers attend to, one after another. `has_sinks` says whether layers have sinks, with which
-    backends are compared. `dtype` is that of queries and results; None: that of the KV, which has no
-    scales."""
+    backends are compared. With a `latent`, the KV is of latents, and rotations are those of its rotated
+    part. With a `value_dim` the rows of the KV are keys, and so many of their first columns values: results
+    have these for each head, or whole rows. `dtype` is that of queries and results; None: that of the KV,
+    which has no scales."""
 
     num_heads: int
     windows: tuple[int, ...]
@@ -228,6 +232,8 @@ class AttentionShape:
     kinds: tuple[HeadKind, ...] = ()
     reads: tuple[int, ...] = ()
     has_sinks: bool = False
+    latent: LatentShape | None = None
+    value_dim: int = 0
     dtype: torch.dtype | None = None
 
     def scale(self, head_dim: int) -> float:
@@ -243,7 +249,8 @@ class LayerAttention:
     were written before.
 
     `sinks`, float32 [num_heads], are one more score of each query head, without a key and a value: their
-    exponentials join the sums that probabilities are divided by."""
+    exponentials join the sums that probabilities are divided by. `latent` are the heads of a layer whose KV
+    is of latents."""
 
     index: int
     window: int
@@ -253,6 +260,7 @@ class LayerAttention:
     rotation: int = 0
     kind: int = 0
     has_own_kv: bool = True
+    latent: LatentHeads | None = None
 
 
 class AttentionPlan(ABC):
@@ -277,13 +285,21 @@ class AttentionPlan(ABC):
         layer without keys and values of its own, `qkv` has queries alone. Returns [num_tokens, num_heads *
         head_dim].
 
-        A token at position i sees the keys j with j <= i and, with a window, i - window < j."""
+        A token at position i sees the keys j with j <= i and, with a window, i - window < j.
+
+        Of a layer of latents, `qkv` is as `workers.model.latent_projection` computes it: queries and normed
+        latents."""
+
+    @abstractmethod
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        """Attend as `run` does from `queries` [num_tokens, num_heads * head_dim], which are rotated and whose
+        rows may be apart, to keys and values that lie in their blocks."""
 
 
 class AttentionBackend(ABC):
     """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
     head_dim], whose heads are contiguous, of the model's `dtype` or quantized
-    (`workers.model.attention.quantized_kv`). Made once for a rank."""
+    (`workers.model.attention.quantized_kv`). Made once for a rank. Latents are of one kind and one head."""
 
     name: str
     # Whether it can read blocks in host memory through staging buffers, and not only in place.
@@ -307,6 +323,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, step: StepInput) -> AttentionPlan:
         """Plan a step. Blocks in host memory may be staged from now on. The plan holds until the next one."""
+
+    @abstractmethod
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        """Return a backend of this kind over another KV, on the same device; one in plain torch where this
+        kind does not serve it."""
+
+
+MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
 
 
 def to_device(values: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:

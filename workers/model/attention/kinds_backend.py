@@ -7,7 +7,7 @@ contiguous: all but the distances is as in the KV of any other model."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,15 +19,18 @@ from workers.model.attention.interface import (
     HostReader,
     LayerAttention,
     LayerRead,
+    MakeBackend,
     StepInput,
 )
+from workers.model.attention.latent_backend import LatentAttention
 from workers.model.attention.quantized_kv import is_quantized
-
-MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
 
 
 def backend_of_kinds(shape: AttentionShape, kv: Tensor, make: MakeBackend) -> AttentionBackend:
-    """Return the backend that `make` makes, or one that has such a backend for each kind of heads."""
+    """Return the backend that `make` makes, or one that has such a backend for each kind of heads, or for
+    latents."""
+    if shape.latent is not None:
+        return LatentAttention(shape, kv, make)
     return KindsAttention(shape, kv, make) if shape.kinds else make(shape, kv)
 
 
@@ -55,6 +58,9 @@ class KindsAttention(AttentionBackend):
     def plan(self, step: StepInput) -> KindsPlan:
         return KindsPlan(self, step)
 
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        return self.backends[0].over(shape, kv)
+
 
 class KindsPlan(AttentionPlan):
     """The attention of one step: a plan for each kind of heads."""
@@ -73,6 +79,9 @@ class KindsPlan(AttentionPlan):
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         return self._plans[layer.kind].run(layer, qkv)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        return self._plans[layer.kind].attend(layer, queries)
 
 
 class _KindReader(HostReader):

@@ -24,13 +24,13 @@ from workers.model.attention.interface import (
     LayerAttention,
     LayerRead,
     Marks,
-    Rotation,
     SequenceSpan,
     StepInput,
     kv_shape,
     to_device,
 )
 from workers.model.attention.quantized_kv import Quantized, is_quantized, quantized_parts
+from workers.model.attention.rotary import rope_table, rotate
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 # A group of decoding sequences is gathered into one padded tensor: the longest context of a group is at most
@@ -53,6 +53,9 @@ class TorchAttention(AttentionBackend):
         super().__init__(shape, kv)
         self._kv_shape = kv_shape(kv)
         self.rows = KvRows.of(kv)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> TorchAttention:
+        return TorchAttention(shape, kv)
 
     def plan(self, step: StepInput) -> TorchPlan:
         spans = _spans(step)
@@ -110,6 +113,9 @@ class TorchPlan(AttentionPlan):
         self._write(layer.index, keys, values)
         return self._attend(queries, layer)
 
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        return self._attend(queries.view(len(queries), -1, self._kv_shape.head_dim), layer)
+
     def _clear_partial_blocks(self, step: StepInput) -> None:
         """Zero the blocks that this step begins and does not fill, so that stale bytes never reach a softmax
         as NaN."""
@@ -118,8 +124,11 @@ class TorchPlan(AttentionPlan):
         is_partial = (step.starts <= last_begins) & (ends - last_begins < step.block_tokens)
         if is_partial.any():
             blocks = step.tables[step.slots, last_begins // step.block_tokens][is_partial]
-            kv = self._kv.view(torch.uint8) if is_quantized(self._kv) else self._kv
-            kv.index_fill_(0, to_device(blocks, kv.device).long(), 0)
+            # Not the KV, whose values may be its keys: the memory that it is a view of.
+            memory = self._kv_rows.memory
+            memory = memory.view(torch.uint8) if is_quantized(memory) else memory
+            by_block = memory.view(len(self._kv), -1)
+            by_block.index_fill_(0, to_device(blocks, self._kv.device).long(), 0)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [num_tokens, num_kv_heads, head_dim] to the tokens' blocks."""
@@ -348,20 +357,6 @@ def _kv_rows(table: Tensor, rows: KvRows) -> Tensor:
     """Map block ids [num_sequences, num_blocks] to rows of layer 0, in the order [2, num_sequences,
     num_kv_heads, num_blocks]."""
     return ((table * rows.of_block)[None, :, None] + rows.heads[:, None, :, None]).reshape(-1)
-
-
-# ------------------------------------------------------------------------------- rotary embedding
-
-
-def rope_table(positions: Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines for `rotate`, each [num_tokens, 1, head_dim]."""
-    cos, sin = (table.to(dtype) for table in rotation.table(positions))
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + head_dim / 2) of x [num_tokens, num_heads, head_dim] into a new tensor."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 # -------------------------------------------------------------------------------------- attention

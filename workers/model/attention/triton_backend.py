@@ -24,7 +24,7 @@ from workers.model.attention.interface import (
     kv_shape,
     to_device,
 )
-from workers.model.attention.torch_backend import rope_table
+from workers.model.attention.rotary import rope_table
 from workers.model.cuda.attention import (
     LayerKv,
     PagedSequences,
@@ -57,8 +57,21 @@ class TritonAttention(AttentionBackend):
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
         self.scoring = Scoring(shape.scale(self.kv_shape.head_dim), shape.softcap)
 
+    @property
+    def mixed_dim(self) -> int:
+        """The columns of what attention mixes for a head."""
+        return self.kv_shape.head_dim
+
+    @property
+    def chunk_rows(self) -> int:
+        """The packed rows of a tile of a chunk."""
+        return chunk_tile(self.dtype, self.kv_shape.head_dim).rows
+
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        return TritonAttention(shape, kv, is_deterministic=self.is_deterministic)
 
 
 class TritonPlan(AttentionPlan):
@@ -75,12 +88,16 @@ class TritonPlan(AttentionPlan):
             num_decodes = len(step.lengths)
             if backend.is_deterministic:
                 num_decodes = 0
-                each = torch.arange(len(step.lengths), dtype=torch.int32, device=device)
-                chunks = torch.stack((each, each, torch.zeros_like(each)), 1)
+                num_tiles = -(-backend.group // backend.chunk_rows)
+                tiles = torch.arange(len(step.lengths) * num_tiles, dtype=torch.int32, device=device)
+                each = tiles // num_tiles
+                chunks = torch.stack((each, each, tiles % num_tiles), 1)
         else:
-            tile = chunk_tile(backend.dtype, backend.kv_shape.head_dim)
             is_chunk = (step.lengths > 1) | backend.is_deterministic
-            tasks = [_decode_tasks(step, ~is_chunk), _chunk_tasks(step, is_chunk, tile.rows, backend.group)]
+            tasks = [
+                _decode_tasks(step, ~is_chunk),
+                _chunk_tasks(step, is_chunk, backend.chunk_rows, backend.group),
+            ]
             token_slots = np.repeat(step.slots, step.lengths)
             positions, slots, decodes, chunks = _upload(
                 [step.positions().astype(np.int32), token_slots, *tasks], device
@@ -95,15 +112,13 @@ class TritonPlan(AttentionPlan):
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
         self._partials = None
         if num_decodes:
-            num_heads, head_dim = backend.shape.num_heads, backend.kv_shape.head_dim
-            self._partials = Partials.allocate(num_decodes, num_heads, head_dim, most, device)
+            num_heads, mixed_dim = backend.shape.num_heads, backend.mixed_dim
+            self._partials = Partials.allocate(num_decodes, num_heads, mixed_dim, most, device)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        backend, view = self._backend, self._window_to_view[layer.window]
-        blocks = backend.kv[:, layer.index]
         queries = rotate_and_write(
             qkv,
-            blocks,
+            self._backend.kv[:, layer.index],
             self._sequences.tables,
             self._token_slots,
             self._positions,
@@ -112,11 +127,15 @@ class TritonPlan(AttentionPlan):
             k_norm=layer.k_norm,
             is_written=layer.has_own_kv,
         )
-        kv = LayerKv.of(blocks)
-        if view.host is not None:
-            kv = LayerKv.of(blocks, view.host.layer(layer.index), view.host.first_id)
-        sequences = self._sequences._replace(tables=view.tables)
-        scoring = backend.scoring
+        return self._attend(layer, queries)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        return self._attend(layer, queries.view(len(queries), -1, self._backend.kv_shape.head_dim))
+
+    def _attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        """Attend from `queries` [num_tokens, num_heads, head_dim], which are rotated."""
+        kv, sequences = self._seen(layer)
+        scoring = self._backend.scoring
         if layer.sinks is not None:
             scoring = scoring._replace(sinks=layer.sinks)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -124,9 +143,22 @@ class TritonPlan(AttentionPlan):
             attend_decodes(queries, kv, sequences, self._decodes, layer.window, scoring, self._partials, out)
         if self._chunks is not None and len(self._chunks):
             attend_chunks(queries, kv, sequences, self._chunks, layer.window, scoring, out)
-        if view.host is not None:
-            view.host.done(layer.index)
+        self._done(layer)
         return out.flatten(1)
+
+    def _seen(self, layer: LayerAttention) -> tuple[LayerKv, PagedSequences]:
+        """Return what a layer sees of the KV, and the tables that name it."""
+        blocks, view = self._backend.kv[:, layer.index], self._window_to_view[layer.window]
+        kv = LayerKv.of(blocks)
+        if view.host is not None:
+            kv = LayerKv.of(blocks, view.host.layer(layer.index), view.host.first_id)
+        return kv, self._sequences._replace(tables=view.tables)
+
+    def _done(self, layer: LayerAttention) -> None:
+        """Release what a layer has seen in host memory."""
+        host = self._window_to_view[layer.window].host
+        if host is not None:
+            host.done(layer.index)
 
     def _views(self, step: StepInput, tables: Tensor) -> dict[int, _WindowView]:
         """Return the views of the layers with each window, and stage the blocks in host memory that they

@@ -48,7 +48,7 @@ MAX_PIECES = 32
 # The number of programs of `attend_decodes` that suffices, 16 a multiprocessor, which hide that some end
 # early; and the fewest for a sequence and key-value head, so that a long sequence in a large batch is not
 # left to one.
-_NUM_DECODE_PROGRAMS, _MIN_SPLITS = 2048, 4
+NUM_DECODE_PROGRAMS, MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
 _INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
@@ -173,7 +173,7 @@ def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """Return the tile of `attend_decodes`."""
-    rows = _padded(group)
+    rows = padded(group)
     if head_dim > 256:
         return Tile(rows, 16 if dtype == torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
@@ -204,7 +204,7 @@ def attend_decodes(
     num_decodes, _, num_pieces, _ = partials.values.shape
     tile = decode_tile(queries.dtype, head_dim, num_heads // num_kv_heads)
     pairs = num_decodes * num_kv_heads
-    num_splits = min(num_pieces, max(_MIN_SPLITS, -(-_NUM_DECODE_PROGRAMS // pairs)))
+    num_splits = min(num_pieces, max(MIN_SPLITS, -(-NUM_DECODE_PROGRAMS // pairs)))
     memory = kv.arguments()
     # Without tasks any tensor may stand in their place, as without sinks: it is not read.
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
@@ -214,16 +214,29 @@ def attend_decodes(
         kv.first_host, num_pieces, window, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2), HEAD_DIM=head_dim,
-        PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens,
+        PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens,
         ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
         CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
-    sinks = scoring.sinks
+    reduce_pieces(where, tasks is not None, partials, window, scoring.sinks, out)
+
+
+def reduce_pieces(
+    where: tuple[Tensor, Tensor],
+    has_tasks: bool,
+    partials: Partials,
+    window: int,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Combine the pieces of rows that decode, and their sinks, in `out` [num_tokens, num_heads, dim] of the
+    whole step. `where` are the positions of sequences, and the tasks if there are any."""
+    num_decodes, num_heads, num_pieces, dim = partials.values.shape
     _reduce_pieces[(num_decodes, num_heads)](
         *where, *partials, partials.sums if sinks is None else sinks, out, out.stride(0), num_pieces, window,
-        HAS_TASKS=tasks is not None, HAS_SINKS=sinks is not None, HEAD_DIM=head_dim,
-        PADDED_DIM=_padded(head_dim), PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
+        HAS_TASKS=has_tasks, HAS_SINKS=sinks is not None, HEAD_DIM=dim,
+        PADDED_DIM=padded(dim), PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
         num_warps=4,
     )  # fmt: skip
 
@@ -240,9 +253,9 @@ def _attend_pieces(
     """Attend from one token to every num_programs(2)-th of its pieces. Grid: (decodes, KV heads, any)."""
     decode = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, row = _decode_task(tasks, decode, HAS_TASKS)
+    sequence, row = decode_task(tasks, decode, HAS_TASKS)
     position = tl.load(starts + sequence)
-    first, piece_tokens = _pieces(position, window, PIECE, MAX_PIECES, HAS_WINDOW)
+    first, piece_tokens = row_pieces(position, window, PIECE, MAX_PIECES, HAS_WINDOW)
     first_piece = first // piece_tokens
     table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
     # Rows after the group's repeat its last head, and are not stored.
@@ -277,9 +290,9 @@ def _reduce_pieces(
     """Combine the pieces of one row and its sink. Grid: (decodes, query heads)."""
     decode = tl.program_id(0)
     head = tl.program_id(1)
-    sequence, row = _decode_task(tasks, decode, HAS_TASKS)
+    sequence, row = decode_task(tasks, decode, HAS_TASKS)
     position = tl.load(starts + sequence)
-    first, piece_tokens = _pieces(position, window, PIECE, MAX_PIECES, HAS_WINDOW)
+    first, piece_tokens = row_pieces(position, window, PIECE, MAX_PIECES, HAS_WINDOW)
     piece = tl.arange(0, MAX_PIECES)
     is_piece = piece <= position // piece_tokens - first // piece_tokens
     at = (decode.to(tl.int64) * tl.num_programs(1) + head) * num_pieces + piece
@@ -301,7 +314,7 @@ def _reduce_pieces(
 
 
 @triton.jit
-def _decode_task(tasks, decode, HAS_TASKS: tl.constexpr):
+def decode_task(tasks, decode, HAS_TASKS: tl.constexpr):
     """Return sequence and row of a decode."""
     if HAS_TASKS:
         sequence = tl.load(tasks + decode * 2)
@@ -313,7 +326,7 @@ def _decode_task(tasks, decode, HAS_TASKS: tl.constexpr):
 
 
 @triton.jit
-def _pieces(
+def row_pieces(
     position, window, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):  # fmt: skip
     """Return the first key that a position sees, and the length of the pieces of its keys."""
@@ -352,7 +365,7 @@ def attend_chunks(
         sequences.tables.stride(0), kv.first_host, window, scoring.exponent_scale,
         HAS_HOST=kv.in_host is not None, HAS_SINKS=sinks is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2),
-        HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
+        HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
         KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -474,7 +487,7 @@ def _attend_keys(
     its own, at the cost of a buffer of keys and values."""
     dim = tl.arange(0, PADDED_DIM)
     keys = begin + tl.arange(0, KEYS)
-    blocks = _blocks(table, begin, keys, end, last, BLOCK_TOKENS, KEYS)
+    blocks = tile_blocks(table, begin, keys, end, last, BLOCK_TOKENS, KEYS)
     for tile in range(begin, end, KEYS):
         keys = tile + tl.arange(0, KEYS)
         is_read = (keys >= first) & (keys < last)
@@ -490,7 +503,7 @@ def _attend_keys(
                 in_host = host_scales + (blocks - first_host).to(tl.int64) * (host_stride // SCALE)
                 own_scales = tl.where(blocks >= first_host, in_host, own_scales)
             own_scales += keys % BLOCK_TOKENS
-        blocks = _blocks(table, tile + KEYS, keys + KEYS, end, last, BLOCK_TOKENS, KEYS)
+        blocks = tile_blocks(table, tile + KEYS, keys + KEYS, end, last, BLOCK_TOKENS, KEYS)
         at = rows[:, None] + dim[None, :]
         k = widened(_load(at, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM), q.dtype, ELEMENTS)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -520,7 +533,7 @@ def _attend_keys(
 
 
 @triton.jit
-def _blocks(table, tile, keys, end, last, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
+def tile_blocks(table, tile, keys, end, last, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
     """Return the block of a tile that lies in one, or the block of each key, of tiles before `end` and keys
     before `last`."""
     if BLOCK_TOKENS >= KEYS:
@@ -552,7 +565,7 @@ def _load_scales(at, is_read, IS_BORDER: tl.constexpr, ELEMENTS: tl.constexpr):
         return tl.load(at) * unit(ELEMENTS)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """Return a size of a product for `size` rows or columns: a power of two, and at least the 16 of a tensor
     core."""
     return max(16, 1 << (size - 1).bit_length())

@@ -86,7 +86,7 @@ def rotate_and_write(
     `kv_layer` is `kv[:, layer]`, [num_blocks, 2, num_kv_heads, block_tokens, head_dim], with the bytes of
     scales if it is quantized. Token i is at
     `positions[i]` of the sequence whose block table is row `slots[i]` of `tables` [num_slots, max_blocks].
-    `cos` and `sin` are those of `workers.model.attention.torch_backend.rope_table`. Returns the queries, a
+    `cos` and `sin` are those of `workers.model.attention.rotary.rope_table`. Returns the queries, a
     view of `qkv`, [num_tokens, num_heads, head_dim]."""
     num_tokens = qkv.shape[0]
     kept, scales = (kv_layer, kv_layer) if not is_quantized(kv_layer) else quantized_parts(kv_layer)

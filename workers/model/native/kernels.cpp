@@ -6,6 +6,7 @@
 
 #include "decoder_layer.h"
 #include "gate.h"
+#include "head_products.h"
 #include "mixture.h"
 #include "sampling.h"
 

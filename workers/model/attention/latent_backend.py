@@ -1,0 +1,249 @@
+"""Latent attention: one backend over the latents themselves, which serves rows that decode, and one over keys
+and values that are expanded from them for a chunk of a prompt.
+
+A token has one row in the KV, [kv_lora_rank + qk_rope_head_dim]: its normed latent, and the rotated part of
+keys that all heads share. In the *absorbed* form all heads of queries share this row, as key and as value:
+products of the heads turn queries into queries of latents, and mixed latents into values. In the *expanded*
+form keys and values of some heads at a time are computed from the latents of a sequence. A sequence takes the
+form with fewer operations (`LatentShape.is_expansion_cheaper`), unless results must not depend on its chunks:
+then, and where blocks lie in host memory, all are absorbed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    HostReader,
+    LayerAttention,
+    LayerRead,
+    MakeBackend,
+    SequenceSpan,
+    StepInput,
+    kv_shape,
+    to_device,
+)
+from workers.model.attention.rotary import rope_table, rotate
+from workers.model.latent_heads import LatentHeads
+from workers.model.latent_shape import expanded_capacity
+
+_ALL_LAYERS = LayerAttention(0, 0)
+
+
+class LatentAttention(AttentionBackend):
+    """Attention over a rank's latents, `kv` [num_blocks, num_layers, 1, 1, block_tokens, width]."""
+
+    def __init__(self, shape: AttentionShape, kv: Tensor, make: MakeBackend) -> None:
+        """`make` makes the backend of queries of latents, over a view of `kv` in which rows are keys and
+        values."""
+        super().__init__(shape, kv)
+        assert shape.latent is not None
+        assert kv.shape[2:4] == (1, 1), "there is one row for a token"
+        assert kv.shape[5] == shape.latent.width
+        self.latent = shape.latent
+        scale = shape.scale(self.latent.head_dim)
+        self._alike = dataclasses.replace(shape, rotations=(), latent=None, score_scale=scale)
+        absorbed = dataclasses.replace(self._alike, value_dim=self.latent.kv_lora_rank)
+        self.absorbed = make(absorbed, _as_both_kinds(kv))
+        self.name = self.absorbed.name
+        self.can_stage = self.absorbed.can_stage
+        self.is_deterministic = self.absorbed.is_deterministic
+        self.can_capture = self.absorbed.can_capture
+        self._expanded_memory = torch.empty(0, dtype=kv.dtype, device=kv.device)
+
+    def plan(self, step: StepInput) -> LatentPlan:
+        return LatentPlan(self, step)
+
+    def expanded(self, num_tokens: int) -> AttentionBackend:
+        """Return the backend of as many heads as are expanded at a time for `num_tokens` tokens, over memory
+        that it shares with all others: [1, 1, 2, num_expanded, more than num_tokens, head_dim]."""
+        latent, dtype = self.latent, self.kv.dtype
+        capacity = expanded_capacity(num_tokens)
+        num_heads = latent.num_expanded_heads(self.shape.num_heads, capacity, dtype.itemsize)
+        num_items = 2 * num_heads * capacity * latent.head_dim
+        if self._expanded_memory.numel() < num_items:
+            # Attention may multiply what no token has written with zero.
+            self._expanded_memory = torch.zeros(num_items, dtype=dtype, device=self.kv.device)
+        kv = self._expanded_memory[:num_items].view(1, 1, 2, num_heads, capacity, latent.head_dim)
+        shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,))
+        return self.absorbed.over(shape, kv)
+
+    def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+        raise NotImplementedError("latents have one KV")
+
+
+class LatentPlan(AttentionPlan):
+    """The attention of one step over latents."""
+
+    def __init__(self, backend: LatentAttention, step: StepInput) -> None:
+        super().__init__(step)
+        self._backend, self._latent = backend, backend.latent
+        self._num_heads = backend.shape.num_heads
+        kv = backend.kv
+        positions, blocks = _places(step, kv.device)
+        self._rotations = [rope_table(positions, it, kv.dtype) for it in backend.shape.rotations]
+        self._block_tokens = step.block_tokens
+        # The rows of the tokens in layer 0, of all rows of the KV.
+        layer_rows = kv.shape[1] * self._block_tokens
+        self._rows = blocks.long() * layer_rows + positions % self._block_tokens
+        self._memory = kv.view(-1, self._latent.width)
+        is_expanded = _expanded(backend, step)
+        self._chunks = [_ExpandedChunk(backend, step, number) for number in is_expanded.nonzero()[0].tolist()]
+        self._absorbed: AttentionPlan | None = None
+        self._absorbed_rows: Tensor | None = None
+        if not is_expanded.any():
+            host = None if step.host is None else _LatentReader(step.host)
+            self._absorbed = backend.absorbed.plan(dataclasses.replace(step, host=host))
+        elif not is_expanded.all():
+            self._absorbed = backend.absorbed.plan(_part_of(step, ~is_expanded))
+            (rows,) = np.repeat(~is_expanded, step.lengths).nonzero()
+            self._absorbed_rows = to_device(rows, kv.device)
+
+    def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        latent, num_heads = self._latent, self._num_heads
+        num_columns = num_heads * latent.head_dim
+        queries, row = qkv[:, :num_columns], qkv[:, num_columns:]
+        by_head = queries.view(len(queries), num_heads, latent.head_dim)
+        table = self._rotations[layer.rotation]
+        for part in (by_head[..., latent.qk_nope_head_dim :], row[:, None, latent.kv_lora_rank :]):
+            part.copy_(rotate(part, *table))
+        self._memory.index_copy_(0, self._rows + layer.index * self._block_tokens, row)
+        return self.attend(layer, queries)
+
+    def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
+        latent, rows = self._latent, self._absorbed_rows
+        by_head = queries.view(len(queries), self._num_heads, latent.head_dim)
+        mixed = queries.new_empty(len(queries), self._num_heads, latent.v_head_dim)
+        if self._absorbed is not None and rows is None:
+            self._attend_absorbed(self._absorbed, layer, by_head, mixed)
+        elif self._absorbed is not None and rows is not None:
+            part = mixed.new_empty(len(rows), *mixed.shape[1:])
+            self._attend_absorbed(self._absorbed, layer, by_head.index_select(0, rows), part)
+            mixed.index_copy_(0, rows, part)
+        for chunk in self._chunks:
+            chunk.attend(layer, queries, mixed)
+        return mixed.flatten(1)
+
+    def _attend_absorbed(
+        self, plan: AttentionPlan, layer: LayerAttention, queries: Tensor, mixed: Tensor
+    ) -> None:
+        """Attend from `queries` [num_rows, num_heads, head_dim] to latents, into `mixed` [num_rows,
+        num_heads, v_head_dim]."""
+        latent, heads = self._latent, _heads_of(layer)
+        num_unrotated, rank = latent.qk_nope_head_dim, latent.kv_lora_rank
+        wide = queries.new_empty(*queries.shape[:2], latent.width)
+        heads.absorb(queries[..., :num_unrotated], wide[..., :rank])
+        wide[..., rank:] = queries[..., num_unrotated:]
+        latents = plan.attend(layer, wide.flatten(1)).view(len(wide), self._num_heads, -1)
+        heads.values(latents[..., :rank], mixed)
+
+
+class _ExpandedChunk:
+    """The attention of several new tokens of one sequence, by keys and values that are expanded, some heads
+    at a time."""
+
+    def __init__(self, backend: LatentAttention, step: StepInput, number: int) -> None:
+        """Plan sequence `number` of a step."""
+        start, num_tokens = int(step.starts[number]), int(step.lengths[number])
+        self._num_context = start + num_tokens
+        self._latent, self._kv = backend.latent, backend.kv
+        num_blocks = -(-self._num_context // step.block_tokens)
+        table = step.tables[step.slots[number], :num_blocks]
+        if start <= (num_blocks - 1) * step.block_tokens:
+            # Later steps may multiply what no token has written with zero.
+            backend.kv[int(table[-1])] = 0
+        self._blocks = to_device(table.astype(np.int64), backend.kv.device)
+        first = int(step.lengths[:number].sum())
+        self._rows = slice(first, first + num_tokens)
+        expanded = backend.expanded(self._num_context)
+        self._expanded = expanded.kv[0, 0].transpose(1, 2)[:, : self._num_context]
+        span = SequenceSpan(start, num_tokens, (0,))
+        capacity = kv_shape(expanded.kv).block_tokens
+        self._plan = expanded.plan(StepInput.of([span], capacity, marks=step.marks))
+
+    def attend(self, layer: LayerAttention, queries: Tensor, mixed: Tensor) -> None:
+        """Attend from the chunk's `queries` [num_tokens, num_heads * head_dim], of the whole step, into its
+        `mixed` [num_tokens, num_heads, v_head_dim]."""
+        latent, heads = self._latent, _heads_of(layer)
+        latents = self._kv[:, layer.index, 0, 0].index_select(0, self._blocks)
+        latents = latents.view(-1, latent.width)[: self._num_context]
+        normed, shared = torch.split(latents, [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
+        keys, values = self._expanded
+        num_expanded, head_dim = keys.shape[1:]
+        for first in range(0, heads.num_heads, num_expanded):
+            unrotated, rotated = torch.split(keys, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], 2)
+            heads.expand(normed, unrotated, values[..., : latent.v_head_dim], first)
+            rotated.copy_(shared[:, None].expand_as(rotated))
+            values[..., latent.v_head_dim :] = 0
+            of_heads = queries[self._rows, first * head_dim : (first + num_expanded) * head_dim]
+            attended = self._plan.attend(_ALL_LAYERS, of_heads).view(-1, num_expanded, head_dim)
+            mixed[self._rows, first : first + num_expanded] = attended[..., : latent.v_head_dim]
+
+
+class _LatentReader(HostReader):
+    """Reads latents in host memory as keys and values."""
+
+    def __init__(self, host: HostReader) -> None:
+        super().__init__(host.first_id)
+        self.is_staged = host.is_staged
+        self._host = host
+
+    def begin(self, reads: Sequence[LayerRead]) -> None:
+        self._host.begin(reads)
+
+    def layer(self, layer: int) -> Tensor:
+        return self._host.layer(layer).expand(-1, 2, -1, -1, -1)
+
+    def in_place(self) -> Tensor:
+        return _as_both_kinds(self._host.in_place())
+
+    def done(self, layer: int) -> None:
+        self._host.done(layer)
+
+    def close(self) -> None:
+        """Do nothing: the reader of latents is closed by its owner."""
+
+
+def _as_both_kinds(kv: Tensor) -> Tensor:
+    """Return the view [num_blocks, num_layers, 2, ...] of latents in which keys and values are the same."""
+    return kv.expand(-1, -1, 2, -1, -1, -1)
+
+
+def _heads_of(layer: LayerAttention) -> LatentHeads:
+    assert layer.latent is not None, "a layer of latents has heads that read them"
+    return layer.latent
+
+
+def _expanded(backend: LatentAttention, step: StepInput) -> NDArray[np.bool_]:
+    """Return which sequences take keys and values that are expanded."""
+    if backend.is_deterministic or step.host is not None:
+        return np.zeros(len(step.lengths), dtype=np.bool_)
+    is_chunk: NDArray[np.bool_] = step.lengths > 1
+    for number in is_chunk.nonzero()[0].tolist():
+        start, num_tokens = int(step.starts[number]), int(step.lengths[number])
+        is_chunk[number] = backend.latent.is_expansion_cheaper(start, num_tokens)
+    return is_chunk
+
+
+def _part_of(step: StepInput, is_part: NDArray[np.bool_]) -> StepInput:
+    """Return the step of some of its sequences."""
+    starts, lengths, slots = (it[is_part] for it in (step.starts, step.lengths, step.slots))
+    return dataclasses.replace(step, slots=slots, starts=starts, lengths=lengths, device=None)
+
+
+def _places(step: StepInput, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of the new tokens and their blocks, [num_tokens], on the device. Where each
+    sequence has one, and the device knows them, they are read there alone, as `DeviceStep` demands."""
+    known = step.device
+    if known is not None and (step.lengths == 1).all():
+        return known.starts, known.tables[known.slots, known.starts // step.block_tokens]
+    positions = step.positions()
+    return to_device(positions, device), to_device(step.token_blocks(positions), device)
