@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.attention.quantized_kv import is_quantized
-from workers.model.kv_form import SCALE_BYTES
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
@@ -176,9 +175,8 @@ class KvShape(NamedTuple):
 
 def kv_shape(kv: Tensor) -> KvShape:
     """Return the shape of a rank's KV."""
-    _, num_layers, _, num_kv_heads, block_tokens, width = kv.shape
-    head_dim = width - SCALE_BYTES if is_quantized(kv) else width
-    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
+    _, num_layers, _, num_kv_heads, block_tokens, _ = kv.shape
+    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv))
 
 
 class Rotation(NamedTuple):

@@ -35,6 +35,11 @@ def is_quantized(kv: Tensor) -> bool:
     return kv.dtype in _LARGEST
 
 
+def head_dim_of(kv: Tensor) -> int:
+    """Return the size of a head of a KV [..., head_dim], without the bytes of a scale."""
+    return kv.shape[-1] - SCALE_BYTES if is_quantized(kv) else kv.shape[-1]
+
+
 class Quantized(NamedTuple):
     """Vectors in 8 bits: elements [..., head_dim], and float32 scales [...]."""
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
-from workers.model.attention.interface import kv_shape
-from workers.model.attention.quantized_kv import is_quantized
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.native.isa import Isa, is_forced, usable_isas
 from workers.model.norm import Norm
 
@@ -102,7 +101,8 @@ class RotatedLayer(ctypes.Structure):
         """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim],
         with norms of heads if there are any; unless it is written, there are queries alone. `dtype` is that
         of queries (None: that of the KV). KV and norms must live until the result is used no more."""
-        _, num_kv_heads, block_tokens, head_dim = kv_shape(kv)
+        _, _, _, num_kv_heads, block_tokens, _ = kv.shape
+        head_dim = head_dim_of(kv)
         assert head_dim % (16 if is_quantized(kv) else 2) == 0
         assert kv.stride()[4:] == (kv.shape[5], 1)
         return RotatedLayer(
