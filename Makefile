@@ -118,8 +118,9 @@ sbom: $(VENV)/.runtime $(VENV)/.dev
 		$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file $(SBOM) -
 	@echo $(SBOM)
 
-# All but `gpu`, which needs a device, and `isolation`, which needs a running cluster. The whole takes hours.
-BENCHMARKS ?= engine products experts attention near_ties start_up rank_memory sampling grammar_masks host_time offload \
+# All but `gpu`, `isolation` and `perplexity`, which need a device, a running cluster and a model. The whole takes
+# hours.
+BENCHMARKS ?= engine products experts attention kv_bits near_ties start_up rank_memory sampling grammar_masks host_time offload \
 	parallel expert_parallel pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start router \
 	gateways unlike_replicas scaling capacity authentication overhead json_schemas overload overload_cluster \
 	soak

@@ -435,7 +435,7 @@ class ClusterConfig(_Settings):
             raise ValueError("pools: at least one needs the role decode or both")
         if unknown := sorted(set(self.scaling.pools) - set(names)):
             raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
-        for field in ("engine.block_tokens", "dtype", "weight_dtype"):
+        for field in ("engine.block_tokens", "engine.kv_dtype", "dtype", "weight_dtype"):
             if len(values := {attrgetter(field)(pool) for pool in self.pools}) > 1:
                 raise ValueError(
                     f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"

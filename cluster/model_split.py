@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.errors import ConfigError
 from workers.config import EngineSettings, Parallel
 from workers.errors import CheckpointError
+from workers.model.kv_form import refuse_kv_dtype
 from workers.model.model_config import ModelConfig
 from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 
@@ -23,6 +24,7 @@ def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: Engin
     try:
         refuse_split(model, tp, ep)
         refuse_stages(model, pp, layers)
+        refuse_kv_dtype(model, engine.kv_dtype)
         refuse_expert_offload(model, num_in_host, devices, tp=tp, is_deterministic=is_deterministic)
         refuse_expert_copies(
             model,

@@ -28,6 +28,7 @@ from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
+from workers.model.kv_form import KvForm
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import equal_stages, kv_heads
 
@@ -189,5 +190,6 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
     num_layers = min(min(end, cells.num_layers) - start for start, end in zip(starts, ends, strict=True))
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    block_tokens = pool.engine.block_tokens
-    return BlockLayout(shard, cells.width, block_tokens, item_bytes, num_kinds=cells.num_kinds).block_bytes
+    form = KvForm.of(pool.engine.kv_dtype, item_bytes)
+    sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
+    return BlockLayout(shard, *sizes).block_bytes

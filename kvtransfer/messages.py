@@ -12,7 +12,9 @@ from kvtransfer.codec import Part
 
 PROTOCOL_VERSION = 8
 # Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
+ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1,
+}  # fmt: skip
 
 
 class Shard(Part, frozen=True):

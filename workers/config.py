@@ -45,6 +45,10 @@ class PaceConfig(BaseModel):
     token_s: float = Field(default=0.0, ge=0, le=1)
 
 
+# The dtype of keys and values; `auto`: that of activations.
+KvDtype = Literal["auto", "int8", "fp8"]
+
+
 class StepSizes(NamedTuple):
     """The values of `max_batch_tokens` and `chunk_tokens` where they are `auto`."""
 
@@ -99,6 +103,9 @@ class EngineSettings(BaseModel):
     max_waiting: int = Field(default=512, ge=1)
     # CPU threads of each rank.
     num_threads: int = Field(default=1, ge=1)
+    # The dtype of keys and values. `auto`: as activations; `int8` and `fp8` (e4m3): 8 bits, with a scale for
+    # each token and head.
+    kv_dtype: KvDtype = "auto"
     # A sequence's tokens depend neither on the other sequences of a step, nor on how it was cut into chunks,
     # nor on the number of threads: ranks start only with products and attention that promise it.
     deterministic: bool = False

@@ -13,6 +13,7 @@ from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
+from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.rank_memory import (
@@ -178,6 +179,7 @@ def _pool_need(
     """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
+    form = KvForm.of(engine.kv_dtype, item_bytes)
     groups = kv_groups(model) if config.frees_windows else ()
     capacity = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
     most_blocks = [capacity.most_blocks(group.window) for group in groups[1:]]
@@ -198,7 +200,12 @@ def _pool_need(
             shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
             cells = model.kv_cells
             layout = BlockLayout(
-                shard, cells.width, engine.block_tokens, item_bytes, num_kinds=cells.num_kinds
+                shard,
+                cells.width,
+                engine.block_tokens,
+                form.item_bytes,
+                form.scale_bytes,
+                cells.num_kinds,
             )
             layouts = [replace(layout, group=group.layers) for group in groups] or [layout]
             ranks.append(

@@ -109,7 +109,7 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
     problems = []
     if old.model != new.model:
         problems.append(f"model: {old.model} serves now, the file says {new.model}; {_BESIDE}")
-    for field in ("block_tokens", "dtype"):
+    for field in ("block_tokens", "kv_dtype", "dtype"):
         before, after = _kv_form(old, field), _kv_form(new, field)
         if before != after:
             problems.append(
@@ -208,8 +208,9 @@ def _model(config: ClusterConfig) -> str | list[str]:
 
 def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Return a setting that is equal in all pools."""
-    if field == "block_tokens":
-        return config.pools[0].engine.block_tokens
+    engine = config.pools[0].engine
+    if field != "dtype":
+        return engine.block_tokens if field == "block_tokens" else engine.kv_dtype
     return resolve_dtype(config.pools, described_model(config))
 
 

@@ -109,8 +109,9 @@ class Cluster:
         num_layers: int,
         expected: list[int],
         two_ranks: Parallel,
+        engine: dict[str, Any] | None = None,
     ) -> None:
-        self._harness, self._store = harness, store
+        self._harness, self._store, self._engine = harness, store, engine
         self._two_ranks = two_ranks
         self._two_stages = Parallel(pp=2, devices=("cpu", "cpu"), layers=(1, num_layers - 1))
         self._expected = expected
@@ -121,10 +122,19 @@ class Cluster:
     async def start(self) -> None:
         await self._store.start()
         add, how = self._harness, self._store
-        settings: dict[str, Any] = {"frees_windows": True}
+        settings: dict[str, Any] = {"frees_windows": True, "engine": self._engine}
         self.prefill = await add_with_store(add, how, "p", "prefill", parallel=self._two_ranks, **settings)
         self.decode = await add_with_store(add, how, "d", "decode", parallel=self._two_stages, **settings)
         self.single = await add_with_store(add, how, "s", **settings)
+
+    async def check(self) -> None:
+        """Check a hand-over, the store, a resumption and a migration."""
+        await self.start()
+        await self.check_hand_over()
+        await self.check_store()
+        await self.check_resumption(40)
+        await self.check_migration(25)
+        await self._harness.quiet()
 
     async def check_hand_over(self) -> None:
         submission = self._harness.submission("r", PROMPT, decode=self.decode, max_tokens=NUM_TOKENS)
@@ -181,13 +191,24 @@ async def check_tokens(model_dir: Path, tmp_path: Path, two_ranks: Parallel, num
     assert len(set(expected)) >= 15, "a stream that repeats itself shows little"
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
-        cluster = Cluster(harness, store, num_layers, expected, two_ranks)
-        await cluster.start()
-        await cluster.check_hand_over()
-        await cluster.check_store()
-        await cluster.check_resumption(40)
-        await cluster.check_migration(25)
-        await harness.quiet()
+        await Cluster(harness, store, num_layers, expected, two_ranks).check()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+async def test_kv_of_8_bits_gives_the_tokens_of_one_engine(kv_dtype: str, tmp_path: Path) -> None:
+    """The same KV in mixed shapes, moved and stored in 8 bits; other KV is refused by name."""
+    write_random_checkpoint(tmp_path / "model", "llama", seed=7, **SHAPE)
+    engine = {"kv_dtype": kv_dtype}
+    harness = E2eHarness(tmp_path / "model")
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
+        alone = await harness.add("alone", engine=engine)
+        heard = await harness.run(alone, harness.submission("alone", PROMPT, max_tokens=NUM_TOKENS))
+        assert len(set(heard.sequence())) >= 15, "a stream that repeats itself shows little"
+        assert alone.core.compatibility.kv_dtype == kv_dtype
+        cluster = Cluster(
+            harness, store, SHAPE["num_hidden_layers"], heard.sequence(), Parallel(tp=2), engine
+        )
+        await cluster.check()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,7 @@ from workers.model.cuda.attention import (
     attend_chunks,
     attend_decodes,
 )
+from workers.model.kv_form import SCALE_BYTES
 
 
 def compile_step(
@@ -26,14 +27,16 @@ def compile_step(
     has_host: bool,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Compile what a mixed step of 8 key-value heads in bfloat16 launches."""
 
     def ids(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    blocks = torch.zeros(1, 2, 8, block_tokens, head_dim, dtype=torch.bfloat16)
-    kv = LayerKv(blocks, blocks if has_host else None, 1)
+    width = head_dim if kv_dtype == torch.bfloat16 else head_dim + SCALE_BYTES
+    blocks = torch.zeros(1, 2, 8, block_tokens, width, dtype=kv_dtype)
+    kv = LayerKv.of(blocks, blocks if has_host else None, 1)
     queries = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
     sequences = PagedSequences(ids(2, 4), ids(2), ids(2), ids(2))
     partials = Partials.allocate(2, 8 * group, head_dim, 8192, queries.device)
@@ -51,4 +54,6 @@ if __name__ == "__main__":
         compile_step(head_dim=128, group=8, block_tokens=64, window=128, has_host=False, has_sinks=True)
         compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
         compile_step(head_dim=512, group=8, block_tokens=16, window=0, has_host=False)
+        for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+            compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False, kv_dtype=kv_dtype)
     print_kernels(kernels)

@@ -11,6 +11,7 @@ from hopper_compiler import compiled_for_hopper, print_kernels
 from workers.model.cuda.invariant_product import multiply
 from workers.model.cuda.layer_ops import gate_mul, rms_norm, rotate_and_write
 from workers.model.cuda.sampling import DeviceSlots, sample
+from workers.model.kv_form import SCALE_BYTES
 from workers.model.norm import Norm
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 32, 8, 128, 4096, 151_936
@@ -40,6 +41,9 @@ def compile_layer() -> None:
     for is_rounded_first in (True, False):
         norm = Norm(zeros(HEAD_DIM, dtype=torch.float32), 1e-6, is_rounded_first)
         rotate_and_write(qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos, q_norm=norm, k_norm=norm)
+    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+        kv = zeros(1, 1, 2, NUM_KV_HEADS, 16, HEAD_DIM + SCALE_BYTES, dtype=kv_dtype)
+        rotate_and_write(qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos)
 
 
 def compile_products() -> None:

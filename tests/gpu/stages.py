@@ -24,8 +24,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # By how long their compilation takes, longest first.
 SIDE_BY_SIDE = (
-    "attention", "decoder", "experts", "latents", "engine", "products", "graphs", "warm_up", "sampling",
-    "layer_ops", "checksum", "kernel_noise", "layer_launches", "compiled_attention",
+    "attention", "decoder", "experts", "latents", "engine", "products", "graphs", "warm_up", "quantized_kv",
+    "sampling", "layer_ops", "checksum", "kernel_noise", "layer_launches", "compiled_attention",
     "compiled_layer_kernels", "compiled_experts", "host_experts",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")

@@ -108,6 +108,7 @@ class LocalEngine:
                     config.max_sequences,
                     num_offload_blocks * BLOCK,
                     mode,
+                    kv_dtype=config.kv_dtype,
                     windows=windows if has_windows else None,
                 ),
                 ManualClock(5.0),

@@ -11,7 +11,7 @@ import torch
 from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
 
 from kvtransfer.blocks.keys import extend_keys
-from workers.config import EngineConfig
+from workers.config import EngineConfig, KvDtype
 from workers.messages.link import SampleState, Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, OffloadMode
@@ -105,11 +105,13 @@ def run(
     num_layers: int = 2,
     tp: int = 1,
     pp: int = 1,
+    kv_dtype: KvDtype = "auto",
 ) -> dict[tuple[str, int], bytes]:
     """With the small device and blocks in host memory, or (None) with a device that holds all."""
     stages = [(0, num_layers)] if pp == 1 else [(0, 1), (1, num_layers)]
     sizes = (100, 0) if mode is None else (NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS)
-    engine = LocalEngine(model_dir, CONFIG, *sizes, mode or "in_place", tp=tp, stages=stages)
+    config = CONFIG.model_copy(update={"kv_dtype": kv_dtype})
+    engine = LocalEngine(model_dir, config, *sizes, mode or "in_place", tp=tp, stages=stages)
     outputs = engine.run(submissions)
     if mode is not None:
         assert engine.most_offloaded >= 3 * NUM_DEVICE_BLOCKS
@@ -135,6 +137,17 @@ def test_the_tokens_are_those_of_an_engine_with_capacity(
         ("two", 1): 30,
     }
     assert run(model_dir, BEYOND, mode, num_layers=num_layers) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_kv_of_8_bits_has_the_tokens_of_an_engine_with_capacity(
+    make_checkpoint: MakeCheckpoint, backend: str, kv_dtype: KvDtype, mode: OffloadMode
+) -> None:
+    model_dir = make_checkpoint("llama")
+    expected = run(model_dir, BEYOND, None, kv_dtype=kv_dtype)
+    assert run(model_dir, BEYOND, mode, kv_dtype=kv_dtype) == expected
+    assert run(model_dir, BEYOND, None) != expected, "it is kept in 8 bits"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -193,6 +193,7 @@ async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> 
     ("hello", "word"),
     [
         (PeerHello(PEER, replace(RECORD, dtype="bfloat16"), WHOLE), "dtype: 'float32' here, 'bfloat16' "),
+        (PeerHello(PEER, replace(RECORD, kv_dtype="int8"), WHOLE), "kv_dtype: '' here, 'int8' "),
         (PeerHello(PEER, RECORD, ()), "the peer has 0 ranks"),
     ],
 )

@@ -14,6 +14,8 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
+from workers.model.attention.interface import kv_shape
+from workers.model.attention.quantized_kv import Quantized, is_quantized, quantized_parts
 from workers.rank.model_runner import ModelRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket
 
@@ -78,7 +80,13 @@ class EngineDriver:
     def fill_kv(self) -> None:
         """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
         kv = self.runner.kv
-        kv.copy_(torch.randn(kv.shape[1:], generator=self._generator).to(kv.device, kv.dtype).expand_as(kv))
+        shape = (*kv.shape[1:5], kv_shape(kv).head_dim)
+        drawn = torch.randn(shape, generator=self._generator).to(kv.device)
+        parts = [(kv, drawn)]
+        if is_quantized(kv):
+            parts = list(zip(quantized_parts(kv), Quantized.of(drawn, kv.dtype), strict=True))
+        for target, numbers in parts:
+            target.copy_(numbers.to(target.dtype).expand_as(target))
 
     @contextmanager
     def started(self, last_tokens: Sequence[bytes], num_total: int) -> Iterator[None]:

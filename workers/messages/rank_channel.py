@@ -73,6 +73,8 @@ class RankSpec(Message, frozen=True):
     frees_windows: bool = False
     # The slots for copies of experts in each layer of each rank.
     expert_copies: int = 0
+    # As `engine.kv_dtype`.
+    kv_dtype: str = "auto"
 
     @property
     def num_ranks(self) -> int:

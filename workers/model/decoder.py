@@ -104,7 +104,7 @@ class Decoder:
         del table
         self.inputs = self._input_embedding(reader, is_deterministic) if is_first else None
         held = range(shard.layer_start, shard.layer_end)
-        self.attention_shape = attention_shape(config, shard, reader.device)
+        self.attention_shape = attention_shape(config, shard, reader.device, reader.dtype)
         self.layers: list[DecoderLayer] = []
         num_bytes_outside = reader.num_bytes
         for layer in held:

@@ -107,7 +107,7 @@ class NativeLayers:
         first = next(part for part in parts if part is not None)
         assert hidden.shape == (first.num_tokens, self._shape.normed)
         assert hidden.stride(1) == 1
-        assert hidden.dtype == first.backend.kv.dtype
+        assert hidden.dtype == first.backend.dtype
         if self._arguments is None or not self._arguments.are_for(parts):
             self._arguments = _Arguments(self._layers, plan, parts)
         widths = self._shape._asdict()

@@ -15,8 +15,10 @@ from workers.model.value_norm import ValueNorm
 from workers.model.weights import ShardSpec
 
 
-def attention_shape(config: ModelConfig, shard: ShardSpec, device: torch.device) -> AttentionShape:
-    """Describe the attention of a rank's layers."""
+def attention_shape(
+    config: ModelConfig, shard: ShardSpec, device: torch.device, dtype: torch.dtype
+) -> AttentionShape:
+    """Describe the attention of a rank's layers, whose activations have this dtype."""
     start, sources = shard.layer_start, config.kv_sources[shard.layer_start : shard.layer_end]
     of_kv = list(dict.fromkeys(sources))
     windows = tuple(config.sliding_windows[layer] for layer in of_kv)
@@ -48,6 +50,7 @@ def attention_shape(config: ModelConfig, shard: ShardSpec, device: torch.device)
         tuple(source - start for source in sources) if kinds else (),
         has_sinks=config.traits.has_sinks,
         latent=config.latent,
+        dtype=dtype,
     )
 
 

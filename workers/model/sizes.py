@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.kv_form import KvForm
 from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
 
@@ -240,15 +241,15 @@ class _AttentionWork(NamedTuple):
     expansion_flops: int = 0
 
     @staticmethod
-    def of(config: ModelConfig, layer: int, item_bytes: int) -> _AttentionWork:
+    def of(config: ModelConfig, layer: int, form: KvForm) -> _AttentionWork:
         num_kv_heads, head_dim = config.heads_of(layer)
         window, num_heads, latent = config.sliding_windows[layer], config.num_heads, config.latent
         if latent is None:
-            kv_bytes = 2 * num_kv_heads * head_dim * item_bytes
+            kv_bytes = 2 * num_kv_heads * form.head_bytes(head_dim)
             return _AttentionWork(window, 4 * num_heads * head_dim, kv_bytes)
         each = latent.absorbed_pair_flops, latent.expanded_pair_flops, latent.expansion_flops
         absorbed, expanded, expansion = (num_heads * it for it in each)
-        return _AttentionWork(window, absorbed, latent.width * item_bytes, expanded, expansion)
+        return _AttentionWork(window, absorbed, form.head_bytes(latent.width), expanded, expansion)
 
     def span_flops(self, start: float, num_tokens: int) -> float:
         """Return the least operations of `num_tokens` tokens after `start` others."""
@@ -269,7 +270,7 @@ class _LayerWork(NamedTuple):
     has_experts: bool
 
     @staticmethod
-    def of(config: ModelConfig, layer: int, item_bytes: int) -> _LayerWork:
+    def of(config: ModelConfig, layer: int, form: KvForm) -> _LayerWork:
         shapes = config.layer_shapes
         projections = sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
         num_inner = 2 if config.traits.is_gated else 1  # products of the hidden states in a feed-forward
@@ -283,7 +284,7 @@ class _LayerWork(NamedTuple):
         return _LayerWork(
             projections + hidden * (inner + down + 2 * shapes.input_size) + beside,
             max(projections, hidden * inner, beside + of_experts),
-            _AttentionWork.of(config, layer, item_bytes),
+            _AttentionWork.of(config, layer, form),
             config.has_experts(layer),
         )
 
@@ -311,9 +312,10 @@ class ModelWork:
     All weights are read once a step, but for experts that no token chooses, and so is the KV that each
     sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
 
-    def __init__(self, config: ModelConfig, item_bytes: int) -> None:
-        """`item_bytes` is the size of one weight, and of one KV value."""
-        layers = [_LayerWork.of(config, layer, item_bytes) for layer in range(config.num_layers)]
+    def __init__(self, config: ModelConfig, item_bytes: int, kv_dtype: str = "auto") -> None:
+        """`item_bytes` is the size of one weight, and of one KV value unless `kv_dtype` has another."""
+        form = KvForm.of(kv_dtype, item_bytes)
+        layers = [_LayerWork.of(config, layer, form) for layer in range(config.num_layers)]
         inputs = config.num_layers * config.layer_shapes.input_size
         self._layer_weights = sum(layer.weights for layer in layers) + config.hidden_size * inputs
         self._head_weights = config.vocab_size * config.hidden_size

@@ -27,9 +27,11 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.groups_backend import GroupsAttention
 from workers.model.attention.interface import AttentionBackend, AttentionShape
 from workers.model.attention.kinds_backend import backend_of_kinds
+from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
+from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, kv_groups
 from workers.model.model_config import ModelConfig
 from workers.model.products import refuse_nondeterministic
@@ -78,11 +80,10 @@ class ModelRunner:
     The ranks of a replica run the same plans in the same order and meet in the groups of their place: the
     first stage embeds, each stage passes its hidden states [num_tokens, hidden_size] to the next, and the
     first rank of the last stage samples. `kv` is `[num_blocks, num_layers, 2, num_cells, block_tokens,
-    width]` of this rank's layers and cells, and `pool` the same memory for the transports. Where layers with
-    a window have KV apart, these are of the others, `window_kvs` those of each group with a window, and
-    `pools` the memory of each group. Raises
-    `CheckpointError` for a folder that cannot be served and `CapacityError` for a pool of less than one
-    block."""
+    width]` of this rank's layers and cells, as activations or quantized, and `pool` the same memory for the
+    transports. Where layers with a window have KV apart, these are of the others, `window_kvs` those of each
+    group with a window, and `pools` the memory of each group. Raises `CheckpointError` for a folder that
+    cannot be served and `CapacityError` for a pool of less than one block."""
 
     def __init__(
         self,
@@ -143,7 +144,9 @@ class ModelRunner:
         self.config = config = decoder.config
         self._groups = kv_groups(config) if capacity.windows is not None else ()
         self._windows = capacity.windows
-        self.layouts = _layouts(config, decoder.shard, block_tokens, dtype, self._groups)
+        self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        self._kv_dtype = kv_dtype(capacity.kv_dtype, dtype)
+        self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._groups)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
@@ -152,7 +155,7 @@ class ModelRunner:
         progress("allocating KV memory")
         sizes = [num_blocks, *self._num_window_blocks(num_blocks)]
         made = [
-            _allocate(layout, size, self._num_scratch, dtype, device)
+            _allocate(layout, size, self._num_scratch, self._kv_dtype, device)
             for layout, size in zip(self.layouts, sizes, strict=True)
         ]
         memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
@@ -181,7 +184,7 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             backend=self.attention.name,
             compatibility=_compatibility(
-                config, model_fingerprint, self._dtype, self._block_tokens, self._groups
+                config, model_fingerprint, self._dtype, self._block_tokens, self._form, self._groups
             ),
         )
 
@@ -307,7 +310,7 @@ class ModelRunner:
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
         num_all = num_blocks + self._num_scratch
-        memory = [_zeros(layout, num_all, self._dtype, self._device) for layout in self.layouts]
+        memory = [_zeros(layout, num_all, self._kv_dtype, self._device) for layout in self.layouts]
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
         started, *largest, freed = largest_steps(*limits)
@@ -345,6 +348,7 @@ def _compatibility(
     fingerprint: bytes,
     dtype: torch.dtype,
     block_tokens: int,
+    form: KvForm,
     groups: tuple[KvGroup, ...],
 ) -> CompatibilityRecord:
     name, cells = str(dtype).removeprefix("torch."), config.kv_cells
@@ -357,6 +361,8 @@ def _compatibility(
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,
         head_dim=cells.width,
+        kv_dtype=form.name,
+        scale_bytes=form.scale_bytes,
         num_kinds=cells.num_kinds,
         groups=groups,
     )
@@ -366,14 +372,15 @@ def _layouts(
     config: ModelConfig,
     shard: ShardSpec,
     block_tokens: int,
-    dtype: torch.dtype,
+    form: KvForm,
     groups: Sequence[KvGroup],
 ) -> list[BlockLayout]:
     """Return the layout of the blocks of each group of layers; of all layers, if there are no groups."""
     cells = config.kv_cells
     part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    whole = BlockLayout(held, cells.width, block_tokens, dtype.itemsize, num_kinds=cells.num_kinds)
+    sizes = form.item_bytes, form.scale_bytes, cells.num_kinds
+    whole = BlockLayout(held, cells.width, block_tokens, *sizes)
     return [replace(whole, group=group.layers) for group in groups] or [whole]
 
 
@@ -406,5 +413,6 @@ def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: tor
 
 def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
     shard = layout.shard
-    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.block_tokens, layout.head_dim
+    width = layout.head_bytes // (layout.block_tokens * layout.item_bytes)
+    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.block_tokens, width
     return (num_blocks, *sizes)

@@ -59,6 +59,7 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
+from workers.model.kv_form import refuse_kv_dtype
 from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
@@ -245,6 +246,7 @@ class _Rank:
                 spec.max_sequences,
                 spec.num_offload_tokens,
                 auto_kv=auto,
+                kv_dtype=spec.kv_dtype,
                 windows=windows if spec.frees_windows else None,
             ),
             self._clock,
@@ -384,6 +386,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
+    refuse_kv_dtype(config, spec.kv_dtype)
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )

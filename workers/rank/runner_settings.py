@@ -75,7 +75,7 @@ class RankCapacity(NamedTuple):
     Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with the
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
     the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
-    with a window have KV apart, of as many blocks as these need.
+    with a window have KV apart, of as many blocks as these need. `kv_dtype` is `engine.kv_dtype`.
     """
 
     block_tokens: int
@@ -85,6 +85,7 @@ class RankCapacity(NamedTuple):
     offload_mode: OffloadMode | Literal["auto"] = "auto"
     auto_kv: AutoKv | None = None
     windows: WindowCapacity | None = None
+    kv_dtype: str = "auto"
 
 
 class RankPlace(NamedTuple):

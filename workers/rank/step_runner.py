@@ -274,7 +274,7 @@ class StepRunner:
         shape = (rows.num_tokens, self._decoder.num_inputs)
         self._unfinished.begin(rows.num_tokens, len(rows.sampling), embeds=False)
         staged = self.steps.stage(plan, rows)
-        hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
+        hidden = torch.zeros(shape, dtype=self._attention.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, staged.rows), most_layers)
         self._reader.begin(plan)
         self._reader.read(rows, hidden)
@@ -413,7 +413,7 @@ class StepRunner:
         return HiddenInput(
             self._groups,
             self._decoder.num_inputs,
-            self._kv.dtype,
+            self._attention.dtype,
             self._device,
             self._containment,
             self._clock,

@@ -70,7 +70,7 @@ class Shape:
         self.attention_ratio = 0.0
         self._name = spec.identity.replica_id
         self._model_dir = spec.model_dir
-        self._item_bytes = ITEM_BYTES[spec.dtype]
+        self._item_bytes, self._kv_dtype = ITEM_BYTES[spec.dtype], engine.kv_dtype
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = spec.role == "decode"
@@ -105,6 +105,7 @@ class Shape:
                 ep=parallel.ep,
                 frees_windows=spec.frees_windows,
                 expert_copies=engine.expert_copies,
+                kv_dtype=engine.kv_dtype,
             )
             for rank in range(parallel.num_ranks)
         ]
@@ -112,7 +113,7 @@ class Shape:
     @property
     def work(self) -> ModelWork:
         """The costs of the model's steps."""
-        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes)
+        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes, self._kv_dtype)
 
     def expert_copies(self, num_slots: int, now: float) -> ExpertCopies:
         """Return the orders of copies of experts, with `num_slots` for them in each layer of each rank."""

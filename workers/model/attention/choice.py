@@ -100,7 +100,7 @@ def candidate_backends(
         from workers.model.attention.triton_latents import make_triton
 
         backends.insert(0, make_triton(shape, kv, is_deterministic=is_deterministic))
-    if CpuAttention.serves(kv):
+    if CpuAttention.serves(shape, kv):
         kernels = native.load()
         assert kernels is not None
         backends.insert(0, CpuAttention(shape, kv, kernels, is_deterministic=is_deterministic))
@@ -140,7 +140,8 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
         made = StepInput.of(spans, block_tokens)
         num_rows = sum(span.num_tokens for span in spans)
         num_heads = backend.shape.num_heads + 2 * kv_shape(backend.kv).num_kv_heads
-        qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv).head_dim).to(backend.kv)
+        qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv).head_dim)
+        qkv = qkv.to(backend.kv.device, backend.dtype)
 
         def run() -> None:
             plan = backend.plan(made)

@@ -49,7 +49,7 @@ class AttentionStep(ctypes.Structure):
             for name in (
                 "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
                 "layer_stride", "kind_stride", "head_stride", "first_host", "num_heads", "num_kv_heads",
-                "head_dim", "block_tokens", "is_invariant",
+                "head_dim", "block_tokens", "is_invariant", "kv_elements",
             )
         ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -72,7 +72,7 @@ class CpuAttention(AttentionBackend):
         *,
         is_deterministic: bool = False,
     ) -> None:
-        assert self.serves(kv)
+        assert self.serves(shape, kv)
         super().__init__(shape, kv)
         self.is_deterministic = is_deterministic
         self.name = f"cpu {kernels.isa.value}"
@@ -81,18 +81,18 @@ class CpuAttention(AttentionBackend):
         # By the identity of the layer, which is kept with it: several may attend to one layer of the KV.
         self._id_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
         self.kv_shape = kv_shape(kv)
-        self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
+        self.attend = getattr(kernels.library, f"attend_{_DTYPES[self.dtype]}")
         self.attend.argtypes = [
             ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
 
     @staticmethod
-    def serves(kv: Tensor) -> bool:
+    def serves(shape: AttentionShape, kv: Tensor) -> bool:
         """Whether the kernels compute over this KV."""
-        _, _, _, _, block_tokens, head_dim = kv.shape
+        _, _, block_tokens, head_dim = kv_shape(kv)
         fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and head_dim <= _MOST_HEAD_DIM and block_tokens % 16 == 0
-        return fits and native.serves(kv.device, kv.dtype)
+        return fits and native.serves(kv.device, shape.dtype or kv.dtype)
 
     def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
         """Return the kernel's arguments of a layer."""
@@ -100,7 +100,7 @@ class CpuAttention(AttentionBackend):
         if made is None:
             norms, is_written = (layer.q_norm, layer.k_norm), layer.has_own_kv
             made = native.RotatedLayer.of(
-                self.kv, layer.index, self.shape.num_heads, *norms, is_written=is_written
+                self.kv, layer.index, self.shape.num_heads, *norms, is_written=is_written, dtype=self.dtype
             )
             self._id_to_layer[id(layer)] = (layer, made)
         return made
@@ -120,7 +120,7 @@ class CpuAttention(AttentionBackend):
         return CpuPlan(self, step)
 
     def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
-        if not self.serves(kv):
+        if not self.serves(shape, kv):
             return TorchAttention(shape, kv)
         return CpuAttention(shape, kv, self.kernels, is_deterministic=self.is_deterministic)
 
@@ -175,7 +175,7 @@ class CpuPlan(AttentionPlan):
         return out
 
     def _rotated_tokens(self, positions: NDArray[np.int64], rotation: Rotation) -> native.RotatedTokens:
-        dtype = self.backend.kv.dtype
+        dtype = self.backend.dtype
         # Cosines and sines are rounded as transformers rounds them.
         cos, sin = (table.to(dtype).float() for table in rotation.table(torch.from_numpy(positions)))
         self._tables.append((cos, sin))
@@ -202,8 +202,8 @@ class CpuPlan(AttentionPlan):
             head_stride=kv.stride(3),
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
-            is_invariant=backend.is_deterministic, scale=backend.shape.scale(shape.head_dim),
-            softcap=backend.shape.softcap,
+            is_invariant=backend.is_deterministic, kv_elements=native.KV_ELEMENTS.get(kv.dtype, 0),
+            scale=backend.shape.scale(shape.head_dim), softcap=backend.shape.softcap,
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))
         largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])

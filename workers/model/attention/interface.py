@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
@@ -164,7 +165,7 @@ class StepInput:
 class KvShape(NamedTuple):
     """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
     `num_blocks` and kinds. Where layers have heads of several sizes, it is that of a view with one of the
-    sizes."""
+    sizes. Heads with scales (`workers.model.attention.quantized_kv`) count without them."""
 
     num_layers: int
     num_kv_heads: int
@@ -174,8 +175,8 @@ class KvShape(NamedTuple):
 
 def kv_shape(kv: Tensor) -> KvShape:
     """Return the shape of a rank's KV."""
-    _, num_layers, _, num_kv_heads, block_tokens, head_dim = kv.shape
-    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
+    _, num_layers, _, num_kv_heads, block_tokens, _ = kv.shape
+    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv))
 
 
 class Rotation(NamedTuple):
@@ -218,7 +219,8 @@ class AttentionShape:
     the decoder's layers attend to, one after another. `has_sinks` says whether layers have sinks, with which
     backends are compared. With a `latent`, the KV is of latents, and rotations are those of its rotated
     part. With a `value_dim` the rows of the KV are keys, and so many of their first columns values: results
-    have these for each head, or whole rows."""
+    have these for each head, or whole rows. `dtype` is that of queries and results; None: that of the KV,
+    which has no scales."""
 
     num_heads: int
     windows: tuple[int, ...]
@@ -230,6 +232,7 @@ class AttentionShape:
     has_sinks: bool = False
     latent: LatentShape | None = None
     value_dim: int = 0
+    dtype: torch.dtype | None = None
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""
@@ -293,8 +296,8 @@ class AttentionPlan(ABC):
 
 class AttentionBackend(ABC):
     """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
-    head_dim] of the model's dtype, whose heads are contiguous. Made once for a rank. Latents are of one kind
-    and one head."""
+    head_dim], whose heads are contiguous, of the model's `dtype` or quantized
+    (`workers.model.attention.quantized_kv`). Made once for a rank. Latents are of one kind and one head."""
 
     name: str
     # Whether it can read blocks in host memory through staging buffers, and not only in place.
@@ -305,8 +308,10 @@ class AttentionBackend(ABC):
     can_capture = False
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
+        assert shape.dtype is not None or not is_quantized(kv)
         self.shape = shape
         self.kv = kv
+        self.dtype = shape.dtype or kv.dtype
 
     @property
     def kvs(self) -> Sequence[Tensor]:

@@ -23,6 +23,7 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.attention.latent_backend import LatentAttention
+from workers.model.attention.quantized_kv import is_quantized
 
 
 def backend_of_kinds(shape: AttentionShape, kv: Tensor, make: MakeBackend) -> AttentionBackend:
@@ -39,6 +40,7 @@ class KindsAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape, kv: Tensor, make: MakeBackend) -> None:
         """`make` makes the backend of one kind over its view of `kv`."""
         super().__init__(shape, kv)
+        assert not is_quantized(kv), "scales lie behind the heads of a cell"
         self.backends = [
             make(
                 dataclasses.replace(

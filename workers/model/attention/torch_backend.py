@@ -29,6 +29,7 @@ from workers.model.attention.interface import (
     kv_shape,
     to_device,
 )
+from workers.model.attention.quantized_kv import Quantized, is_quantized, quantized_parts
 from workers.model.attention.rotary import rope_table, rotate
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
@@ -59,7 +60,7 @@ class TorchAttention(AttentionBackend):
     def plan(self, step: StepInput) -> TorchPlan:
         spans = _spans(step)
         window_to_view = {
-            window: _plan_window(spans, step.host, window, self.rows, self.kv)
+            window: _plan_window(spans, step.host, window, self.rows, self.dtype)
             for window in dict.fromkeys(self.shape.windows)
         }
         plan = TorchPlan(self, step, window_to_view)
@@ -89,12 +90,13 @@ class TorchPlan(AttentionPlan):
         positions = step.positions()
         blocks = to_device(step.token_blocks(positions), kv.device).long()
         offsets = to_device(positions % step.block_tokens, kv.device)
-        # Of layer 0, in rows of head_dim, as [num_tokens, 2 * num_kv_heads].
-        rows = blocks[:, None] * backend.rows.of_block + backend.rows.heads.view(1, -1)
-        self._rows = rows * shape.block_tokens + offsets[:, None]
+        # Of layer 0, in rows of a head of a block, as [num_tokens, 2 * num_kv_heads].
+        self._rows = blocks[:, None] * backend.rows.of_block + backend.rows.heads.view(1, -1)
+        self._offsets = offsets[:, None]
         self._kv_rows = backend.rows
+        self._dtype = backend.dtype
         on_device = to_device(positions, kv.device)
-        self._rotations = [rope_table(on_device, it, kv.dtype) for it in backend.shape.rotations]
+        self._rotations = [rope_table(on_device, it, backend.dtype) for it in backend.shape.rotations]
         self._clear_partial_blocks(step)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
@@ -123,20 +125,28 @@ class TorchPlan(AttentionPlan):
         if is_partial.any():
             blocks = step.tables[step.slots, last_begins // step.block_tokens][is_partial]
             # Not the KV, whose values may be its keys: the memory that it is a view of.
-            by_block = self._kv_rows.memory.view(len(self._kv), -1)
+            memory = self._kv_rows.memory
+            memory = memory.view(torch.uint8) if is_quantized(memory) else memory
+            by_block = memory.view(len(self._kv), -1)
             by_block.index_fill_(0, to_device(blocks, self._kv.device).long(), 0)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [num_tokens, num_kv_heads, head_dim] to the tokens' blocks."""
-        shape = self._kv_shape
-        rows = self._rows.view(-1) + layer * self._kv_rows.of_layer * shape.block_tokens
-        both = torch.cat((keys, values), 1).view(-1, shape.head_dim)
-        self._kv_rows.memory.view(-1, shape.head_dim).index_copy_(0, rows, both)
+        shape, memory = self._kv_shape, self._kv_rows.memory
+        rows = self._rows + layer * self._kv_rows.of_layer
+        both = torch.cat((keys, values), 1)
+        if is_quantized(memory):
+            held, written = quantized_parts(self._kv_rows.heads_of_blocks), Quantized.of(both, memory.dtype)
+            held.elements[rows, self._offsets] = written.elements
+            held.scales[rows, self._offsets] = written.scales
+            return
+        rows = (rows * shape.block_tokens + self._offsets).view(-1)
+        memory.view(-1, shape.head_dim).index_copy_(0, rows, both.view(-1, shape.head_dim))
 
     def _attend(self, query: Tensor, layer: LayerAttention) -> Tensor:
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
-        seen = _LayerKv(self._kv_rows, layer.index, self._kv_shape, self._scores)
+        seen = _LayerKv(self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores)
         if layer.sinks is not None:
             seen = seen._replace(sinks=layer.sinks.view(self._kv_shape.num_kv_heads, -1, 1))
         if host is None or not view.host_ids:
@@ -148,13 +158,19 @@ class TorchPlan(AttentionPlan):
 
 class KvRows(NamedTuple):
     """The KV, or a view of it, as rows of a head of a block: the `memory` [num_rows, block_tokens * head_dim]
-    in which they lie, the number of rows from block to block and from layer to layer, and the rows of the
-    `heads` of a layer, [2, num_kv_heads]."""
+    in which they lie, with scales if it has any, the number of rows from block to block and from layer to
+    layer, the rows of the `heads` of a layer, [2, num_kv_heads], and the tokens of a row."""
 
     memory: Tensor
     of_block: int
     of_layer: int
     heads: Tensor
+    block_tokens: int
+
+    @property
+    def heads_of_blocks(self) -> Tensor:
+        """The memory as [num_rows, block_tokens, head_dim], the last with the bytes of scales."""
+        return self.memory.view(len(self.memory), self.block_tokens, -1)
 
     @staticmethod
     def of(kv: Tensor) -> KvRows:
@@ -166,7 +182,7 @@ class KvRows(NamedTuple):
         num_rows = kv.shape[0] * of_block
         kinds = torch.arange(2, device=kv.device)[:, None] * of_kind
         heads = kinds + torch.arange(kv.shape[3], device=kv.device) * of_head
-        return KvRows(kv.as_strided((num_rows, size), (size, 1)), of_block, of_layer, heads)
+        return KvRows(kv.as_strided((num_rows, size), (size, 1)), of_block, of_layer, heads, kv.shape[4])
 
 
 # --------------------------------------------------------------------------------- what a layer sees
@@ -242,14 +258,14 @@ def _spans(step: StepInput) -> list[SequenceSpan]:
 
 
 def _plan_window(
-    spans: list[SequenceSpan], host: HostReader | None, window: int, rows: KvRows, kv: Tensor
+    spans: list[SequenceSpan], host: HostReader | None, window: int, rows: KvRows, dtype: torch.dtype
 ) -> WindowView:
-    shape = kv_shape(kv)
+    block_tokens = rows.block_tokens
     seen: list[_Span] = []
     row = 0
     for span in spans:
         first = max(0, span.start - window + 1) if window else 0
-        first_block = first // shape.block_tokens
+        first_block = first // block_tokens
         seen.append(_Span(row, span.start, span.num_tokens, first, first_block, span.block_ids[first_block:]))
         row += span.num_tokens
     host_ids: tuple[int, ...] = ()
@@ -259,10 +275,10 @@ def _plan_window(
             places = {block_id: host.first_id + place for place, block_id in enumerate(host_ids)}
             seen = [span._replace(block_ids=[places.get(it, it) for it in span.block_ids]) for span in seen]
     first_id = host.first_id if host is not None else None
-    groups = _split_by_length([span for span in seen if span.num_tokens == 1], shape)
+    groups = _split_by_length([span for span in seen if span.num_tokens == 1], block_tokens)
     return WindowView(
-        tuple(_make_group(group, first_id, shape, rows) for group in groups),
-        tuple(_make_chunk(span, first_id, window, rows, kv) for span in seen if span.num_tokens > 1),
+        tuple(_make_group(group, first_id, rows) for group in groups),
+        tuple(_make_chunk(span, first_id, window, rows, dtype) for span in seen if span.num_tokens > 1),
         host_ids,
     )
 
@@ -280,12 +296,12 @@ def _host_spots(tables: Tensor, first_id: int | None) -> tuple[Tensor, HostSpots
     return tables.masked_fill(in_host, 0), HostSpots(sequences, positions, sources)
 
 
-def _split_by_length(decodes: list[_Span], shape: KvShape) -> list[list[_Span]]:
+def _split_by_length(decodes: list[_Span], block_tokens: int) -> list[list[_Span]]:
     groups: list[list[_Span]] = []
     shortest = 0
     for decode in sorted(decodes, key=lambda span: len(span.block_ids)):
         length = len(decode.block_ids)
-        fits = groups and (len(groups[-1]) + 1) * length * shape.block_tokens <= _MAX_GROUP_TOKENS
+        fits = groups and (len(groups[-1]) + 1) * length * block_tokens <= _MAX_GROUP_TOKENS
         if fits and length <= 2 * shortest:
             groups[-1].append(decode)
         else:
@@ -294,38 +310,39 @@ def _split_by_length(decodes: list[_Span], shape: KvShape) -> list[list[_Span]]:
     return [sorted(group) for group in groups]
 
 
-def _make_group(group: list[_Span], first_id: int | None, shape: KvShape, rows: KvRows) -> DecodeGroup:
-    device = rows.heads.device
+def _make_group(group: list[_Span], first_id: int | None, rows: KvRows) -> DecodeGroup:
+    device, block_tokens = rows.heads.device, rows.block_tokens
     most = max(len(span.block_ids) for span in group)
     # Tables are padded with their last block.
     padded = [list(span.block_ids) + [span.block_ids[-1]] * (most - len(span.block_ids)) for span in group]
-    begins = [span.first_block * shape.block_tokens for span in group]
+    begins = [span.first_block * block_tokens for span in group]
     firsts = [span.first - begin for span, begin in zip(group, begins, strict=True)]
     ends = [span.end - begin for span, begin in zip(group, begins, strict=True)]
-    key = torch.arange(most * shape.block_tokens)
+    key = torch.arange(most * block_tokens)
     hidden = (key >= torch.tensor(ends)[:, None]) | (key < torch.tensor(firsts)[:, None])
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     tables, spots = _host_spots(torch.tensor(padded, device=device), first_id)
     return DecodeGroup(
         rows=torch.tensor([span.row for span in group], device=device),
         kv_rows=_kv_rows(tables, rows),
-        bias=bias.to(device).repeat_interleave(shape.num_kv_heads, 0)[:, None],
+        bias=bias.to(device).repeat_interleave(rows.heads.shape[1], 0)[:, None],
         spots=spots,
     )
 
 
-def _make_chunk(span: _Span, first_id: int | None, window: int, rows: KvRows, kv: Tensor) -> Chunk:
-    begin = span.first_block * kv_shape(kv).block_tokens
+def _make_chunk(span: _Span, first_id: int | None, window: int, rows: KvRows, dtype: torch.dtype) -> Chunk:
+    device = rows.heads.device
+    begin = span.first_block * rows.block_tokens
     bias = None
     if span.start > 0 or 0 < window < span.end:
-        query = torch.arange(span.start, span.end, device=kv.device)[:, None]
-        key = torch.arange(span.first, span.end, device=kv.device)
+        query = torch.arange(span.start, span.end, device=device)[:, None]
+        key = torch.arange(span.first, span.end, device=device)
         hidden = key > query
         if window:
             hidden |= key <= query - window
-        bias = torch.zeros(hidden.shape, dtype=kv.dtype, device=kv.device)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
         bias.masked_fill_(hidden, float("-inf"))
-    tables, spots = _host_spots(torch.tensor([list(span.block_ids)], device=kv.device), first_id)
+    tables, spots = _host_spots(torch.tensor([list(span.block_ids)], device=device), first_id)
     return Chunk(
         rows=slice(span.row, span.row + span.num_tokens),
         kv_rows=_kv_rows(tables, rows),
@@ -374,12 +391,13 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class _LayerKv(NamedTuple):
-    """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); and its
-    scores and `sinks` [num_kv_heads, group, 1], if it has any."""
+    """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); the
+    dtype in which it is attended to; and its scores and `sinks` [num_kv_heads, group, 1], if it has any."""
 
     kv: KvRows
     number: int
     shape: KvShape
+    dtype: torch.dtype
     scores: _Scores
     in_host: Tensor | None = None
     sinks: Tensor | None = None
@@ -393,6 +411,9 @@ class _LayerKv(NamedTuple):
             by_block = gathered.view(2, num_sequences, num_kv, -1, gathered.shape[1])
             from_host = self.in_host.index_select(0, spots.sources).flatten(3)
             by_block.permute(1, 3, 0, 2, 4)[spots.sequences, spots.positions] = from_host
+        if is_quantized(gathered):
+            heads = gathered.view(len(gathered), self.shape.block_tokens, -1)
+            return quantized_parts(heads).floats().to(self.dtype).flatten(1)
         return gathered
 
 

@@ -65,7 +65,7 @@ class TritonAttention(AttentionBackend):
     @property
     def chunk_rows(self) -> int:
         """The packed rows of a tile of a chunk."""
-        return chunk_tile(self.kv.dtype, self.kv_shape.head_dim).rows
+        return chunk_tile(self.dtype, self.kv_shape.head_dim).rows
 
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
@@ -108,7 +108,7 @@ class TritonPlan(AttentionPlan):
         self._decodes, self._chunks = decodes, chunks
         self._window_to_view = self._views(step, sequences.tables)
         shape = backend.shape
-        self._rotations = [rope_table(positions, it, backend.kv.dtype) for it in shape.rotations]
+        self._rotations = [rope_table(positions, it, backend.dtype) for it in shape.rotations]
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
         self._partials = None
         if num_decodes:
@@ -149,9 +149,9 @@ class TritonPlan(AttentionPlan):
     def _seen(self, layer: LayerAttention) -> tuple[LayerKv, PagedSequences]:
         """Return what a layer sees of the KV, and the tables that name it."""
         blocks, view = self._backend.kv[:, layer.index], self._window_to_view[layer.window]
-        kv = LayerKv(blocks)
+        kv = LayerKv.of(blocks)
         if view.host is not None:
-            kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
+            kv = LayerKv.of(blocks, view.host.layer(layer.index), view.host.first_id)
         return kv, self._sequences._replace(tables=view.tables)
 
     def _done(self, layer: LayerAttention) -> None:

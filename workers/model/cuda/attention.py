@@ -39,6 +39,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.attention.quantized_kv import is_quantized, quantized_parts
+from workers.model.cuda.kv_elements import ELEMENTS, SCALE, raw_elements, unit, widened
+
 PIECE_TOKENS = 512
 # The most pieces of a row, a power of two.
 MAX_PIECES = 32
@@ -59,11 +62,42 @@ _LEAST = tl.constexpr(-1e30)
 class LayerKv(NamedTuple):
     """One layer's keys and values: `blocks` [num_blocks, 2, num_kv_heads, block_tokens, head_dim], a view of
     the rank's KV whose heads are contiguous, and `in_host`, of the same shape and the same distances within a
-    block, with the blocks from the id `first_host` on (None: no table of the step names one)."""
+    block, with the blocks from the id `first_host` on (None: no table of the step names one). Quantized ones
+    have scales, float32 [num_blocks, 2, num_kv_heads, block_tokens], in the same memory."""
 
     blocks: Tensor
     in_host: Tensor | None = None
     first_host: int = 0
+    scales: Tensor | None = None
+    host_scales: Tensor | None = None
+
+    @staticmethod
+    def of(layer: Tensor, in_host: Tensor | None = None, first_host: int = 0) -> LayerKv:
+        """Return a layer of a rank's KV, and of the blocks in host memory, as kernels take them."""
+        if not is_quantized(layer):
+            return LayerKv(layer, in_host, first_host)
+        parts = quantized_parts(layer)
+        of_host = None if in_host is None else quantized_parts(in_host)
+        return LayerKv(
+            parts.elements,
+            None if of_host is None else of_host.elements,
+            first_host,
+            parts.scales,
+            None if of_host is None else of_host.scales,
+        )
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Return the kernels' pointers: elements and those in host memory, scales and those in host memory.
+        For what there is not, another stands, which is not read."""
+        scales = self.blocks if self.scales is None else self.scales
+        in_host = self.blocks if self.in_host is None else self.in_host
+        host_scales = scales if self.host_scales is None else self.host_scales
+        return raw_elements(self.blocks), raw_elements(in_host), scales, host_scales
+
+    @property
+    def elements(self) -> int:
+        """The kernels' name of what the elements are."""
+        return ELEMENTS.get(self.blocks.dtype, 0)
 
 
 class PagedSequences(NamedTuple):
@@ -168,21 +202,22 @@ def attend_decodes(
     _, num_heads, head_dim = queries.shape
     num_kv_heads, block_tokens = kv.blocks.shape[2:4]
     num_decodes, _, num_pieces, _ = partials.values.shape
-    tile = decode_tile(kv.blocks.dtype, head_dim, num_heads // num_kv_heads)
+    tile = decode_tile(queries.dtype, head_dim, num_heads // num_kv_heads)
     pairs = num_decodes * num_kv_heads
     num_splits = min(num_pieces, max(MIN_SPLITS, -(-NUM_DECODE_PROGRAMS // pairs)))
-    in_host = kv.blocks if kv.in_host is None else kv.in_host
+    memory = kv.arguments()
     # Without tasks any tensor may stand in their place, as without sinks: it is not read.
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _attend_pieces[(num_decodes, num_kv_heads, num_splits)](
-        queries, kv.blocks, in_host, sequences.tables, sequences.slots, *where, *partials,
-        queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
-        num_pieces, window, scoring.exponent_scale,
+        queries, *memory, sequences.tables, sequences.slots, *where, *partials,
+        queries.stride(0), memory[0].stride(0), memory[1].stride(0), sequences.tables.stride(0),
+        kv.first_host, num_pieces, window, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2), HEAD_DIM=head_dim,
         PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens,
         ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
-        CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     reduce_pieces(where, tasks is not None, partials, window, scoring.sinks, out)
 
@@ -208,12 +243,12 @@ def reduce_pieces(
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"], do_not_specialize_on_alignment=_INDICES)
 def _attend_pieces(
-    queries, kv, host, tables, slots, starts, tasks, values, sums,
+    queries, kv, host, scales, host_scales, tables, slots, starts, tasks, values, sums,
     query_stride, block_stride, host_stride, table_stride, first_host, num_pieces, window, scale,
     HAS_TASKS: tl.constexpr, HAS_HOST: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token to every num_programs(2)-th of its pieces. Grid: (decodes, KV heads, any)."""
     decode = tl.program_id(0)
@@ -233,9 +268,9 @@ def _attend_pieces(
     for piece in range(first_piece + tl.program_id(2), position // piece_tokens + 1, tl.num_programs(2)):
         largest, total, mixed = _attend_range(
             q, positions, position, position, piece * piece_tokens, (piece + 1) * piece_tokens,
-            kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
-            HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
-            CAP_SCALE,
+            kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window,
+            scale, HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS,
+            HAS_WINDOW, CAP_SCALE, ELEMENTS,
         )  # fmt: skip
         heads = (decode.to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + rows
         at = heads * num_pieces + piece - first_piece
@@ -322,27 +357,28 @@ def attend_chunks(
     none."""
     _, num_heads, head_dim = queries.shape
     num_kv_heads, block_tokens = kv.blocks.shape[2:4]
-    tile = chunk_tile(kv.blocks.dtype, head_dim)
-    in_host, sinks = kv.blocks if kv.in_host is None else kv.in_host, scoring.sinks
+    tile = chunk_tile(queries.dtype, head_dim)
+    memory, sinks = kv.arguments(), scoring.sinks
     _attend_tiles[(len(tasks), num_kv_heads)](
-        queries, kv.blocks, in_host, *sequences, tasks, out if sinks is None else sinks, out,
-        queries.stride(0), out.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0),
-        kv.first_host, window, scoring.exponent_scale,
+        queries, *memory, *sequences, tasks, out if sinks is None else sinks, out,
+        queries.stride(0), out.stride(0), memory[0].stride(0), memory[1].stride(0),
+        sequences.tables.stride(0), kv.first_host, window, scoring.exponent_scale,
         HAS_HOST=kv.in_host is not None, HAS_SINKS=sinks is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2),
         HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
-        KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def _attend_tiles(
-    queries, kv, host, tables, slots, starts, lengths, tasks, sinks, out,
+    queries, kv, host, scales, host_scales, tables, slots, starts, lengths, tasks, sinks, out,
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, window, scale,
     HAS_HOST: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, KIND_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles, KV heads)."""
     task = tl.program_id(0) * 3
@@ -366,9 +402,9 @@ def _attend_tiles(
     newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
     largest, total, mixed = _attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
-        kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
+        kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window, scale,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
-        CAP_SCALE,
+        CAP_SCALE, ELEMENTS,
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * _SINK_SCALE
@@ -387,10 +423,10 @@ def _attend_tiles(
 @triton.jit
 def _attend_range(
     q, positions, oldest, newest, begin, end,
-    kv, host, table, kv_head, block_stride, host_stride, first_host, window, scale,
+    kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window, scale,
     HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from `q` [ROWS, PADDED_DIM] at `positions` [ROWS], from `oldest` to `newest`, to those of the
     keys [begin, end) that they see; `begin` is a multiple of KEYS. Returns of each row the largest exponent
@@ -401,6 +437,9 @@ def _attend_range(
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     kv += kv_head * HEAD_STRIDE
     host += kv_head * HEAD_STRIDE
+    if ELEMENTS != 0:
+        scales += kv_head * (HEAD_STRIDE // SCALE)
+        host_scales += kv_head * (HEAD_STRIDE // SCALE)
     # The keys [first, last) are seen by some row, whole tiles from whole_begin to whole_end by every row.
     first = begin
     whole_begin = begin
@@ -413,29 +452,31 @@ def _attend_range(
     if HAS_WINDOW:
         largest, total, mixed = _attend_keys(
             q, positions, first // KEYS * KEYS, whole_begin, first, last, largest, total, mixed,
-            kv, host, table, block_stride, host_stride, first_host, window, scale, True,
+            kv, host, scales, host_scales, table, block_stride, host_stride, first_host, window, scale, True,
             HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW,
-            CAP_SCALE,
+            CAP_SCALE, ELEMENTS,
         )  # fmt: skip
     largest, total, mixed = _attend_keys(
         q, positions, whole_begin, whole_end, first, last, largest, total, mixed,
-        kv, host, table, block_stride, host_stride, first_host, window, scale, False,
+        kv, host, scales, host_scales, table, block_stride, host_stride, first_host, window, scale, False,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
+        ELEMENTS,
     )  # fmt: skip
     return _attend_keys(
         q, positions, whole_end, last, first, last, largest, total, mixed,
-        kv, host, table, block_stride, host_stride, first_host, window, scale, True,
+        kv, host, scales, host_scales, table, block_stride, host_stride, first_host, window, scale, True,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, HAS_WINDOW, CAP_SCALE,
+        ELEMENTS,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_keys(
     q, positions, begin, end, first, last, largest, total, mixed,
-    kv, host, table, block_stride, host_stride, first_host, window, scale, IS_BORDER: tl.constexpr,
-    HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    CAP_SCALE: tl.constexpr,
+    kv, host, scales, host_scales, table, block_stride, host_stride, first_host, window, scale,
+    IS_BORDER: tl.constexpr, HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `end`. At a border only the keys [first, last) are read,
     and each row sees its own part of them.
@@ -456,10 +497,18 @@ def _attend_keys(
             # A block begins at a multiple of 16 bytes, which a choice of two addresses hides.
             rows = tl.multiple_of(tl.where(blocks >= first_host, in_host, rows), 16)
         rows += keys % BLOCK_TOKENS * HEAD_DIM
+        if ELEMENTS != 0:
+            own_scales = scales + blocks.to(tl.int64) * (block_stride // SCALE)
+            if HAS_HOST:
+                in_host = host_scales + (blocks - first_host).to(tl.int64) * (host_stride // SCALE)
+                own_scales = tl.where(blocks >= first_host, in_host, own_scales)
+            own_scales += keys % BLOCK_TOKENS
         blocks = tile_blocks(table, tile + KEYS, keys + KEYS, end, last, BLOCK_TOKENS, KEYS)
         at = rows[:, None] + dim[None, :]
-        k = _load(at, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM)
+        k = widened(_load(at, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM), q.dtype, ELEMENTS)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if ELEMENTS != 0:
+            scores *= _load_scales(own_scales, is_read, IS_BORDER, ELEMENTS)[None, :]
         if CAP_SCALE != 0.0:  # tanh, whose error beside 1 is what matters: scores are only compared
             scores = 1.0 - 2.0 / (tl.exp2(scores * CAP_SCALE) + 1.0)
         if IS_BORDER:
@@ -472,7 +521,13 @@ def _attend_keys(
         weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
         kept = tl.exp2(known - largest)
         total = tl.fma(total, kept, tl.sum(weights, 1))
-        v = _load(at + KIND_STRIDE, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM)
+        v = widened(_load(at + KIND_STRIDE, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM), q.dtype, ELEMENTS)
+        if ELEMENTS != 0:
+            of_values = _load_scales(own_scales + KIND_STRIDE // SCALE, is_read, IS_BORDER, ELEMENTS)
+            if q.dtype == tl.float16:  # whose exponents are too small for probabilities times scales
+                v = (v.to(tl.float32) * of_values[:, None]).to(v.dtype)
+            else:
+                weights *= of_values[None, :]
         mixed = tl.dot(weights.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee")
     return largest, total, mixed
 
@@ -498,6 +553,16 @@ def _load(
         return tl.load(at, mask=dim[None, :] < HEAD_DIM, other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def _load_scales(at, is_read, IS_BORDER: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Load the scales of a tile's keys or values [KEYS], times the unit of the elements; 0 of those not
+    read."""
+    if IS_BORDER:
+        return tl.load(at, mask=is_read, other=0.0) * unit(ELEMENTS)
+    else:
+        return tl.load(at) * unit(ELEMENTS)
 
 
 def padded(size: int) -> int:

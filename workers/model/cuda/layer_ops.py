@@ -12,6 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.model.attention.quantized_kv import is_quantized, quantized_parts
+from workers.model.cuda.kv_elements import (
+    ELEMENTS,
+    SCALE,
+    magnitude_bits,
+    narrowed,
+    raw_elements,
+    scale_of,
+)
 from workers.model.norm import Norm
 
 _COLUMNS = 1024
@@ -74,16 +83,18 @@ def rotate_and_write(
     + 2 * num_kv_heads) * head_dim], the queries in place, and write keys and values to their blocks. Unless
     that is done, `qkv` has queries alone.
 
-    `kv_layer` is `kv[:, layer]`, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Token i is at
+    `kv_layer` is `kv[:, layer]`, [num_blocks, 2, num_kv_heads, block_tokens, head_dim], with the bytes of
+    scales if it is quantized. Token i is at
     `positions[i]` of the sequence whose block table is row `slots[i]` of `tables` [num_slots, max_blocks].
     `cos` and `sin` are those of `workers.model.attention.rotary.rope_table`. Returns the queries, a
     view of `qkv`, [num_tokens, num_heads, head_dim]."""
     num_tokens = qkv.shape[0]
-    _, _, num_kv_heads, block_tokens, head_dim = kv_layer.shape
+    kept, scales = (kv_layer, kv_layer) if not is_quantized(kv_layer) else quantized_parts(kv_layer)
+    _, _, num_kv_heads, block_tokens, head_dim = kept.shape
     num_kv_heads = num_kv_heads if is_written else 0
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert (q_norm is None) == (k_norm is None)
-    assert qkv.stride(1) == kv_layer.stride(4) == tables.stride(1) == 1
+    assert qkv.stride(1) == kept.stride(4) == tables.stride(1) == 1
     assert slots.is_contiguous()
     assert positions.is_contiguous()
     assert cos.shape == sin.shape == (num_tokens, 1, head_dim)
@@ -98,10 +109,11 @@ def rotate_and_write(
         weights, eps, is_rounded_first = (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.is_rounded_first
     if num_tokens:
         _rotate_and_write_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-            qkv, kv_layer, tables, slots, positions, cos, sin, *weights,
-            qkv.stride(0), *kv_layer.stride()[:4], tables.stride(0), eps,
+            qkv, raw_elements(kept), scales, tables, slots, positions, cos, sin, *weights,
+            qkv.stride(0), *kept.stride()[:4], tables.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
             HAS_NORM=q_norm is not None, ROUNDS_FIRST=is_rounded_first, HEADS=heads, HALF=half,
+            ELEMENTS=ELEMENTS.get(kept.dtype, 0),
             num_warps=_num_warps(heads * half), enable_fp_fusion=False,
         )  # fmt: skip
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
@@ -156,10 +168,11 @@ def _gate_mul_kernel(gate_up, out, in_stride, out_stride, size, IS_GELU: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
 def _rotate_and_write_kernel(
-    qkv, kv, tables, slots, positions, cos, sin, q_norm, k_norm,
+    qkv, kv, scales, tables, slots, positions, cos, sin, q_norm, k_norm,
     qkv_stride, block_stride, kind_stride, head_stride, token_stride, table_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and write `HEADS` heads of queries, keys and values of one token, which are one program; a row
     of a tile has the first or the second half of a head."""
@@ -203,5 +216,17 @@ def _rotate_and_write_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     place = kv + block * block_stride + (position % BLOCK_TOKENS) * token_stride
     written = place + tl.where(is_value, kind_stride, 0) + kv_head * head_stride + columns
-    tl.store(written, rotated_first, mask=is_there & (heads >= NUM_HEADS))
-    tl.store(written + HEAD_DIM // 2, rotated_second, mask=is_there & (heads >= NUM_HEADS))
+    is_written = is_there & (heads >= NUM_HEADS)
+    if ELEMENTS != 0:
+        wide_first, wide_second = rotated_first.to(tl.float32), rotated_second.to(tl.float32)
+        bits = tl.maximum(magnitude_bits(wide_first), magnitude_bits(wide_second))
+        inverse, scale = scale_of(tl.max(tl.where(is_there, bits, 0), 1)[:, None], ELEMENTS)
+        of_head = (tl.where(is_value, kind_stride, 0) + kv_head * head_stride) // SCALE
+        own_scale = scales + block * (block_stride // SCALE) + of_head + position % BLOCK_TOKENS
+        is_head = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+        tl.store(own_scale, scale, mask=is_head)
+        is_kept = inverse > 0
+        rotated_first = narrowed(tl.where(is_kept, wide_first, 0.0) * inverse, ELEMENTS)
+        rotated_second = narrowed(tl.where(is_kept, wide_second, 0.0) * inverse, ELEMENTS)
+    tl.store(written, rotated_first, mask=is_written)
+    tl.store(written + HEAD_DIM // 2, rotated_second, mask=is_written)

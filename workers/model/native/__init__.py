@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.native.isa import Isa, is_forced, usable_isas
 from workers.model.norm import Norm
 
@@ -43,6 +44,8 @@ _FLAGS = (
 _CLEARLY = 1.1
 # The dtypes that the kernels serve.
 DTYPES = (torch.float32, torch.bfloat16)
+# Those of quantized KV, as `KvElements` of `kv_elements.h` numbers them; 0: as activations.
+KV_ELEMENTS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class NormArguments(ctypes.Structure):
@@ -78,6 +81,8 @@ class RotatedLayer(ctypes.Structure):
                 "num_kv_heads",
                 "head_dim",
                 "is_bf16",
+                "kv_elements",
+                "block_tokens",
             )
         ),
     )
@@ -91,17 +96,20 @@ class RotatedLayer(ctypes.Structure):
         k_norm: Norm | None,
         *,
         is_written: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> RotatedLayer:
         """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim],
-        with norms of heads if there are any; unless it is written, there are queries alone. KV and norms must
-        live until the result is used no more."""
-        _, _, _, num_kv_heads, _, head_dim = kv.shape
-        assert head_dim % 2 == 0
-        assert kv.stride()[4:] == (head_dim, 1)
+        with norms of heads if there are any; unless it is written, there are queries alone. `dtype` is that
+        of queries (None: that of the KV). KV and norms must live until the result is used no more."""
+        _, _, _, num_kv_heads, block_tokens, _ = kv.shape
+        head_dim = head_dim_of(kv)
+        assert head_dim % (16 if is_quantized(kv) else 2) == 0
+        assert kv.stride()[4:] == (kv.shape[5], 1)
         return RotatedLayer(
             NormArguments.of(q_norm, head_dim), NormArguments.of(k_norm, head_dim),
             kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), kv.stride(2), kv.stride(3),
-            num_heads, num_kv_heads if is_written else 0, head_dim, kv.dtype == torch.bfloat16,
+            num_heads, num_kv_heads if is_written else 0, head_dim, (dtype or kv.dtype) == torch.bfloat16,
+            KV_ELEMENTS.get(kv.dtype, 0), block_tokens,
         )  # fmt: skip
 
 

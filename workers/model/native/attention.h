@@ -5,9 +5,13 @@
 // positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
 // values. Then a few rows at a time have their scores computed, as products with the keys, and capped where the
 // model says so; then probabilities relative to a row's largest score; then their products with the values. Pieces
-// are combined in their order, and at the end the sink of a row's head, if it has one, joins the sum. What is computed for a row, and in which order, depends on its position and window
-// alone: neither on the rows beside it, nor on which thread computes which piece. Panels of 32 keys of which none of
-// these few rows sees one are left out; what another row sees has the probability 0, which changes no sum.
+// are combined in their order, and at the end the sink of a row's head, if it has one, joins the sum. What is computed
+// for a row, and in which order, depends on its position and window alone: neither on the rows beside it, nor on which
+// thread computes which piece. Panels of 32 keys of which none of these few rows sees one are left out; what another
+// row sees has the probability 0, which changes no sum.
+//
+// Keys and values of 8 bits are multiplied without their scales: a key's scale multiplies its scores, a value's its
+// probabilities, in float.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -22,9 +26,8 @@
 #include <vector>
 
 #include "few_rows.h"
-#include "panel.h"
+#include "paged_kv.h"
 
-constexpr int64_t PIECE = 512;     // keys
 // What is packed of keys and values is shared by so many rows, whose operands stay in the second cache beside it.
 constexpr int64_t TASK_ROWS = LANES == 16 ? 512 : 256;
 // Rows that take turns with a piece: their scores stay in the first cache, the piece in the second.
@@ -34,27 +37,9 @@ constexpr int64_t TURN_ROWS = 32;
 constexpr int64_t TURN_ROWS = 2 * MOST_ROWS;
 #endif
 constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
-constexpr int64_t AHEAD = 32;         // keys whose memory is prefetched, a multiple of 16
-constexpr int64_t MOST_DIM = 1024;
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LEAST = -1e30f;  // the largest exponent of a row that has seen no key
 constexpr int64_t SHARE = 4;  // a task of more than this part of a thread's share of the work is split
-
-struct AttentionTask {
-  int64_t cost;  // pairs of a token and a key
-  int32_t sequence, token, position, num_tokens;
-};
-
-// One step over layers with one window. `workers/model/native` has the same structure.
-struct AttentionStep {
-  const int32_t* tables;  // [slots, table_stride]
-  const int32_t *slots, *starts, *lengths;
-  AttentionTask* tasks;  // sorted: the largest first
-  void *kv, *host;       // blocks on the device, and those with ids from first_host on
-  int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, kind_stride,
-      head_stride, first_host, num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
-  float scale, softcap;  // softcap 0: scores are not capped
-};
 
 // Fills in the tasks of a step: at most one for each sequence and TASK_ROWS rows. The first `num_split` are
 // large beside a thread's share of the work: their pieces are computed in parallel.
@@ -86,14 +71,16 @@ inline void plan_tasks(AttentionStep* step) {
   }
 }
 
-template <typename T>
+// T is the type of queries and results, S that of the elements of keys and values.
+template <typename T, typename S = T>
 class Attention {
   using A = Operand<T>;
-  static constexpr int64_t PAIR = 4 / sizeof(T);
+  // Of one token without panels: some elements of 8 bits are widened to float.
+  using TokenOperand = std::conditional_t<IS_NARROW<S>, A, float>;
 
   const AttentionStep& step;
   const int64_t group, dim, padded_dim, window, query_stride;
-  const T *kv, *host;
+  const PagedKv<T, S> paged;
   const float* sinks;  // [num_heads], in units of scores; null: there are none
   struct State;
   struct Scratch;
@@ -108,8 +95,7 @@ class Attention {
         padded_dim((step.head_dim + PANEL - 1) / PANEL * PANEL),
         window(step.window),
         query_stride(query_stride),
-        kv((const T*)step.kv + layer * step.layer_stride),
-        host((const T*)step.host + layer * step.layer_stride),
+        paged(step, layer),
         sinks(sinks),
         token_way(choose_token_way()) {}
 
@@ -166,7 +152,7 @@ class Attention {
     std::vector<char> memory;
     int64_t rows = 0, dim = 0;
     A *queries, *probabilities;
-    float* scores;
+    float *scores, *key_scales, *value_scales;  // scales of a piece, where there are any
     T *keys, *values;
     States state, total;
   };
@@ -180,7 +166,7 @@ class Attention {
       own.rows = rows, own.dim = dim;
       int64_t sizes[] = {rows * dim * int64_t(sizeof(A)), TURN_ROWS * PIECE * 4,
                          sizeof(A) == 2 ? TURN_ROWS * PIECE * 2 : 0, PIECE * dim * int64_t(sizeof(T)),
-                         PIECE * padded_dim * int64_t(sizeof(T))};
+                         PIECE * padded_dim * int64_t(sizeof(T)), IS_QUANTIZED<S> ? 2 * PIECE * 4 : 0};
       int64_t total = 64;
       for (int64_t& size : sizes) total += size = (size + 63) / 64 * 64;
       own.memory.resize(total);
@@ -189,7 +175,9 @@ class Attention {
       own.scores = (float*)(at += sizes[0]);
       own.probabilities = (A*)(sizeof(A) == 2 ? at + sizes[1] : at);
       own.keys = (T*)(at += sizes[1] + sizes[2]);
-      own.values = (T*)(at + sizes[3]);
+      own.values = (T*)(at += sizes[3]);
+      own.key_scales = (float*)(at + sizes[4]);
+      own.value_scales = own.key_scales + PIECE;
       own.state.reserve(rows, padded_dim);
       own.total.reserve(rows, padded_dim);
     }
@@ -213,15 +201,6 @@ class Attention {
     return {from, std::max(from, to)};
   }
 
-  // The 16 keys from `key` on, a multiple of 16: they are in one block.
-  const T* keys_of(const AttentionTask& task, int64_t head, int64_t key) const {
-    int64_t block = step.tables[step.slots[task.sequence] * step.table_stride + key / step.block_tokens];
-    const T* layer = block < step.first_host ? kv + block * step.block_stride
-                                             : host + (block - step.first_host) * step.block_stride;
-    return layer + head * step.head_stride + key % step.block_tokens * dim;
-  }
-  int64_t to_values() const { return step.kind_stride; }
-
   // ----------------------------------------------------------------------------------------- packing
 
   void copy_queries(const AttentionTask& task, int64_t head, const T* queries, A* to) const {
@@ -234,94 +213,6 @@ class Attention {
     }
   }
 
-  // Packs the 32 keys from `begin` on as outputs of a panel; those outside [first, end) as zeros.
-  void pack_keys(const AttentionTask& task, int64_t head, int64_t begin, int64_t first, int64_t end, T* panel) const {
-    uint32_t* to = (uint32_t*)panel;
-    int64_t items = dim / PAIR, whole = items / LANES * LANES;
-    for (int64_t n = 0; n < PANEL; n += LANES) {
-      int64_t key = begin + n, group_key = key / 16 * 16;
-      bool seen = group_key < end && group_key + 16 > first;
-      const T* rows = seen ? keys_of(task, head, group_key) + (key - group_key) * dim : nullptr;
-      // After the last keys of a piece come its first values.
-      const T* ahead = group_key + AHEAD < end ? keys_of(task, head, group_key + AHEAD)
-                                               : keys_of(task, head, first / 16 * 16) + to_values();
-      ahead += (key - group_key) * dim;
-      const uint32_t* from[LANES];
-      for (int64_t j = 0; j < LANES; j++) from[j] = seen && key + j < end ? (const uint32_t*)(rows + j * dim) : zeros();
-      for (int64_t i = 0; i < whole; i += LANES) {
-        for (int64_t j = 0; j < LANES; j++) prefetch((const char*)(ahead + j * dim + i * PAIR));
-        transpose(from, to + i * PANEL + n, PANEL);
-        for (int64_t j = 0; j < LANES; j++) from[j] += LANES;
-      }
-      for (int64_t i = whole; i < items; i++)
-        for (int64_t j = 0; j < LANES; j++) to[i * PANEL + n + j] = from[j][i - whole];
-    }
-  }
-
-  // Packs the values of `count` keys from `begin` on, multiples of 16, as inputs of panels of PIECE inputs each;
-  // those outside [first, end) as zeros. `next` is the end of the task's keys.
-  void pack_values(const AttentionTask& task, int64_t head, int64_t begin, int64_t count, int64_t first, int64_t end,
-                   int64_t next, T* panels) const {
-    for (int64_t at = 0; at < count; at += 16) {
-      int64_t key = begin + at;
-      bool seen = key < end && key + 16 > first;
-      const T* rows = seen ? keys_of(task, head, key) + to_values() : nullptr;
-      // After the last values of a piece come the keys of the next.
-      const T* ahead = nullptr;
-      if (key + AHEAD < end)
-        ahead = keys_of(task, head, key + AHEAD) + to_values();
-      else if (key + AHEAD < next)
-        ahead = keys_of(task, head, key + AHEAD);
-      for (int64_t row = 0; row < 16; row += PAIR) {
-        const T* from[PAIR];
-        for (int64_t j = 0; j < PAIR; j++) {
-          from[j] = seen && key + row + j < end ? rows + (row + j) * dim : (const T*)zeros();
-          if (ahead)
-            for (int64_t i = 0; i < dim; i += 64 / sizeof(T))
-              prefetch((const char*)(ahead + (row + j) * dim + i));
-        }
-        T* to = panels + (at + row) * PANEL;
-        int64_t column = 0;
-        for (; column + PANEL <= dim; column += PANEL, to += PIECE * PANEL) interleave(from, column, to);
-        if (column < dim) {
-          alignas(64) T parts[2][PANEL] = {};
-          for (int64_t j = 0; j < PAIR; j++) {
-            memcpy(parts[j], from[j] + column, (dim - column) * sizeof(T));
-            from[j] = parts[j];
-          }
-          interleave(from, 0, to);
-        }
-      }
-    }
-  }
-
-  static const uint32_t* zeros() {
-    alignas(64) static const uint32_t none[MOST_DIM] = {};
-    return none;
-  }
-
-  // Writes 32 columns of PAIR rows side by side.
-  static INLINE void interleave(const T* const* from, int64_t column, T* to) {
-    if constexpr (sizeof(T) == 4) {
-      for (int64_t i = 0; i < PANEL; i += LANES) store(load(from[0] + column + i), to + i);
-    } else {
-#if defined(__AVX512F__)
-      Vec low, high;
-      interleave_inputs(load_bits(from[0] + column), load_bits(from[1] + column), low, high);
-      _mm512_storeu_si512(to, (__m512i)low);
-      _mm512_storeu_si512(to + 32, (__m512i)high);
-#else
-      for (int64_t i = 0; i < PANEL; i += 16) {
-        __m256i even = _mm256_loadu_si256((const __m256i*)(from[0] + column + i));
-        __m256i odd = _mm256_loadu_si256((const __m256i*)(from[1] + column + i));
-        __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
-        _mm256_storeu_si256((__m256i*)(to + 2 * i), _mm256_permute2x128_si256(low, high, 0x20));
-        _mm256_storeu_si256((__m256i*)(to + 2 * i + 16), _mm256_permute2x128_si256(low, high, 0x31));
-      }
-#endif
-    }
-  }
-
   // ----------------------------------------------------------------------------------------- a piece
 
   void attend(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
@@ -329,9 +220,13 @@ class Attention {
     int64_t begin = piece * PIECE, next = task.position + task.num_tokens;
     int64_t first = std::max(begin, first_key(task.position)), end = std::min(begin + PIECE, next);
     int64_t packed = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;
-    for (int64_t key = packed; key < last; key += PANEL)
-      pack_keys(task, head, key, first, end, own.keys + (key - packed) * dim);
-    pack_values(task, head, packed, last - packed, first, end, next, own.values);
+    for (int64_t key = packed; key < last; key += PANEL) {
+      for (int64_t group = key; group < std::min(key + PANEL, end); group += 16)
+        paged.prefetch_scales(task, head, group);
+      paged.pack_keys(task, head, key, first, end, own.keys + (key - packed) * dim);
+    }
+    paged.pack_values(task, head, packed, last - packed, first, end, next, own.values);
+    if constexpr (IS_QUANTIZED<S>) copy_scales(task, head, begin, packed, last, first, end, S::UNIT, own);
     int64_t num_rows = task.num_tokens * group;
     for (int64_t row = 0; row < num_rows; row += TURN_ROWS) {
       int64_t rows = std::min(TURN_ROWS, num_rows - row);
@@ -348,7 +243,7 @@ class Attention {
                       PANEL * dim, dim, own.scores + from - begin, PIECE);
       for (int64_t i = 0; i < rows; i++) {
         int64_t position = task.position + (row + i) / group;
-        normalize(own.scores + i * PIECE, own.probabilities + i * PIECE, from - begin, to - begin,
+        normalize(own, own.scores + i * PIECE, own.probabilities + i * PIECE, from - begin, to - begin,
                   std::max(first_key(position), begin) - begin, std::min(position + 1, end) - begin,
                   state.largest + row + i, state.sums + row + i);
       }
@@ -360,33 +255,53 @@ class Attention {
   // One token whose rows are few.
   template <int M, int DIM>
   void attend_token(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
-    using Few = FewRows<T, A, M, DIM>;
+    using Few = FewRows<S, TokenOperand, M, DIM>;
     int64_t begin = piece * PIECE, next = task.position + 1;
     int64_t first = std::max(begin, first_key(task.position)), end = std::min<int64_t>(begin + PIECE, next);
     int64_t from = first / KEY_GROUP * KEY_GROUP;
-    const T* none = (const T*)zeros();
+    const S* none = (const S*)paged.zeros();
     typename Few::Queries queries(own.queries);
+    TokenOperand* probabilities = own_probabilities<TokenOperand>(own);
+    auto keys_of = [&](int64_t key) { return paged.keys_of(task, head, key); };
+    auto values_of = [&](int64_t key) { return paged.keys_of(task, head, key) + paged.to_values(); };
     for (int64_t key = from; key < end; key += KEY_GROUP) {
       // After the last keys of a piece come its first values.
-      const T* ahead = key + AHEAD < end ? keys_of(task, head, key + AHEAD) : keys_of(task, head, from) + to_values();
-      Few::score(queries, keys_of(task, head, key), end - key, none, ahead, own.scores + key - begin, PIECE);
+      const S* ahead = key + AHEAD < end ? keys_of(key + AHEAD) : values_of(from);
+      paged.prefetch_scales(task, head, key);
+      Few::score(queries, keys_of(key), end - key, none, ahead, own.scores + key - begin, PIECE);
+    }
+    int64_t panels = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;
+    if constexpr (IS_QUANTIZED<S>) {
+      float unit = sizeof(TokenOperand) == 2 ? HALF_BIAS : S::UNIT;
+      copy_scales(task, head, begin, panels, last, first, end, unit, own);
     }
     for (int64_t row = 0; row < M; row++)
-      normalize(own.scores + row * PIECE, own.probabilities + row * PIECE, (first - begin) / PANEL * PANEL,
-                (end - begin + PANEL - 1) / PANEL * PANEL, first - begin, end - begin, state.largest + row,
-                state.sums + row);
-    auto values_of = [&](int64_t key) { return keys_of(task, head, key) + to_values(); };
-    auto ahead_of = [&](int64_t key) -> const T* {
+      normalize(own, own.scores + row * PIECE, probabilities + row * PIECE, panels - begin, last - begin, first - begin,
+                end - begin, state.largest + row, state.sums + row);
+    auto ahead_of = [&](int64_t key) -> const S* {
       // After the last values of a piece come the keys of the next.
       if (key + AHEAD < end) return values_of(key + AHEAD);
-      return key + AHEAD < next ? keys_of(task, head, key + AHEAD) : nullptr;
+      return key + AHEAD < next ? keys_of(key + AHEAD) : nullptr;
     };
-    Few::mix(own.probabilities + from - begin, PIECE, from, end, none, values_of, ahead_of, state.mixed, padded_dim);
+    Few::mix(probabilities + from - begin, PIECE, from, end, none, values_of, ahead_of, state.mixed, padded_dim);
+  }
+
+  // Copies the scales, times `unit`, of keys and values of a piece that begins at `begin`.
+  void copy_scales(const AttentionTask& task, int64_t head, int64_t begin, int64_t from, int64_t to, int64_t first,
+                   int64_t end, float unit, Scratch& own) const {
+    paged.copy_scales(task, head, 0, from, to, first, end, unit, own.key_scales + from - begin);
+    paged.copy_scales(task, head, paged.to_values(), from, to, first, end, unit, own.value_scales + from - begin);
+  }
+
+  // Where the probabilities of one token's piece are kept: floats in place of the scores.
+  template <typename P>
+  static P* own_probabilities(Scratch& own) {
+    return sizeof(P) == 4 ? (P*)own.scores : (P*)own.probabilities;
   }
 
   // How one token is computed without panels, or null.
   Way choose_token_way() const {
-    if constexpr (sizeof(A) == 4 || HAS_NARROW_ROWS) {
+    if constexpr (sizeof(TokenOperand) == 4 || HAS_NARROW_ROWS) {
       static constexpr Way ways[2][MOST_FEW_ROWS] = {
           {&Attention::attend_token<1, 64>, &Attention::attend_token<2, 64>, &Attention::attend_token<3, 64>,
            &Attention::attend_token<4, 64>},
@@ -453,14 +368,17 @@ class Attention {
   }
 
   // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and what else is in
-  // [from, to), whole panels, into zeros. A row that sees none has a sum of 0.
-  void normalize(float* scores, A* probabilities, int64_t from, int64_t to, int64_t first, int64_t end, float* largest,
-                 float* sum) const {
+  // [from, to), whole panels, into zeros. A row that sees none has a sum of 0, to which scales of values do not count.
+  template <typename P>
+  void normalize(const Scratch& own, float* scores, P* probabilities, int64_t from, int64_t to, int64_t first,
+                 int64_t end, float* largest, float* sum) const {
     if (first >= end) {
       for (int64_t i = from; i < to; i += LANES) store(broadcast(0), probabilities + i);
       *largest = LEAST, *sum = 0;
       return;
     }
+    if constexpr (IS_QUANTIZED<S>)
+      for (int64_t i = from; i < to; i += LANES) store(load(scores + i) * load(own.key_scales + i), scores + i);
     float factor = step.scale * LOG2_E;
     if (step.softcap) cap_scores(scores + from, to - from), factor = LOG2_E;
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
@@ -473,6 +391,7 @@ class Attention {
     for (int64_t i = from; i < to; i += LANES) {
       Vec p = vexp2(fma(load(scores + i), factors, offset));
       total = total + p;
+      if constexpr (IS_QUANTIZED<S>) p = p * load(own.value_scales + i);
       store(p, probabilities + i);
     }
     *largest = most;
@@ -585,7 +504,9 @@ class Attention {
   extern "C" void attend_##NAME(const AttentionStep* step, int64_t layer, const TYPE* queries,                  \
                                 int64_t query_stride, const float* sinks, TYPE* out, int64_t begin,             \
                                 int64_t end) {                                                                  \
-    Attention<TYPE>(*step, layer, query_stride, sinks).run(queries, out, begin, end);                           \
+    with_elements<TYPE>(step->kv_elements, [&](auto element) {                                                  \
+      Attention<TYPE, decltype(element)>(*step, layer, query_stride, sinks).run(queries, out, begin, end);      \
+    });                                                                                                         \
   }
 
 EXPORT_ATTENTION(float32, float)

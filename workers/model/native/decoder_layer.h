@@ -105,12 +105,14 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
     rms_norm(qkv + queries, qkv_size, layer.key_rows, qkv + queries, qkv_size, rows, keys);
   }
   count_piece(step.pieces);
-  rotate_and_write(*layer.rotated, *step.tokens, qkv, qkv_size);
-  Attention<T> attend(attention, layer.index, qkv_size, layer.sinks);
-  for (int64_t begin = 0; begin < attention.num_tasks; begin += step.piece_tasks) {
-    attend.run(qkv, mixed, begin, std::min(begin + step.piece_tasks, attention.num_tasks));
-    count_piece(step.pieces);
-  }
+  write_tokens(*layer.rotated, *step.tokens, qkv, qkv_size);
+  with_elements<T>(attention.kv_elements, [&](auto element) {
+    Attention<T, decltype(element)> attend(attention, layer.index, qkv_size, layer.sinks);
+    for (int64_t begin = 0; begin < attention.num_tasks; begin += step.piece_tasks) {
+      attend.run(qkv, mixed, begin, std::min(begin + step.piece_tasks, attention.num_tasks));
+      count_piece(step.pieces);
+    }
+  });
   add_product(*layer.output, layer.attention_output, mixed, normed, rows, hidden, stride);
   count_piece(step.pieces);
   if (layer.mixture) return add_mixture(layer, step, rows, hidden, stride);

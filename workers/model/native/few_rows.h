@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "kv_elements.h"
 #include "panel.h"
 
 constexpr int64_t MOST_FEW_ROWS = 4;
@@ -62,9 +63,10 @@ struct WideRows {
   // The queries in that order.
   struct Queries {
     alignas(64) float numbers[M * DIM];
-    explicit Queries(const float* queries) {
+    template <typename Q>
+    explicit Queries(const Q* queries) {
       for (int m = 0; m < M; m++)
-        for (int i = 0; i < DIM; i++) numbers[m * DIM + place(i)] = queries[m * DIM + i];
+        for (int i = 0; i < DIM; i++) numbers[m * DIM + place(i)] = to_float(queries[m * DIM + i]);
     }
   };
 
@@ -163,20 +165,39 @@ INLINE Vec sum_parts(const Vec* from) {
   return halves(halves(from[0], from[1]), halves(from[2], from[3]));
 }
 
-// M rows of bfloat16 with keys and values of bfloat16, which the CPU multiplies.
-template <int M, int DIM>
+// 32 numbers of a key or value as the CPU multiplies them.
+INLINE Vec load_narrow(const Bf16* from) { return load_bits(from); }
+
+// The exponents of bfloat16 have so large a bias that e4m3 becomes 2^-120 of its elements; those without a leading
+// bit, at most 2^-15 of the largest, count as 0. The other operands are multiplied by half of that, and so are sums.
+constexpr float HALF_BIAS = 0x1p60f;
+
+INLINE Vec load_narrow(const E4m3* from) {
+  __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  return (Vec)_mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(short(0x87F0)));
+}
+
+// M rows of bfloat16 with keys and values of S, bfloat16 or e4m3, which the CPU multiplies.
+template <typename S, int M, int DIM>
 struct NarrowRows {
   static constexpr int STEPS = DIM / 32;
+  static constexpr int LINE = 64 / sizeof(S);  // elements that are prefetched together
   static constexpr int COLUMNS = M > 2 || DIM < 128 ? 64 : 128;  // whose sums are registers
 
   struct Queries {
+    alignas(64) Bf16 scaled[IS_QUANTIZED<S> ? M * DIM : 1];
     const Bf16* numbers;
-    explicit Queries(const Bf16* queries) : numbers(queries) {}
+    explicit Queries(const Bf16* queries) : numbers(queries) {
+      if constexpr (IS_QUANTIZED<S>) {
+        for (int i = 0; i < M * DIM; i++) store(to_float(queries[i]) * HALF_BIAS, scaled + i);
+        numbers = scaled;
+      }
+    }
   };
 
   // As those of `WideRows`.
-  static INLINE void score(const Queries& queries, const Bf16* keys, int64_t count, const Bf16* zeros,
-                           const Bf16* ahead, float* scores, int64_t stride) {
+  static INLINE void score(const Queries& queries, const S* keys, int64_t count, const S* zeros, const S* ahead,
+                           float* scores, int64_t stride) {
     Vec fours[M][4];
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++) {
@@ -184,11 +205,11 @@ struct NarrowRows {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         int64_t key = four * 4 + j;
-        const Bf16* from = key < count ? keys + key * DIM : zeros;
+        const S* from = key < count ? keys + key * DIM : zeros;
 #pragma GCC unroll 8
         for (int i = 0; i < STEPS; i++) {
-          prefetch((const char*)(ahead + key * DIM + i * 32));
-          __m512bh pairs = (__m512bh)load_bits(from + i * 32);
+          if (i * 32 % LINE == 0) prefetch((const char*)(ahead + key * DIM + i * 32));
+          __m512bh pairs = (__m512bh)load_narrow(from + i * 32);
 #pragma GCC unroll 4
           for (int m = 0; m < M; m++) {
             Vec before = i ? sums[m][j] : broadcast(0);
@@ -204,7 +225,7 @@ struct NarrowRows {
   }
 
   template <typename ValuesOf, typename AheadOf>
-  static INLINE void mix(const Bf16* probabilities, int64_t stride, int64_t from, int64_t end, const Bf16* zeros,
+  static INLINE void mix(const Bf16* probabilities, int64_t stride, int64_t from, int64_t end, const S* zeros,
                          const ValuesOf& values_of, const AheadOf& ahead_of, float* mixed, int64_t mixed_stride) {
     for (int column = 0; column < DIM; column += COLUMNS) {
       Vec sums[M][COLUMNS / LANES];
@@ -212,6 +233,9 @@ struct NarrowRows {
       for (int64_t key = from; key < end; key += KEY_GROUP)
         add_values(sums, probabilities + key - from, stride, values_of(key),
                    end - key < KEY_GROUP ? end - key : KEY_GROUP, zeros, column, ahead_of(key));
+      if constexpr (IS_QUANTIZED<S>)
+        for (auto& row : sums)
+          for (Vec& sum : row) sum = sum * broadcast(HALF_BIAS);
       end_sums(sums, mixed + column, mixed_stride);
     }
   }
@@ -220,10 +244,10 @@ struct NarrowRows {
   // Adds `count` of 16 values that lie together, weighted by probabilities, to the sums of the columns from
   // `column` on; those after them are `zeros`.
   static INLINE void add_values(Vec (&sums)[M][COLUMNS / LANES], const Bf16* probabilities, int64_t stride,
-                                const Bf16* values, int64_t count, const Bf16* zeros, int column, const Bf16* ahead) {
+                                const S* values, int64_t count, const S* zeros, int column, const S* ahead) {
     for (int64_t key = 0; key < count; key += 2) {
-      const Bf16* even = values + key * DIM + column;
-      const Bf16* odd = key + 1 < count ? even + DIM : zeros;
+      const S* even = values + key * DIM + column;
+      const S* odd = key + 1 < count ? even + DIM : zeros;
       Vec weights[M];
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) {
@@ -233,12 +257,12 @@ struct NarrowRows {
       }
 #pragma GCC unroll 4
       for (int i = 0; i < COLUMNS / 32; i++) {
-        if (ahead) {
+        if (ahead && i * 32 % LINE == 0) {
           prefetch((const char*)(ahead + key * DIM + column + i * 32));
           prefetch((const char*)(ahead + (key + 1) * DIM + column + i * 32));
         }
         Vec low, high;
-        interleave_inputs(load_bits(even + i * 32), load_bits(odd + i * 32), low, high);
+        interleave_inputs(load_narrow(even + i * 32), load_narrow(odd + i * 32), low, high);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
           sums[m][2 * i] = _mm512_dpbf16_ps(sums[m][2 * i], (__m512bh)low, (__m512bh)weights[m]);
@@ -250,10 +274,15 @@ struct NarrowRows {
 };
 
 template <typename T, typename A, int M, int DIM>
-using FewRows = std::conditional_t<sizeof(A) == 2, NarrowRows<M, DIM>, WideRows<T, M, DIM>>;
+using FewRows = std::conditional_t<sizeof(A) == 2, NarrowRows<T, M, DIM>, WideRows<T, M, DIM>>;
 constexpr bool HAS_NARROW_ROWS = true;
+template <typename S>
+constexpr bool IS_NARROW = !std::is_same_v<S, Int8>;  // whether elements are multiplied as bfloat16
 #else
 template <typename T, typename A, int M, int DIM>
 using FewRows = WideRows<T, M, DIM>;
 constexpr bool HAS_NARROW_ROWS = false;
+constexpr float HALF_BIAS = 1;
+template <typename S>
+constexpr bool IS_NARROW = !IS_QUANTIZED<S>;
 #endif

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "kv_elements.h"
 #include "simd.h"
 
 constexpr int64_t SERIAL_ITEMS = 16384;  // as many are computed faster by one thread than by several
@@ -113,7 +114,7 @@ void add_rows(const T* x, int64_t rows, int64_t size, T* to, int64_t stride) {
 struct RotatedLayer {
   Norm q_norm, k_norm;
   void* kv;  // the layer's part of the first block
-  int64_t block_stride, kind_stride, head_stride, num_heads, num_kv_heads, head_dim, is_bf16;
+  int64_t block_stride, kind_stride, head_stride, num_heads, num_kv_heads, head_dim, is_bf16, kv_elements, block_tokens;
 };
 
 // The tokens of a step: cosines and sines [rows, head_dim / 2], their blocks and their offsets in these.
@@ -165,14 +166,15 @@ INLINE void rotate_heads(const T* from, int64_t from_stride, int64_t count, cons
 }
 
 // qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], rows `stride` apart. Normalizes and rotates the queries in
-// place; writes the keys, normalized and rotated, and the values to their blocks.
-template <typename T>
+// place; writes the keys, normalized and rotated, and the values to their blocks as elements of type S. Where these
+// have 8 bits, the keys in `qkv` are overwritten too.
+template <typename T, typename S>
 void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T* qkv, int64_t stride) {
   int64_t H = layer.num_heads, K = layer.num_kv_heads, D = layer.head_dim, half = D / 2;
 #pragma omp parallel for if (tokens.num_rows * (H + 2 * K) * D > SERIAL_ITEMS)
   for (int64_t row = 0; row < tokens.num_rows; row++) {
-    T* keys = (T*)layer.kv + tokens.blocks[row] * layer.block_stride + tokens.offsets[row] * D;
-    T* values = keys + layer.kind_stride;
+    S* block = (S*)layer.kv + tokens.blocks[row] * layer.block_stride;
+    int64_t offset = tokens.offsets[row];
     T* heads = qkv + row * stride;
     const float *cos = tokens.cos + row * half, *sin = tokens.sin + row * half;
     auto rotate = [&](const T* from, int64_t count, const Norm& norm, T* to, int64_t to_stride) {
@@ -182,10 +184,27 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
         rotate_head(from + head * D, norm, cos, sin, half, to + head * to_stride);
     };
     rotate(heads, H, layer.q_norm, heads, D);
-    rotate(heads + H * D, K, layer.k_norm, keys, layer.head_stride);
-    for (int64_t head = 0; head < K; head++)
-      memcpy(values + head * layer.head_stride, heads + (H + K + head) * D, D * sizeof(T));
+    if constexpr (IS_QUANTIZED<S>) {
+      rotate(heads + H * D, K, layer.k_norm, heads + H * D, D);
+      for (int64_t i = 0; i < 2 * K; i++) {
+        S* to = block + i / K * layer.kind_stride + i % K * layer.head_stride;
+        quantize(heads + (H + i) * D, D, to + offset * D, (float*)(to + layer.block_tokens * D) + offset);
+      }
+    } else {
+      S *keys = block + offset * D, *values = keys + layer.kind_stride;
+      rotate(heads + H * D, K, layer.k_norm, keys, layer.head_stride);
+      for (int64_t head = 0; head < K; head++)
+        memcpy(values + head * layer.head_stride, heads + (H + K + head) * D, D * sizeof(T));
+    }
   }
+}
+
+// The same, with whatever elements the layer has.
+template <typename T>
+void write_tokens(const RotatedLayer& layer, const RotatedTokens& tokens, T* qkv, int64_t stride) {
+  with_elements<T>(layer.kv_elements, [&](auto element) {
+    rotate_and_write<T, decltype(element)>(layer, tokens, qkv, stride);
+  });
 }
 
 extern "C" void tandem_rms_norm(const void* x, int64_t x_stride, const Norm* norm, void* out, int64_t out_stride,
@@ -199,7 +218,7 @@ extern "C" void tandem_rms_norm(const void* x, int64_t x_stride, const Norm* nor
 extern "C" void tandem_rotate_and_write(const RotatedLayer* layer, const RotatedTokens* tokens, void* qkv,
                                         int64_t stride) {
   if (layer->is_bf16)
-    rotate_and_write(*layer, *tokens, (Bf16*)qkv, stride);
+    write_tokens(*layer, *tokens, (Bf16*)qkv, stride);
   else
-    rotate_and_write(*layer, *tokens, (float*)qkv, stride);
+    write_tokens(*layer, *tokens, (float*)qkv, stride);
 }
