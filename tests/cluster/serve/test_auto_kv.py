@@ -159,7 +159,7 @@ def test_windows_leave_memory_for_more_context(tmp_path: Path) -> None:
     )
     engine = {"max_sequences": 4, "max_batch_tokens": 512, "kv_tokens": 65_536}
     pool = {**pools(engine=engine)[1], "engine": {**engine}}
-    given = config_of(model=str(tmp_path / "model"), pools=[pool], store={"dram_gb": 0})
+    given = config_of(model=tmp_path / "model", pools=[pool], store={"dram_gb": 0})
     need = planned_needs(given, machine(tmp_path, 64 * GB)).of("d")
     full, windowed = need.ranks[0].block_bytes.block_bytes
     assert windowed == 2 * full
