@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -75,7 +75,8 @@ class PoisonedEngine(LocalEngine):
         for number, pool in enumerate(self.window_pools):
             self.most_used = max(self.most_used, pool.num_total - pool.num_free)
             for runner in self.runners:
-                runner.window_kvs[number][pool._free] = float("nan")
+                kv = runner.window_kvs[number]
+                kv[pool._free] = -1 if kv.dtype == torch.int8 else float("nan")  # a scale of NaN
         return outcome
 
 
@@ -130,13 +131,15 @@ def run(
     tp: int = 1,
     pp: int = 1,
     queue: DeviceQueue | None = None,
+    kv_dtype: Literal["auto", "int8"] = "auto",
 ) -> dict[tuple[str, int], bytes]:
     """Return the outputs of all requests; later ones find what earlier ones have left."""
     stages: Sequence[tuple[int, int]] = [(0, num_layers)]
     if pp == 2:
         stages = [(0, 2), (2, num_layers)]
+    config = CONFIG.model_copy(update={"kv_dtype": kv_dtype})
     engine = PoisonedEngine(
-        model_dir, CONFIG, num_blocks, tp=tp, stages=stages, has_windows=has_windows, queue=queue
+        model_dir, config, num_blocks, tp=tp, stages=stages, has_windows=has_windows, queue=queue
     )
     assert bool(engine.window_pools) == has_windows
     outputs = engine.run(REQUESTS) | {
@@ -176,6 +179,13 @@ def test_tables_of_windows_are_on_the_device_too(make_checkpoint: MakeCheckpoint
     model_dir, num_layers = make_checkpoint(**options), options["num_hidden_layers"]
     expected = run(model_dir, num_layers, has_windows=False)
     assert run(model_dir, num_layers, has_windows=True, queue=CpuQueue()) == expected
+
+
+def test_windows_are_freed_in_8_bits_too(make_checkpoint: MakeCheckpoint, backend: str) -> None:
+    options = FAMILIES["gemma3"]
+    model_dir, num_layers = make_checkpoint(**options), options["num_hidden_layers"]
+    expected = run(model_dir, num_layers, has_windows=False, kv_dtype="int8")
+    assert run(model_dir, num_layers, has_windows=True, kv_dtype="int8") == expected
 
 
 def test_groups_are_the_layers_of_each_window(make_checkpoint: MakeCheckpoint) -> None:
