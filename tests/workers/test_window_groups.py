@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
+from slow_cases import slow_but
 
 from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
@@ -162,10 +163,11 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "tp", "pp"), SPLITS)
+@pytest.mark.parametrize("split", slow_but(SPLITS, ("gemma3", 1, 1), ("gemma4", 1, 1), ("gemma3", 1, 2)))
 def test_the_tokens_are_those_of_one_kv_for_all_layers(
-    make_checkpoint: MakeCheckpoint, backend: str, family: str, tp: int, pp: int
+    make_checkpoint: MakeCheckpoint, backend: str, split: tuple[str, int, int]
 ) -> None:
+    family, tp, pp = split
     options = FAMILIES[family]
     model_dir, num_layers = make_checkpoint(**options), options["num_hidden_layers"]
     expected = run(model_dir, num_layers, has_windows=False, tp=tp, pp=pp)
