@@ -203,6 +203,8 @@ class Listener(ABC):
         pool = self._target.group_to_pool.get(hello.group)
         if pool is None:
             raise IncompatibleError(f"rank {self._target.rank} has no blocks of group {hello.group}")
+        if hello.layout.group != pool.layout.group:
+            raise IncompatibleError(f"group: {hello.layout.group} at the source, {pool.layout.group} there")
         try:
             runs = plan_runs(hello.layout, pool.layout, hello.piece)
         except ValueError as error:
