@@ -142,11 +142,11 @@ class ModelRunner:
             )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
-        self._groups = kv_groups(config) if capacity.windows is not None else ()
+        self._kv_groups = kv_groups(config) if capacity.windows is not None else ()
         self._windows = capacity.windows
         self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
         self._kv_dtype = kv_dtype(capacity.kv_dtype, dtype)
-        self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._groups)
+        self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._kv_groups)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
@@ -184,7 +184,7 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             backend=self.attention.name,
             compatibility=_compatibility(
-                config, model_fingerprint, self._dtype, self._block_tokens, self._form, self._groups
+                config, model_fingerprint, self._dtype, self._block_tokens, self._form, self._kv_groups
             ),
         )
 
@@ -219,7 +219,7 @@ class ModelRunner:
         """Choose what computes attention over the KV `memory` of each group of layers, with a clock by
         measurement."""
         shape = self._model.decoder.attention_shape
-        if not self._groups:
+        if not self._kv_groups:
             return self._backend(shape, memory[0], clock)
         layers = [
             [layer - layout.shard.layer_start for layer in layout.layers_of(layout.shard)]
@@ -293,7 +293,7 @@ class ModelRunner:
         left = profile.kv_bytes(auto.memory_share, limits)
         _log.info("memory of %s: %s, %s, left for KV: %d bytes", self._device, limits, profile, left)
         sizes = [layout.block_bytes for layout in self.layouts]
-        group_bytes = GroupBytes(sizes, [self._most_blocks(group) for group in self._groups[1:]])
+        group_bytes = GroupBytes(sizes, [self._most_blocks(group) for group in self._kv_groups[1:]])
         num_blocks = group_bytes.fitting_blocks(max(left - self._num_scratch * sum(sizes), 0))
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
@@ -328,7 +328,7 @@ class ModelRunner:
 
     def _num_window_blocks(self, num_blocks: int) -> list[int]:
         """Return the blocks of each group with a window beside `num_blocks` of the others."""
-        return [min(num_blocks, self._most_blocks(group)) for group in self._groups[1:]]
+        return [min(num_blocks, self._most_blocks(group)) for group in self._kv_groups[1:]]
 
     def _most_blocks(self, group: KvGroup) -> int:
         assert self._windows is not None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvtransfer.blocks.windows import Prefix, match_prefix
 from kvtransfer.messages import WindowBlocks
 from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.copied_blocks import CopiedBlocks
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.step import FinishedBlock, StepBatch
@@ -38,8 +39,7 @@ class BlockTables:
         self.windows = WindowTables(windows, pool.block_tokens)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
-        self._copy_src_to_step: dict[int, int] = {}
-        self._retired: list[list[int]] = []
+        self._copied = CopiedBlocks(pool)
         self._at_hand: list[int] = []
         # Whether `take_finished` is asked for.
         self.has_store = False
@@ -47,13 +47,11 @@ class BlockTables:
 
     @property
     def num_retired_references(self) -> int:
-        return sum(map(len, self._retired))
+        return self._copied.num_references
 
     def has_retired(self, group: str | None) -> bool:
         """Whether blocks of this group (None: of any) are retired."""
-        if group is None:
-            return bool(self._retired)
-        return any(self.pool.is_of(block_id, group) for block_ids in self._retired for block_id in block_ids)
+        return any(group is None or self.pool.is_of(block_id, group) for block_id in self._copied.retired())
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence the prefix index holds now; at least one is left to
@@ -99,11 +97,11 @@ class BlockTables:
             sequence.replace_block(index, dst_block)
             if sequence.num_scheduled > index * self._block_tokens:
                 batch.copy(src_block, dst_block)
-                self._copy_src_to_step[src_block] = batch.step
+                self._copied.note(src_block, batch.step)
             if self.pool.is_shared(src_block):
                 self.pool.release([src_block])
             else:
-                self._give_back([src_block])
+                self._copied.give_back([src_block])
         num_blocks = -(-end // self._block_tokens)
         sequence.block_ids += self._allocate(max(0, num_blocks - len(sequence.block_ids)), group)
         assert not self._at_hand, "more was moved out for this than it takes"
@@ -172,8 +170,8 @@ class BlockTables:
         if to_hand:
             self._at_hand.append(block_id)
         else:
-            self._copy_src_to_step[block_id] = batch.step
-            self._retired.append([block_id])
+            self._copied.note(block_id, batch.step)
+            self._copied.give_back([block_id])
 
     def move_back(self, batch: StepBatch, sequence: Sequence, index: int) -> None:
         """Move a block that is the sequence's alone from host memory to a free block of the device. No block
@@ -196,24 +194,13 @@ class BlockTables:
         on_device, offloaded = self.host.split(sequence.block_ids)
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
-        self._give_back(on_device)
+        self._copied.give_back(on_device)
         self.windows.give_back(sequence)
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""
         self.windows.settle(step)
-        self._copy_src_to_step = {
-            block_id: copy_step for block_id, copy_step in self._copy_src_to_step.items() if copy_step > step
-        }
-        retired, self._retired = self._retired, []
-        for block_ids in retired:  # each may have been copied again since
-            self._give_back(block_ids)
-
-    def _give_back(self, block_ids: list[int]) -> None:
-        if self._copy_src_to_step.keys().isdisjoint(block_ids):
-            self.pool.release(block_ids)
-        else:
-            self._retired.append(block_ids)
+        self._copied.settle(step)
 
     def _match(self, sequence: Sequence) -> Prefix:
         keys = self._reusable_keys(sequence)

@@ -114,7 +114,10 @@ class WindowTables:
                 dropped = table.drop_before(needed)
                 copied = self._copied[group - 1]
                 for index, block_id in enumerate(dropped, needed - len(dropped)):
-                    copied.give_back([block_id], passed=index not in kept)
+                    if index in kept or copied.is_read([block_id]):
+                        copied.give_back([block_id])
+                    else:
+                        pool.release([block_id], passed=True)
 
     def frees_when_settled(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the reports of the plans that are out let one of these sequences release blocks."""
