@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from plan_reader import ExpectedSlots, Work
 
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.rpc.trust import Trust
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
-from workers.messages.link import RequestFailed, Submission
+from workers.messages.link import RequestFailed, SampleState, Submission
 from workers.messages.rank_channel import (
     BatchEntry,
     BlockCopy,
@@ -31,7 +32,7 @@ from workers.messages.rank_channel import (
     StepReport,
     TableChange,
 )
-from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.messages.sampling import Grammar, SamplingParams, TokenLogprob
 from workers.model.host_kv import OffloadMode
 from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import read_model_config
@@ -49,6 +50,33 @@ from workers.scheduler.window_pool import WindowPool
 
 CPU = torch.device("cpu")
 TRUST = Trust.of(b"the ranks' own secret")
+
+
+def submitted(
+    name: str,
+    prompt: bytes,
+    sampling: SamplingParams,
+    *,
+    n: int = 1,
+    priority: int = 0,
+    grammar: Grammar | None = None,
+) -> Submission:
+    """Return the submission of `n` samples of a prompt that stays here."""
+    return Submission(
+        request_id=name,
+        attempt=1,
+        tenant="",
+        sharing_group="",
+        priority=priority,
+        prompt=prompt,
+        root_key=b"root",
+        block_keys=extend_keys(b"root", prompt, BLOCK),
+        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
+        sampling=sampling,
+        decode=None,
+        deadline_s=None,
+        grammar=grammar,
+    )
 
 
 class LocalEngine:

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
+from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step, submitted
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.errors import RankDiedError
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.rank_channel import SlotStart
 from workers.messages.sampling import SamplingParams
 from workers.rank.containment import Containment
@@ -34,24 +33,16 @@ POISON = "poison"
 
 def ask(name: str, num_prompt: int, max_tokens: int, *, n: int = 1, seed: int = 0) -> Submission:
     prompt = packed(draw(num_prompt, seed=seed + num_prompt))
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
-        sampling=SamplingParams(
+    return submitted(
+        name,
+        prompt,
+        SamplingParams(
             temperature=SEEDED.temperature,
             repetition_penalty=SEEDED.repetition_penalty,
             max_tokens=max_tokens,
             ignore_eos=True,
         ),
-        decode=None,
-        deadline_s=None,
+        n=n,
     )
 
 

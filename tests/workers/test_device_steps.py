@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
+from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step, submitted
 from runner_parts import ON_CPU
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.rank.device_queue import CpuQueue, DeviceQueue
@@ -43,20 +42,7 @@ def ask(name: str, num_prompt: int, *, n: int = 1, num_logprobs: int | None = No
         ignore_eos=True,
         num_logprobs=num_logprobs,
     )
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
-        sampling=sampling,
-        decode=None,
-        deadline_s=None,
-    )
+    return submitted(name, prompt, sampling, n=n)
 
 
 # Slots are taken in this order: the second, whose prompt has several chunks, is in the slot of the poison.

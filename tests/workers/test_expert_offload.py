@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
-from local_engine import BLOCK, LocalEngine, draw, packed
+from local_engine import BLOCK, LocalEngine, draw, packed, submitted
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from runner_parts import ON_CPU
 
-from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
 from workers.errors import CheckpointError
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.decoder import load_decoder
 from workers.model.experts.expert_placement import PlacementRules
@@ -89,20 +88,7 @@ def test_bfloat16_is_as_close_to_float32_as_without_an_offload(tmp_path: Path) -
 
 def ask(name: str, num_prompt: int) -> Submission:
     prompt = packed([token % 211 for token in draw(num_prompt, seed=num_prompt)])
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=(SampleState(0, 31, b""),),
-        sampling=SamplingParams(temperature=1.1, max_tokens=24, ignore_eos=True),
-        decode=None,
-        deadline_s=None,
-    )
+    return submitted(name, prompt, SamplingParams(temperature=1.1, max_tokens=24, ignore_eos=True))
 
 
 class RunningClock(ManualClock):

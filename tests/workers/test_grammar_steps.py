@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from grammar_harness import choice
 from llguidance import LLMatcher
-from local_engine import BLOCK, LocalEngine, draw, packed
+from local_engine import BLOCK, LocalEngine, draw, packed, submitted
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.rank_channel import GrammarCompiled
 from workers.messages.sampling import Grammar, SamplingParams
 from workers.rank.device_queue import CpuQueue
@@ -61,21 +60,7 @@ def ask(
 ) -> Submission:
     prompt = packed(draw(num_prompt, seed=num_prompt))
     params = SamplingParams(**{"temperature": 1.1, "max_tokens": 60 if grammar else 25, **sampling})
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=tuple(SampleState(index, 31 + index) for index in range(n)),
-        sampling=params,
-        decode=None,
-        deadline_s=None,
-        grammar=grammar,
-    )
+    return submitted(name, prompt, params, n=n, grammar=grammar)
 
 
 FREE = (ask("free", 20, ignore_eos=True), ask("penalized", 50, ignore_eos=True, repetition_penalty=1.2))

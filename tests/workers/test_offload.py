@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
+from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed, submitted
 
-from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig, KvDtype
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, OffloadMode
 
@@ -67,24 +66,17 @@ def ask(
     n: int = 1,
 ) -> Submission:
     prompt = packed(draw(num_prompt_tokens, seed=sum(name.encode())))
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=priority,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
-        sampling=SamplingParams(
+    return submitted(
+        name,
+        prompt,
+        SamplingParams(
             temperature=sampling.temperature,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=max_tokens,
             ignore_eos=True,
         ),
-        decode=None,
-        deadline_s=None,
+        n=n,
+        priority=priority,
     )
 
 

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed
+from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed, submitted
 from msgspec.structs import replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
 from workers.rank.device_queue import CpuQueue
 
@@ -75,19 +74,11 @@ def ask(
     name: str, prompt: Sequence[int], *, n: int = 1, max_tokens: int = 6, num_top: int | None = None
 ) -> Submission:
     tokens = packed(prompt)
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=tokens,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", tokens, BLOCK),
-        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
-        sampling=replace(SEEDED, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num_top),
-        decode=None,
-        deadline_s=None,
+    return submitted(
+        name,
+        tokens,
+        replace(SEEDED, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num_top),
+        n=n,
     )
 
 

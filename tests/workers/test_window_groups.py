@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
+from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed, submitted
 from slow_cases import slow_but
 
-from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
 from workers.model.model_config import read_model_config
@@ -92,19 +91,11 @@ def ask(
 ) -> Submission:
     """`num_shared` tokens of the prompt are those of every other."""
     prompt = packed(draw(num_shared, seed=1)) + packed(draw(num_prompt_tokens, seed=sum(name.encode())))
-    return Submission(
-        request_id=name,
-        attempt=1,
-        tenant="",
-        sharing_group="",
-        priority=0,
-        prompt=prompt,
-        root_key=b"root",
-        block_keys=extend_keys(b"root", prompt, BLOCK),
-        samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
-        sampling=SamplingParams(temperature=sampling.temperature, max_tokens=max_tokens, ignore_eos=True),
-        decode=None,
-        deadline_s=None,
+    return submitted(
+        name,
+        prompt,
+        SamplingParams(temperature=sampling.temperature, max_tokens=max_tokens, ignore_eos=True),
+        n=n,
     )
 
 
