@@ -38,10 +38,20 @@ class Shard(Part, frozen=True):
 
 class KvGroup(Part, frozen=True):
     """Layers whose KV shares block tables and pools: their numbers among the layers of a model that have KV.
-    They look back `window` tokens, the newest included; 0: over all."""
+    They look back `window` tokens, the newest included; 0: over all.
+
+    Layers with a `state_size` have no keys and values but a recurrent state of constant size: so many float32
+    elements for each KV head of the model, in which ranks divide it. A block of these layers is their state
+    behind its last token that was computed, so all that they need of what is before a token is the block of
+    the token before: their window is `STATE_WINDOW`, and most blocks of a sequence are never there."""
 
     layers: tuple[int, ...]
     window: int
+    state_size: int = 0
+
+
+# The token that is computed, and the one before, whose block has the state.
+STATE_WINDOW = 2
 
 
 class WindowBlocks(Part, frozen=True):
@@ -92,9 +102,10 @@ class CompatibilityRecord(Part, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token over all layers and heads."""
+        """KV of one token over all layers and heads, without states, which do not grow with tokens."""
         head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes
-        return self.num_kinds * self.num_layers * self.num_kv_heads * head_bytes
+        num_layers = self.num_layers - sum(len(it.layers) for it in self.groups if it.state_size)
+        return self.num_kinds * num_layers * self.num_kv_heads * head_bytes
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """Return one line per differing field; no lines when the two may exchange KV."""

@@ -8,7 +8,8 @@ and then `[token]`. Where keys and values are products of one latent, that is th
 addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
 
 Where the layers of a model form groups (`KvGroup`), the blocks of each are apart: a block has the layers of
-its group alone, which keep the numbers that they have among all layers.
+its group alone, which keep the numbers that they have among all layers. A block of recurrent states,
+`[layer][kv_head][state_size]` in float32, is laid out as latents of a single token.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError
-from kvtransfer.messages import CompatibilityRecord, Shard
+from kvtransfer.messages import CompatibilityRecord, KvGroup, Shard
 
+# States are float32, whatever activations are.
+STATE_ITEM_BYTES = 4
 _RANK = itemgetter(0)
 
 
@@ -72,9 +75,15 @@ class BlockLayout:
         are not known here."""
         fields, item_bytes = compatibility, compatibility.kv_item_bytes
         scale_bytes = fields.scale_bytes if item_bytes else 0
-        layers = fields.groups[group].layers if fields.groups else None
         sizes = fields.head_dim, fields.block_tokens, item_bytes, scale_bytes, fields.num_kinds
-        return BlockLayout(shard, *sizes, layers)
+        whole = BlockLayout(shard, *sizes)
+        return whole.of_group(fields.groups[group]) if fields.groups else whole
+
+    def of_group(self, group: KvGroup) -> BlockLayout:
+        """Return the layout of a group's blocks, where this is that of a block of all layers with KV."""
+        if not group.state_size:
+            return replace(self, group=group.layers)
+        return BlockLayout(self.shard, group.state_size, 1, STATE_ITEM_BYTES, 0, 1, group.layers)
 
     def layers_of(self, piece: Shard) -> Sequence[int]:
         """Return the layers of a piece that its blocks have."""

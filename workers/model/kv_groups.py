@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtransfer.messages import KvGroup
+from kvtransfer.messages import STATE_WINDOW, KvGroup
 from workers.model.model_config import ModelConfig
 
 
 def kv_groups(config: ModelConfig) -> tuple[KvGroup, ...]:
-    """Return the groups of the layers that have KV: those without a window, then those of each window. None
-    where all layers are alike, or where no layer sees all tokens; a window that holds the whole context is
-    none."""
+    """Return the groups of the layers that have KV: those without a window, then those of each window, or
+    those with a recurrent state. None where all layers are alike, or where no layer sees all tokens; a window
+    that holds the whole context is none."""
+    if (state := config.state) is not None:
+        attending = tuple(layer for layer in range(config.num_layers) if config.has_attention(layer))
+        size = state.part_size(config.num_kv_heads)
+        return KvGroup(attending, 0), KvGroup(state.layers, STATE_WINDOW, size)
     own = config.sliding_windows[: config.kv_cells.num_layers]
     reaches = [window if window < config.max_context_tokens else 0 for window in own]
     if 0 not in reaches or not any(reaches):

@@ -35,6 +35,7 @@ from workers.model.layer_shapes import (
     kv_sources,
 )
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
+from workers.model.state.state_shape import StateShape
 
 Activation = Literal["silu", "gelu_tanh", "xielu"]
 
@@ -108,6 +109,8 @@ class ModelConfig:
     latent: LatentShape | None = None
     # Layers behind the last that the checkpoint may have, and that are passed over.
     num_extra_layers: int = 0
+    # What some layers keep in place of keys and values; None: all layers attend.
+    state: StateShape | None = None
 
     @property
     def traits(self) -> Family:
@@ -144,6 +147,10 @@ class ModelConfig:
     @property
     def _num_own_kv(self) -> int:
         return self.num_layers - self.layer_shapes.num_shared
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends, and does not keep a state."""
+        return self.state is None or layer in self.state.attending
 
     def has_own_kv(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own, and does not attend to those of another."""

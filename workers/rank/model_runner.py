@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -142,10 +142,11 @@ class ModelRunner:
             )
         self._model = RankModel.join(decoder, groups)
         self.config = config = decoder.config
-        self._kv_groups = kv_groups(config) if capacity.windows is not None else ()
+        has_groups = capacity.windows is not None or config.state is not None
+        self._kv_groups = kv_groups(config) if has_groups else ()
         self._windows = capacity.windows
         self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
-        self._kv_dtype = kv_dtype(capacity.kv_dtype, dtype)
+        self._block_dtypes = _block_dtypes(kv_dtype(capacity.kv_dtype, dtype), self._kv_groups)
         self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._kv_groups)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
@@ -155,8 +156,8 @@ class ModelRunner:
         progress("allocating KV memory")
         sizes = [num_blocks, *self._num_window_blocks(num_blocks)]
         made = [
-            _allocate(layout, size, self._num_scratch, self._kv_dtype, device)
-            for layout, size in zip(self.layouts, sizes, strict=True)
+            _allocate(layout, size, self._num_scratch, dtype, device)
+            for layout, size, dtype in zip(self.layouts, sizes, self._block_dtypes, strict=True)
         ]
         memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
         self.kv, *self.window_kvs = (kv[:size] for kv, size in zip(memory, sizes, strict=True))
@@ -310,7 +311,10 @@ class ModelRunner:
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
         num_all = num_blocks + self._num_scratch
-        memory = [_zeros(layout, num_all, self._kv_dtype, self._device) for layout in self.layouts]
+        memory = [
+            _zeros(layout, num_all, dtype, self._device)
+            for layout, dtype in zip(self.layouts, self._block_dtypes, strict=True)
+        ]
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
         started, *largest, freed = largest_steps(*limits)
@@ -381,7 +385,12 @@ def _layouts(
     held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
     sizes = form.item_bytes, form.scale_bytes, cells.num_kinds
     whole = BlockLayout(held, cells.width, block_tokens, *sizes)
-    return [replace(whole, group=group.layers) for group in groups] or [whole]
+    return [whole.of_group(group) for group in groups] or [whole]
+
+
+def _block_dtypes(dtype: torch.dtype, groups: Sequence[KvGroup]) -> list[torch.dtype]:
+    """Return the dtype of the blocks of each group of layers; of all layers, if there are no groups."""
+    return [torch.float32 if group.state_size else dtype for group in groups] or [dtype]
 
 
 def _allocate(

@@ -1,0 +1,1 @@
+"""Layers that keep a recurrent state of constant size in place of keys and values."""
