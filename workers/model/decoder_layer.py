@@ -23,6 +23,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
 from workers.model.value_norm import ValueNorm
@@ -74,8 +75,9 @@ class DecoderLayer:
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
-        self._xielu = weights.xielu
-        gate = None if config.activation == "xielu" else config.activation
+        self._plain = weights.xielu or (relu2 if config.activation == "relu2" else None)
+        activation = config.activation
+        gate = None if activation == "xielu" or activation == "relu2" else activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
         self._projection: Linear | LatentProjection | None = None
@@ -131,7 +133,7 @@ class DecoderLayer:
         norms = self.qk_norms
         if qkv is None or output is None or self.state_mixer is not None:
             return None
-        if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
+        if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
         if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
             return None
@@ -301,9 +303,9 @@ class DecoderLayer:
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
         assert self._gate_up is not None
-        if self._xielu is None:
+        if self._plain is None:
             return self._gate_up.gated(x, out)
-        return self._xielu(self._gate_up(x, out), out)
+        return self._plain(self._gate_up(x, out), out)
 
 
 def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) -> Tensor | None:
