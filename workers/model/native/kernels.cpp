@@ -5,6 +5,7 @@
 // a bfloat16 intermediate is rounded wherever torch would store one.
 
 #include "decoder_layer.h"
+#include "delta_rule.h"
 #include "gate.h"
 #include "head_products.h"
 #include "mixture.h"

@@ -83,7 +83,7 @@ def run_delta_rule(
     *,
     is_deterministic: bool = False,
 ) -> Tensor:
-    """Compute the outputs of a step's tokens, [num_tokens, num_value_heads * value_dim], gated and normalized,
+    """Return the outputs of a step's tokens [num_tokens, num_value_heads * value_dim], gated and normalized,
     and continue the states of its sequences.
 
     `states` float32 [num_blocks, num_parts, heads_per_part, key_dim, value_dim] are those of the layer in all
