@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from delta_reference import expected_of
 from delta_steps import DeltaCase
 
 from workers.model.state.delta_rule import run_delta_rule
@@ -32,7 +33,7 @@ def test_sequences_of_different_lengths_equal_transformers(
     is_started: bool, is_chunked: bool, is_deterministic: bool
 ) -> None:
     case = DeltaCase.draw(HEADS, [1, 130, 64, 1, 7, 65], is_started=is_started, num_parts=2)
-    outputs, states = case.expected(is_chunked=is_chunked)
+    outputs, states = expected_of(case, is_chunked=is_chunked)
     found, left = run(case, is_deterministic=is_deterministic)
     torch.testing.assert_close(found, outputs, **CLOSE)
     torch.testing.assert_close(left, states, **CLOSE)
@@ -49,7 +50,7 @@ def test_other_blocks_stay_as_they_are() -> None:
 
 def test_a_sequence_in_steps_equals_it_in_one() -> None:
     case = DeltaCase.draw(HEADS, [150], is_started=False)
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     step, found, start = case.step, [], 0
     for length in (70, 1, 1, 64, 14):
         part = dataclasses.replace(step, lengths=np.array([length], np.int32))
@@ -62,7 +63,7 @@ def test_a_sequence_in_steps_equals_it_in_one() -> None:
 
 def test_states_that_the_device_knows_equal_those_of_the_host() -> None:
     case = DeltaCase.draw(HEADS, [1, 1, 1])
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     known = DeviceStates(torch.from_numpy(case.step.reads), torch.from_numpy(case.step.writes))
     nowhere = np.zeros_like(case.step.reads)
     case.step = dataclasses.replace(case.step, device=known)
@@ -84,7 +85,7 @@ def test_bfloat16_rounds_where_transformers_does() -> None:
     case.weights = dataclasses.replace(
         case.weights, norm=dataclasses.replace(case.weights.norm, weight=weight)
     )
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     found, left = run(case)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(left, states, **CLOSE)
@@ -96,7 +97,7 @@ def test_bfloat16_rounds_where_transformers_does() -> None:
 def test_strong_decays_overflow_nowhere() -> None:
     case = DeltaCase.draw(HEADS, [200], is_started=False)
     case.weights = dataclasses.replace(case.weights, rates=case.weights.rates * 400)
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     found, left = run(case)
     assert found.isfinite().all()
     torch.testing.assert_close(found, outputs, **CLOSE)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_kernels import KERNELS, kernels_of
+from delta_reference import expected_of
 from delta_steps import DeltaCase
 from optional_programs import needs_compiler
 from torch import Tensor
@@ -30,7 +31,7 @@ def make(build: str, case: DeltaCase, *, is_deterministic: bool = False) -> Nati
 
 
 def check(build: str, case: DeltaCase, *, is_deterministic: bool = False) -> None:
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     found = make(build, case, is_deterministic=is_deterministic)(case.rows, case.states, case.step)
     torch.testing.assert_close(found, outputs, **CLOSE)
     torch.testing.assert_close(case.states_in(case.step.writes), states, **CLOSE)
@@ -82,7 +83,7 @@ def test_bfloat16_rounds_as_torch_does(build: str) -> None:
 @builds
 def test_rows_that_are_parts_of_wider_ones(build: str) -> None:
     case = DeltaCase.draw(DeltaHeads(2, 2, 16, 32), [1, 6])
-    outputs, states = case.expected()
+    outputs, states = expected_of(case)
     joined = torch.cat(case.rows, dim=1)
     case.rows = type(case.rows)(*joined.split([it.shape[1] for it in case.rows], dim=1))
     wide = torch.zeros(len(joined), 100)
