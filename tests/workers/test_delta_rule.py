@@ -105,6 +105,6 @@ def test_strong_decays_overflow_nowhere() -> None:
 
 
 def test_parts_are_of_whole_key_heads() -> None:
-    assert HEADS.part(2) == DeltaHeads(1, 2, 16, 24)
+    assert HEADS.of_parts(1, 2) == DeltaHeads(1, 2, 16, 24)
     with pytest.raises(ValueError, match="2 key heads do not divide into 4 equal parts"):
-        HEADS.part(4)
+        HEADS.of_parts(1, 4)

@@ -125,3 +125,5 @@ extern "C" void tandem_convolve(const ConvStep* step, const void* x, int64_t x_s
   else
     CausalConv<float>(*step, (const float*)x, x_stride, (float*)out, out_stride).run();
 }
+
+extern "C" int64_t tandem_most_taps() { return MOST_TAPS; }

@@ -98,8 +98,8 @@ def run_delta_rule(
 
 def _tokens(heads: DeltaHeads, weights: DeltaWeights, rows: DeltaRows) -> _Tokens:
     key_dim, num_values = heads.key_dim, heads.values_per_key
-    channels = rows.channels.unflatten(1, (heads.num_key_heads, heads.channels_per_key)).float()
-    queries, keys, values = channels.split((key_dim, key_dim, num_values * heads.value_dim), dim=2)
+    channels = rows.channels.view(-1, heads.num_key_heads, heads.channels_per_key).float()
+    queries, keys, values = torch.split(channels, [key_dim, key_dim, num_values * heads.value_dim], dim=2)
     decays = -weights.rates * F.softplus(rows.decays.float() + weights.biases)
     return _Tokens(
         _unit(queries).mul(key_dim**-0.5).repeat_interleave(num_values, dim=1),

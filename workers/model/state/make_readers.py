@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from workers.model.split_products import SplitProducts
+from workers.model.state.delta_shape import DeltaShape
+from workers.model.state.delta_weights import DeltaWeightReader
 from workers.model.state.short_conv_shape import ShortConvShape
 from workers.model.state.short_conv_weights import ShortConvWeightReader
 from workers.model.state.state_shape import StateShape
@@ -14,6 +16,8 @@ def state_reader(
 ) -> StateWeightReader:
     """Return what reads layers of this shape at a rank that holds these parts of their states."""
     match shape:
+        case DeltaShape():
+            return DeltaWeightReader(products, shape, held, num_parts)
         case ShortConvShape():
             return ShortConvWeightReader(products, shape, held, num_parts)
         case _:

@@ -72,4 +72,4 @@ def _chunks(firsts: NDArray[np.int32], lengths: NDArray[np.int32]) -> list[NDArr
 def _uploaded(arrays: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device at once."""
     joined = torch.from_numpy(np.concatenate(arrays)).to(device)
-    return list(joined.split([len(it) for it in arrays]))
+    return list(torch.split(joined, [len(it) for it in arrays]))
