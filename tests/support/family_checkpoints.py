@@ -57,6 +57,13 @@ def latent(**keys: int | None) -> dict[str, Any]:
 
 # In prompts, and not in what follows, transformers takes no smaller time steps than this of Nemotron-H.
 _NO_LEAST_STEP: dict[str, Any] = {"time_step_min": 1e-30}
+# Heads of the gated delta rule.
+DELTA_HEADS: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+}
 _TWO_IN_THREE = ("sliding_attention", "sliding_attention", "full_attention")
 # Keys that each family's shapes have beside these; those that name no family's defaults cross its windows.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -448,6 +455,76 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "sliding_window": 33,
             "layer_types": ["full_attention", *["sliding_attention"] * 3],
             "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_next": (
+        {
+            **DELTA_HEADS,
+            "moe_intermediate_size": 37,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 51,
+            "partial_rotary_factor": 0.5,
+        },
+        {
+            **DELTA_HEADS,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+        },
+        {
+            **DELTA_HEADS,
+            "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "moe_intermediate_size": 33,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_text": (
+        {**DELTA_HEADS, "partial_rotary_factor": 0.5},
+        {
+            **DELTA_HEADS,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+        {**DELTA_HEADS, "linear_num_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": (
+        {
+            **DELTA_HEADS,
+            "moe_intermediate_size": 37,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 51,
+        },
+        {
+            **DELTA_HEADS,
+            "linear_num_key_heads": 2,
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "shared_expert_intermediate_size": 20,
+            "attention_bias": True,
+        },
+        {
+            **DELTA_HEADS,
+            "moe_intermediate_size": 33,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 64,
+            "tie_word_embeddings": True,
         },
     ),
     "lfm2": (

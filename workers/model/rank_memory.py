@@ -354,12 +354,14 @@ def _state_columns(rank: RankShape) -> tuple[int, int]:
 
 def _attention_columns(rank: RankShape, layer: int) -> int:
     """Return the columns that the attention of a layer holds for a token: queries, keys and values; queries
-    with their rotation, and the result."""
+    with their rotation and gates, and the result."""
     latent = rank.model.latent
     if latent is not None:
         return latent.num_projected(rank.num_heads) + latent.num_scratch_columns(rank.num_heads)
     held = layer_heads(rank.model, layer, rank.tp_rank, rank.tp)
-    return 3 * len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
+    num_copies = 3 + rank.model.traits.has_output_gate
+    num_queries = len(held.queries) * rank.model.heads_of(layer).head_dim
+    return num_copies * num_queries + 2 * _key_columns(rank, layer)
 
 
 def _key_columns(rank: RankShape, layer: int) -> int:

@@ -158,7 +158,8 @@ class Probe:
         hidden, head_dim = config.hidden_size, self._head_dim
         query_size = self._num_heads * head_dim
         mixed_size = query_size if config.latent is None else self._num_heads * config.latent.v_head_dim
-        qkv_size = query_size + 2 * self._num_kv_heads * head_dim
+        num_queries = 1 + config.traits.has_output_gate
+        qkv_size = num_queries * query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names(self._layer))
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
         has_qk_norms = config.qk_norm or config.qk_row_norm or config.qk_own_norms

@@ -78,6 +78,8 @@ class Rotary:
     sliding_theta: str = ""
     # Or there is a set of `rope_parameters` for each kind of layers, and no key beside these.
     is_by_kind: bool = False
+    # Dimensions are rotated by positions in time, height and width, which are all the same for text.
+    has_sections: bool = False
     # With linear scaling, `max_position_embeddings` is the stretched context already.
     is_context_stretched: bool = False
     without: NoRope = "none"
@@ -113,6 +115,9 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     # Each head of values has an RMS norm without weights.
     has_value_norm: bool = False
+    # Each query head has a gate, whose sigmoid multiplies what the head mixes: `q_proj` has the rows of a
+    # head's gate behind those of its query.
+    has_output_gate: bool = False
     # Each query head has a learned score without a key and a value, in `self_attn.sinks`.
     has_sinks: bool = False
     windows: Windows = "none"
@@ -170,3 +175,5 @@ class Family:
     # The key of the number of layers behind the last, which predict further tokens and are passed over; "":
     # there are none.
     extra_layers_key: str = ""
+    # What the names of other tensors begin with that are passed over.
+    passed_over: tuple[str, ...] = ()

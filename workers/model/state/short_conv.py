@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from workers.model.state.causal_conv import CausalConv
@@ -17,9 +15,6 @@ class ShortConv(StateMixer):
     def __init__(self, kernel: Tensor, bias: Tensor | None) -> None:
         """`kernel` float32 [num_channels, kernel_size], `bias` [num_channels]."""
         self._conv = CausalConv(kernel, bias)
-
-    def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
-        """Do nothing: channels do not depend on each other."""
 
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
         gate, out_gate, channels = projected.chunk(3, dim=1)

@@ -27,10 +27,11 @@ class StateMixer(ABC):
         """The float32 columns that ranks which share the layer add up for each token meanwhile; 0: none."""
         return 0
 
-    @abstractmethod
     def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
         """Compute with the other of `tp` ranks, which have the other parts of the state: `all_reduce` adds up
-        over them what no rank has whole. Called once, before the first step."""
+        over them what no rank has whole. Called once, before the first step. Most kinds of layers need nothing
+        of each other's parts."""
+        assert tp > 1
 
     @abstractmethod
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
