@@ -111,11 +111,11 @@ def test_ranks_hold_their_parts(model: str, tp: int, tmp_path: Path) -> None:
                     part, other = getattr(ours, name), getattr(theirs, name)
                     assert (part is None) == (other is None)
                     assert part is None or torch.equal(part.weight, other.weight)
-                if ours.mixture is not None:
-                    assert theirs.mixture is not None
+                assert (ours.mixture is None) == (theirs.mixture is None)
+                if ours.mixture is not None and theirs.mixture is not None:
+                    experts, others = ours.mixture.experts, theirs.mixture.experts
                     for kind in ("gates", "ups", "downs"):
-                        parts, others = (getattr(it.mixture.experts, kind) for it in (ours, theirs))
-                        assert all(map(torch.equal, parts, others))
+                        assert all(map(torch.equal, getattr(experts, kind), getattr(others, kind)))
 
 
 @pytest.fixture(scope="module")
