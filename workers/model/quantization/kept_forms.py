@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+from workers.model import native
+from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
 
 
 def has_products(weight: QuantizedWeight) -> bool:
-    """Whether there are products for weights of this form where it is."""
-    return False
+    """Whether there are kernels that compute products with weights of this form, where the weight is."""
+    if weight.packed.device.type != "cpu" or native.load() is None:
+        return False
+    return weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
 
 
 def are_alike(parts: Sequence[QuantizedWeight]) -> bool:
