@@ -50,6 +50,8 @@ class SchemeReader:
             "gptq": self._gptq,
             "awq": self._awq,
             "fp8": self._fp8,
+            "modelopt": self._modelopt,
+            "auto-round": self._auto_round,
             "fbgemm_fp8": lambda: of_all("fbgemm_fp8", _row_wise_fp8()),
         }
         if not isinstance(method, str):
@@ -96,7 +98,10 @@ class SchemeReader:
         num_rows, size = self._compressed_sizes(weights, name)
         quantizes_inputs = bool(group.get("input_activations")) and codes in (CodeType.INT8, CodeType.FP8)
         has_zeros = kind[0] == "int" and not weights.get("symmetric", True)
-        stored = StoredFormat(layout, codes, size, num_rows, has_zeros, quantizes_inputs=quantizes_inputs)
+        has_order = weights.get("actorder") in (True, "group", "dynamic")
+        stored = StoredFormat(
+            layout, codes, size, num_rows, has_zeros, has_order, quantizes_inputs=quantizes_inputs
+        )
         return TargetedFormat(tuple(targets), stored)
 
     def _compressed_sizes(self, weights: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -130,10 +135,36 @@ class SchemeReader:
         codes = _INT_CODES.get(config.get("bits", 0))
         if codes is None:
             self._refuse(f"has GPTQ weights of {shown(config.get('bits'))} bits, and 4 and 8 are read")
-        has_zeros, is_one_less = not config.get("sym", True), how == "gptq"
         return StoredFormat(
-            Layout.GPTQ, codes, self._group(config), has_zeros=has_zeros, is_one_less=is_one_less
+            Layout.GPTQ,
+            codes,
+            self._group(config),
+            has_zeros=not config.get("sym", True),
+            has_order=bool(config.get("desc_act")),
+            is_one_less=how == "gptq",
         )
+
+    def _auto_round(self) -> QuantizationScheme:
+        packing = str(self._config.get("packing_format"))
+        is_awq = packing.endswith("awq")
+        if not is_awq and not packing.endswith("gptq"):
+            self._refuse(f"has the packing_format {shown(packing)}, which is not read")
+        formats: list[TargetedFormat] = []
+        for product, of_some in (self._config.get("extra_config") or {}).items():
+            # Products of 16 bits have other tensors.
+            if not is_awq and of_some.get("bits", self._config.get("bits")) in _INT_CODES:
+                stored = self._gptq_format({**self._config, **of_some}, "gptq")
+                formats.append(TargetedFormat((product,), stored))
+        whole = self._awq() if is_awq else of_all("gptq", self._gptq_format(self._config, "gptq"))
+        return QuantizationScheme("auto-round", (*formats, *whole.formats))
+
+    def _modelopt(self) -> QuantizationScheme:
+        algorithm = self._config.get("quant_algo")
+        if algorithm == "FP8":
+            return of_all("modelopt", _row_wise_fp8())
+        if algorithm == "NVFP4":
+            return of_all("modelopt", StoredFormat(Layout.PLAIN, CodeType.FP4, 16))
+        self._refuse(f"has weights by ModelOpt in {shown(algorithm)}, and FP8 and NVFP4 are read")
 
     def _awq(self) -> QuantizationScheme:
         config = self._config
