@@ -144,7 +144,7 @@ UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     (
         "sparse",
         _COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        ("has sparse weights (sparse-24-bitmask)",),
+        ("has sparse weights ('sparse-24-bitmask')",),
     ),
     (
         "transforms",
@@ -156,7 +156,7 @@ UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         "2 bits",
         _COMPRESSED
         | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 2}}}},
-        ("has pack-quantized weights of type int and 2 bits, which are not read",),
+        ("has pack-quantized weights of type 'int' and 2 bits, which are not read",),
     ),
 )
 REFUSALS = {
