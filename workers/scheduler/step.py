@@ -68,12 +68,14 @@ class LoadNeed:
 @dataclass(frozen=True, slots=True)
 class FinishedBlock:
     """A block whose KV is complete, and which the prefix index holds under `key`. `chain` is the first key of
-    its chain."""
+    its chain. With `has_state` the pools of states hold the state behind its last token under the same
+    key."""
 
     key: bytes
     parent: bytes
     chain: bytes
     sharing_group: str
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
