@@ -346,9 +346,14 @@ class EntryEmbedding(Part, frozen=True):
     vector: bytes
 
 
+# The code of a `FailedEntry` that can be computed again from an earlier state.
+STATE_LOST = "state"
+
+
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause."""
+    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause. It is
+    `STATE_LOST` where nothing is wrong with the sequence, but its recurrent state is."""
 
     index: int
     reason: str
