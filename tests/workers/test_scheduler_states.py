@@ -3,6 +3,8 @@ becomes of those that are lost."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from staged_engine import (
     BLOCK_TOKENS,
@@ -24,7 +26,7 @@ from workers.scheduler.window_pool import WindowPool
 LONG = [number % 20 + 1 for number in range(23)]
 
 
-def states(num_blocks: int = 12, *, num_stages: int = 1, **settings: int) -> StagedEngine:
+def states(num_blocks: int = 12, *, num_stages: int = 1, **settings: Any) -> StagedEngine:
     return engine(states=[num_blocks], num_stages=num_stages, **{"chunk_tokens": 16, **settings})
 
 

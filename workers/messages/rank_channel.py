@@ -75,6 +75,8 @@ class RankSpec(Message, frozen=True):
     expert_copies: int = 0
     # As `engine.kv_dtype`.
     kv_dtype: str = "auto"
+    # The snapshots of recurrent states for which there are blocks; None: as many as KV leaves memory for.
+    state_snapshots: int | None = None
 
     @property
     def num_ranks(self) -> int:
