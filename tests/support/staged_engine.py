@@ -286,7 +286,7 @@ class StagedEngine:
         self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
         for step in self.steps:
             named = {block for entry in step.works for block in entry.block_ids}
-            named |= {copy.src_block for copy in step.plan.copies}
+            named |= {copy.src_block for copy in step.plan.copies if not copy.group}
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
             self._check_windows(step)
