@@ -17,7 +17,7 @@ from slow_cases import slow_but
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.messages.link import Submission
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, GroupLimit, StateCapacity, group_limits, kv_groups
 from workers.model.model_config import read_model_config
@@ -155,6 +155,33 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(model_dir: Path) -> N
     engine.plans.clear()
     check(model_dir, engine, [ask("second", [*history, *own("more", 7)], 9)])
     assert engine.plans[0].entries[0].start == 144, "the state behind the answer's last whole block"
+    engine.close()
+
+
+def test_log_probabilities_are_the_same_bit_for_bit_behind_a_snapshot(model_dir: Path) -> None:
+    """Whatever the chunks were, and whether the state was computed or found."""
+    config = CONFIG.model_copy(update={"deterministic": True})
+    engine = PoisonedStates(model_dir, config, 60, stages=STAGES["one"])
+    prompt, sampling = own("long", 150), SamplingParams(max_tokens=20, ignore_eos=True, num_logprobs=3)
+
+    def run(name: str, tokens: Sequence[int]) -> tuple[int, list[TokenLogprob]]:
+        engine.scheduler.submit(submitted(name, packed(tokens), sampling), 0.0)
+        engine.plans.clear()
+        read: list[TokenLogprob] = []
+        while (outcome := engine.step()) is not None:
+            read += [it for delta in outcome.tokens for it in delta.logprobs]
+        return engine.plans[0].entries[0].start, read
+
+    first, whole = run("first", prompt)
+    again, found = run("again", prompt)
+    assert (first, again) == (0, 144)
+    assert found == whole
+    for pool in engine.window_pools:
+        pool.purge(None)
+    engine.scheduler.config = engine.scheduler.config.model_copy(update={"max_batch_tokens": 23})
+    third, recomputed = run("third", prompt)
+    assert third == 0
+    assert recomputed == whole
     engine.close()
 
 
