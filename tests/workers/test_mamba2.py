@@ -66,7 +66,8 @@ def states_of(heads: ScanHeads, num_blocks: int) -> Tensor:
 
 
 def step_of(lengths: list[int], reads: list[int], writes: list[int]) -> StateStep:
-    return StateStep(*(np.array(it, dtype=np.int32) for it in (reads, writes, lengths)))
+    read, written, num_tokens = (np.array(it, dtype=np.int32) for it in (reads, writes, lengths))
+    return StateStep(read, written, num_tokens)
 
 
 def naive(heads: ScanHeads, channels: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +139,9 @@ def test_results_depend_on_neither_chunks_nor_other_sequences(kind: str, shape: 
     found, start = [], 0
     for length in (1, 63, 64, 1, 21):
         own = [its[start : start + length] for its in (channels, steps)]
-        rows = [torch.cat(it) for it in zip(other, own, strict=True)]
+        rows, time_steps = (torch.cat(it) for it in zip(other, own, strict=True))
         step = step_of([40, length], [NO_STATE, 1 if start else NO_STATE], [2, 1])
-        found.append(scan(*rows, LayerStates(blocks, step))[40:])
+        found.append(scan(rows, time_steps, LayerStates(blocks, step))[40:])
         start += length
     tolerance = 1e-5 if kind == "tokens" else 0.0
     compare = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)

@@ -106,7 +106,9 @@ class NativeConv:
             return known
         parts = self._parts or equal_parts(self._num_channels, num_parts)
         assert len(parts) == num_parts
-        computed, copies, seen = [], [], set()
+        computed: list[_Segment] = []
+        copies: list[_Segment] = []
+        seen: set[int] = set()
         for part, runs in enumerate(parts):
             place, row_stride = part * part_stride, sum(map(len, runs))
             for run in runs:
