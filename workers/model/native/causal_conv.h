@@ -60,6 +60,7 @@ class CausalConv {
     for (int32_t i = 0; i < step.num_sequences; i++)
       for (int32_t place = 0; place < step.lengths[i]; place++) tokens.push_back({i, place});
     int64_t num_tokens = tokens.size();
+    if (num_tokens == step.num_sequences) return run_single();
 #pragma omp parallel if (num_tokens * step.num_channels > SERIAL_ITEMS)
     {
 #pragma omp for schedule(static)
@@ -68,11 +69,22 @@ class CausalConv {
       // Only now has no token a use for what was kept.
 #pragma omp for schedule(static)
       for (int64_t token = 0; token < num_tokens; token++)
-        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence]) keep(tokens[token].sequence, token);
+        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence])
+          for (int64_t part = 0; part < step.num_parts; part++) keep(tokens[token].sequence, token, part);
     }
   }
 
  private:
+  // Where each sequence has one token.
+  void run_single() const {
+#pragma omp parallel for if (step.num_sequences * step.num_channels > SERIAL_ITEMS)
+    for (int64_t unit = 0; unit < step.num_sequences * step.num_parts; unit++) {
+      int64_t sequence = unit / step.num_parts, part = unit % step.num_parts;
+      convolve({int32_t(sequence), 0}, sequence, part);
+      keep(sequence, sequence, part);
+    }
+  }
+
   float* state_of(int64_t block, int64_t part) const {
     return step.states + block * step.block_stride + part * step.part_stride;
   }
@@ -106,15 +118,13 @@ class CausalConv {
     });
   }
 
-  // Leaves the last inputs of a sequence, whose last token is `token`, in its block.
-  void keep(int64_t sequence, int64_t token) const {
+  // Leaves the last inputs of a sequence, whose last token is `token`, in its block: those of a part.
+  void keep(int64_t sequence, int64_t token, int64_t part) const {
     Token last{int32_t(sequence), step.lengths[sequence] - 1};
-    for (int64_t part = 0; part < step.num_parts; part++) {
-      float* to = state_of(step.writes[sequence], part);
-      for (int64_t row = 0; row < num_before; row++, to += width) {
-        Source from = source(last, token, part, num_before - 1 - row);
-        for_vectors(width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
-      }
+    float* to = state_of(step.writes[sequence], part);
+    for (int64_t row = 0; row < num_before; row++, to += width) {
+      Source from = source(last, token, part, num_before - 1 - row);
+      for_vectors(width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
     }
   }
 };
