@@ -46,6 +46,28 @@ HYBRID: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 30,
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
+    # Ranks have parts of the one group that is normalized, with experts.
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 12,
+        "mamba_d_state": 18,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 51,
+        "attention_multiplier": 0.15,
+        "residual_multiplier": 0.6,
+        "mamba_proj_bias": True,
+    },
+    # Ranks have whole groups; layers of one block.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "ssm_state_size": 18,
+        "n_groups": 3,
+        "time_step_min": 1e-30,
+        "use_bias": True,
+    },
 }
 LAYOUTS = {
     "2x1": (2, [(0, 4)]),

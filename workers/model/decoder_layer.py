@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
+from workers.model.attention.groups_backend import GroupsPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.expert_rows import RowProducts
 from workers.model.experts.mixture import Mixture
@@ -23,6 +24,7 @@ from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
 from workers.model.value_norm import ValueNorm
@@ -74,8 +76,9 @@ class DecoderLayer:
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
-        self._xielu = weights.xielu
-        gate = None if config.activation == "xielu" else config.activation
+        self._plain = weights.xielu or (relu2 if config.activation == "relu2" else None)
+        activation = config.activation
+        gate = None if activation == "xielu" or activation == "relu2" else activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
         self._projection: Linear | LatentProjection | None = None
@@ -135,7 +138,7 @@ class DecoderLayer:
         norms = self.qk_norms
         if qkv is None or output is None or self.state_mixer is not None or self._output_gate is not None:
             return None
-        if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
+        if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
         if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
             return None
@@ -230,6 +233,7 @@ class DecoderLayer:
             self.qk_norms.normalize(projected)
         plan.marks.mark()
         if self.state_mixer is not None:
+            assert isinstance(plan, GroupsPlan), "states have blocks of their own"
             mixed = self.state_mixer.mix(projected, plan.states(self._attention))
         elif (gate := self._output_gate) is not None:
             qkv, gates = gate.split(projected)
@@ -307,9 +311,9 @@ class DecoderLayer:
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
         assert self._gate_up is not None
-        if self._xielu is None:
+        if self._plain is None:
             return self._gate_up.gated(x, out)
-        return self._xielu(self._gate_up(x, out), out)
+        return self._plain(self._gate_up(x, out), out)
 
 
 def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) -> Tensor | None:

@@ -174,7 +174,7 @@ class WeightReader:
         self._states: StateWeightReader | None = None
         if (state := config.state) is not None:
             held = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-            self._states = state_reader(self._products, state, held, config.num_kv_heads)
+            self._states = state_reader(self._products, state, held, config)
         self._mixtures = MixtureWeightReader(
             self._files,
             config,

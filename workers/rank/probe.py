@@ -209,7 +209,7 @@ class Probe:
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation != "xielu"
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
         gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
         experts = ExpertWeights(gates, gates, downs, activation)
         shared = None

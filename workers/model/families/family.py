@@ -18,8 +18,9 @@ Windows = Literal["none", "all", "switched", "alternating", "pattern"]
 # or each head by a LayerNorm with weights of its own.
 QkNorm = Literal["none", "head", "row", "own"]
 # Which layers have no rotary embedding: none; those with a 0 in `no_rope_layers`, else every
-# `no_rope_layer_interval`-th; or, where some layers have a window, those without.
-NoRope = Literal["none", "listed", "unless_sliding"]
+# `no_rope_layer_interval`-th; or, where some layers have a window, those without; all, unless
+# `position_embedding_type` is "rope"; or all.
+NoRope = Literal["none", "listed", "unless_sliding", "unless_rope", "all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ class Family:
     activation: str = "hidden_act"
     # Values of this key that mean another one.
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The key of the columns of a feed-forward that is no expert's.
+    feed_forward_key: str = "intermediate_size"
     # The activation multiplies another product of the same inputs; else there is only the activated one.
     is_gated: bool = True
     # Queries, keys and values are one tensor `qkv_proj`; gate and up are one tensor `gate_up_proj`.

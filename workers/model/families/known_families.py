@@ -22,11 +22,13 @@ from workers.model.families import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoehybrid,
     lfm2,
     llama,
     minimax_m2,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -85,6 +87,8 @@ FAMILIES: tuple[Family, ...] = (
     minimax_m2.FAMILY,
     gpt_oss.FAMILY,
     lfm2.FAMILY,
+    granitemoehybrid.FAMILY,
+    nemotron_h.FAMILY,
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}
