@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_checkpoints import CASES, DELTA_HEADS, write_family_checkpoint
+from family_checkpoints import CASES, write_family_checkpoint
+from hybrid_variants import DELTA_HEADS
 from optional_programs import needs_compiler
 from paged_model import PagedModel, reference_logits, reference_of, tokens_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case

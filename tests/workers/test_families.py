@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_checkpoints import DELTA_HEADS
+from hybrid_variants import DELTA_HEADS
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from safetensors.torch import load_file, save_file
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
