@@ -66,6 +66,7 @@ class CausalConv {
     for (int32_t i = 0; i < step.num_sequences; i++)
       for (int32_t place = 0; place < step.lengths[i]; place++) tokens.push_back({i, place});
     int64_t num_tokens = tokens.size();
+    if (num_tokens == step.num_sequences) return run_single();
 #pragma omp parallel if (num_tokens * step.num_channels > SERIAL_ITEMS)
     {
 #pragma omp for schedule(static)
@@ -76,11 +77,23 @@ class CausalConv {
       // Only now has no token a use for what was kept.
 #pragma omp for schedule(static)
       for (int64_t token = 0; token < num_tokens; token++)
-        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence]) keep(tokens[token].sequence, token);
+        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence])
+          for (int64_t i = 0; i < step.num_segments; i++) keep(tokens[token].sequence, token, step.segments[i]);
     }
   }
 
  private:
+  // Where each sequence has one token.
+  void run_single() const {
+#pragma omp parallel for if (step.num_sequences * step.num_channels > SERIAL_ITEMS)
+    for (int64_t unit = 0; unit < step.num_sequences * step.num_segments; unit++) {
+      int64_t sequence = unit / step.num_segments, number = unit % step.num_segments;
+      const ConvSegment& segment = step.segments[number];
+      if (number < step.num_computed) convolve({int32_t(sequence), 0}, sequence, segment);
+      keep(sequence, sequence, segment);
+    }
+  }
+
   float* state_of(int64_t block, const ConvSegment& segment) const {
     return step.states + block * step.block_stride + segment.place;
   }
@@ -114,16 +127,13 @@ class CausalConv {
     });
   }
 
-  // Leaves the last inputs of a sequence, whose last token is `token`, in its block.
-  void keep(int64_t sequence, int64_t token) const {
+  // Leaves the last inputs of a sequence, whose last token is `token`, in its block: those of a segment.
+  void keep(int64_t sequence, int64_t token, const ConvSegment& segment) const {
     Token last{int32_t(sequence), step.lengths[sequence] - 1};
-    for (int64_t i = 0; i < step.num_segments; i++) {
-      const ConvSegment& segment = step.segments[i];
-      float* to = state_of(step.writes[sequence], segment);
-      for (int64_t row = 0; row < num_before; row++, to += segment.row_stride) {
-        Source from = source(last, token, segment, num_before - 1 - row);
-        for_vectors(segment.width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
-      }
+    float* to = state_of(step.writes[sequence], segment);
+    for (int64_t row = 0; row < num_before; row++, to += segment.row_stride) {
+      Source from = source(last, token, segment, num_before - 1 - row);
+      for_vectors(segment.width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
     }
   }
 };

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.state.causal_conv import CausalConv, PartChannels
+from workers.model.state.causal_conv import PartChannels
+from workers.model.state.convolve import make_convolve
 from workers.model.state.gated_norm import GatedNorm
 from workers.model.state.mamba2_scan import ScanHeads, TorchScan
-from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_mamba2 import NativeScan
 from workers.model.state.state_mixer import LayerStates, StateMixer
 
-# Compute the SiLU of convolved channels [num_tokens, num_channels].
-_Convolve = Callable[[Tensor, LayerStates], Tensor]
 # Scan tokens, as `TorchScan` does.
 _Scan = Callable[[Tensor, Tensor, LayerStates], Tensor]
 
@@ -44,7 +41,7 @@ class Mamba2(StateMixer):
         the convolution, `dtype` that of the tokens."""
         self._norm = norm
         self._widths = [heads.inner_size, heads.num_channels, heads.num_heads]
-        self._convolve = _convolution(kernel, conv_bias, parts, dtype)
+        self._convolve = make_convolve(kernel, conv_bias, dtype, parts, is_activated=True)
         self._scan = _scan(heads, dtype, is_deterministic=is_deterministic)
 
     @property
@@ -58,19 +55,6 @@ class Mamba2(StateMixer):
         gates, channels, steps = torch.split(projected, self._widths, 1)
         mixed = self._scan(self._convolve(channels, states), steps, states)
         return self._norm.normalize(mixed, gates)
-
-
-def _convolution(kernel: Tensor, bias: Tensor | None, parts: PartChannels, dtype: torch.dtype) -> _Convolve:
-    if native.serves(kernel.device, dtype):
-        kernels = native.load()
-        assert kernels is not None
-        return NativeConv(kernels, kernel, bias, dtype, is_activated=True, parts=parts)
-    conv = CausalConv(kernel, bias, parts)
-
-    def convolve(channels: Tensor, states: LayerStates) -> Tensor:
-        return F.silu(conv.convolve(channels, states).to(channels.dtype))
-
-    return convolve
 
 
 def _scan(heads: ScanHeads, dtype: torch.dtype, *, is_deterministic: bool) -> _Scan:
