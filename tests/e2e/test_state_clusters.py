@@ -19,8 +19,41 @@ NUM_TOKENS = 60
 PROMPT = prompt(5)
 # As long, and the same up to the middle of a block.
 OTHER = [*PROMPT[:70], *prompt(6)[:30]]
+LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+    "layer_types": LAYER_TYPES,
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA
+    | {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 30,
+    },
+    "granitemoehybrid": {
+        "layer_types": LAYER_TYPES,
+        "mamba_n_heads": 12,
+        "mamba_d_state": 18,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 51,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "ssm_state_size": 18,
+        "n_groups": 3,
+        # In prompts, and not in what follows, transformers takes no smaller time steps than this.
+        "time_step_min": 1e-30,
+    },
 }
 SIZES: dict[str, Any] = {
     "hidden_size": 96,
@@ -28,7 +61,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 16,
-    "num_hidden_layers": 5,
     "vocab_size": 251,
 }
 
@@ -46,10 +78,10 @@ class StateCluster:
 
     async def start(self) -> None:
         cpus = ("cpu",) * 3
-        mixed = Parallel(tp=2, pp=2, devices=cpus[:2], layers=(2, 3))
+        mixed = Parallel(tp=2, pp=2, devices=cpus[:2], layers=(2, 2))
         self.prefill = await self.harness.add("p", "prefill", parallel=mixed)
         self.decode = await self.harness.add(
-            "d", "decode", parallel=Parallel(pp=3, devices=cpus, layers=(1, 2, 2))
+            "d", "decode", parallel=Parallel(pp=3, devices=cpus, layers=(1, 1, 2))
         )
         self.single = await self.harness.add("s")
         for replica in self.replicas:
