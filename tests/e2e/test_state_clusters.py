@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, move, prompt, started, until
-from family_checkpoints import write_family_checkpoint
 from paged_model import continued
+from state_families import STATE_FAMILIES, write_state_checkpoint
 
 from workers.config import Parallel
 
@@ -19,50 +19,6 @@ NUM_TOKENS = 60
 PROMPT = prompt(5)
 # As long, and the same up to the middle of a block.
 OTHER = [*PROMPT[:70], *prompt(6)[:30]]
-LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 32,
-    "layer_types": LAYER_TYPES,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "qwen3_5_text": DELTA,
-    "qwen3_next": DELTA
-    | {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 30,
-    },
-    "granitemoehybrid": {
-        "layer_types": LAYER_TYPES,
-        "mamba_n_heads": 12,
-        "mamba_d_state": 18,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 51,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-        "mamba_num_heads": 6,
-        "mamba_head_dim": 11,
-        "ssm_state_size": 18,
-        "n_groups": 3,
-        # In prompts, and not in what follows, transformers takes no smaller time steps than this.
-        "time_step_min": 1e-30,
-    },
-}
-SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 101,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "vocab_size": 251,
-}
 
 
 class StateCluster:
@@ -156,10 +112,10 @@ class StateCluster:
             assert not any(pool.num_references for pool in replica.core.window_pools)
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 async def test_a_state_goes_where_its_sequence_goes(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    write_family_checkpoint(model_dir, family, seed=7, **(SIZES | SHAPES[family]))
+    write_state_checkpoint(model_dir, family)
     harness = E2eHarness(model_dir)
     async with harness:
         cluster = StateCluster(harness, model_dir)

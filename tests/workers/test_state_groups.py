@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from family_checkpoints import write_family_checkpoint
 from local_engine import BLOCK, LocalEngine, draw, packed, submitted
 from paged_model import continued
 from slow_cases import slow_but
+from state_families import STATE_FAMILIES, write_state_checkpoint
 
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
@@ -26,15 +25,6 @@ from workers.scheduler.step import StepOutcome
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=64, max_sequences=4)
 NUM_LAYERS = 4
-SHAPE: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 101,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "vocab_size": 251,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-}
 SHARED = [token % 250 for token in draw(80, seed=1)]
 
 
@@ -45,10 +35,17 @@ def _keep_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=slow_but(tuple(STATE_FAMILIES), "lfm2"))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_family_checkpoint(path, "lfm2", seed=7, **SHAPE)
+    write_state_checkpoint(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def convolution_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_state_checkpoint(path, "lfm2")
     return path
 
 
@@ -253,10 +250,10 @@ def test_a_poison_request_fails_alone_all_the_same(
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def test_states_have_blocks_for_sequences_and_snapshots(model_dir: Path) -> None:
-    config = read_model_config(model_dir)
+def test_states_have_blocks_for_sequences_and_snapshots(convolution_dir: Path) -> None:
+    config = read_model_config(convolution_dir)
     groups, form = kv_groups(config), KvForm(4)
-    assert [(group.layers, group.window > 0) for group in groups] == [((1,), False), ((0, 2, 3), True)]
+    assert [(group.layers, group.window > 0) for group in groups] == [((2,), False), ((0, 1, 3), True)]
     counted = group_limits(config, groups, form, None, StateCapacity(4, 2, 5), BLOCK)
     assert counted == [GroupLimit(2 * 6 + 3 + 5, has_states=True)]
     (limit,) = group_limits(config, groups, form, None, StateCapacity(4), BLOCK)
