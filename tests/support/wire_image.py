@@ -25,7 +25,7 @@ _PACKAGES = ("cluster", "kvtransfer", "router", "workers")
 OF_ONE_VERSION = frozenset(
     {
         "cluster.text.chat_template",
-        "cluster.text.grammars",
+        "cluster.text.grammar_orders",
         "kvtransfer.store.server.store_process",
         "workers.messages.rank_channel",
     }
