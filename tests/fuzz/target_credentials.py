@@ -22,7 +22,7 @@ from doctor_harness import config_of, context_of
 from cluster.api.grpc_server import Certificate
 from cluster.doctor import tls
 from cluster.errors import ForbiddenError, InvalidRequestError, StartError, UnauthenticatedError
-from cluster.identity.api_keys import add_key, parse_keys
+from cluster.identity.api_key_file import add_key, parse_keys
 from cluster.identity.audit import AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.certificates import names_of_auth_context
