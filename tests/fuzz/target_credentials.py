@@ -30,7 +30,8 @@ from cluster.identity.config import AuditConfig, AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import parse_key_roots
-from cluster.identity.resume_tokens import RelayedCaller, RelayTokens, ResumeTokens
+from cluster.identity.relay_tokens import RelayedCaller, RelayTokens
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.identity.sessions import Sessions
 from cluster.serve.machine import Machine
 from kvtransfer.common.clock import ManualClock, SystemClock
