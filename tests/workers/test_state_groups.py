@@ -200,8 +200,11 @@ class Failing(Faults):
         return self.current.at(point)
 
 
+FAILING = [(1, "one", 0), (1, "two", 0), (1, "two", 1), (3, "one", 1)]
+
+
 @pytest.mark.parametrize(
-    ("tp", "stages", "rank"), [(1, "one", 0), (1, "two", 0), (1, "two", 1), (3, "one", 1)]
+    ("tp", "stages", "rank"), [FAILING[0], *(pytest.param(*it, marks=pytest.mark.slow) for it in FAILING[1:])]
 )
 def test_an_attempt_that_fails_once_costs_nobody_a_token(
     model_dir: Path, tmp_path: Path, tp: int, stages: str, rank: int

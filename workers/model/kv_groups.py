@@ -51,8 +51,9 @@ class WindowCapacity(NamedTuple):
 class StateCapacity(NamedTuple):
     """What decides how many blocks a group with a recurrent state gets: two for each of `max_sequences`
     sequences, which keep the state at the last border that they passed, and a part of as many again for
-    those that cross a border, and that are on their way here or away; one for each chunk of a prompt that is computed at once, at each stage; and
-    `snapshots` (None: as many as take a quarter of the memory that layers without a window have)."""
+    those that cross a border, and that are on their way here or away; one for each chunk of a prompt that is
+    computed at once, at each stage; and `snapshots` (None: as many as take a quarter of the memory that
+    layers without a window have)."""
 
     max_sequences: int
     num_stages: int = 1
