@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from hybrid_variants import HYBRID_VARIANTS
 from torch import nn
 
 from workers.model.families.known_families import NAME_TO_FAMILY
@@ -455,12 +456,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 # Families whose heads are as wide as `hidden_size` says.
-WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe")
+WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe", "lfm2")
 # Families whose heads of keys and values are expanded from a latent, one for each head of queries.
 LATENT = tuple(name for name, family in NAME_TO_FAMILY.items() if family.has_latent_attention)
 CASES: dict[str, dict[str, Any]] = {
     f"{family}-{number}": {"family": family, "head_dim": head_dim, **shape, **variant}
-    for family, variants in VARIANTS.items()
+    for family, variants in (VARIANTS | HYBRID_VARIANTS).items()
     for number, (variant, shape, head_dim) in enumerate(
         zip(variants, itertools.cycle(SHAPES), itertools.cycle(HEAD_DIMS)), 1
     )
@@ -496,7 +497,9 @@ def write_family_checkpoint(
 
 @torch.no_grad()
 def _draw(name: str, parameter: nn.Parameter) -> None:
-    if "norm" in name:
+    if name.endswith("dt_bias"):
+        parameter.normal_(-2.0, 1.0)
+    elif "norm" in name:
         mean = float(parameter.mean() > 0.5)
         parameter.normal_(mean, 0.2)
     elif parameter.dim() == 1:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from kvtransfer.messages import STATE_ITEM_BYTES
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.kv_form import KvForm
@@ -99,6 +100,11 @@ def refuse_split(config: ModelConfig, tp: int, ep: int = 1) -> None:
         if tp > size:
             raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
     _refuse_expert_split(config.mixture, tp, ep)
+    if config.state is not None and tp > config.num_kv_heads:
+        raise CheckpointError(
+            f"tp {tp} is more than num_key_value_heads {config.num_kv_heads}, by which the states of layers "
+            f"are divided too; take tp {config.num_kv_heads} and a pp above 1"
+        )
     num_cells = config.kv_cells.num_cells
     most = max(config.heads_of(layer).num_kv_heads for layer in range(config.num_layers))
     if tp > num_cells and most > num_cells:
@@ -217,13 +223,16 @@ class StepWork(NamedTuple):
 
 
 def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
-    """Return the products of a layer's attention, of all ranks together."""
+    """Return the products of a layer's attention, or of its state, of all ranks together."""
+    if config.state is not None and not config.has_attention(layer):
+        return config.state.products(config.hidden_size) if config.has_state(layer) else []
     if config.latent is not None:
         return config.latent.products(config.hidden_size, config.num_heads)
     num_kv_heads, head_dim = config.heads_of(layer)
     num_kv_parts = config.has_own_kv(layer) * (2 - config.has_key_values(layer))
     num_queries, hidden = config.num_heads * head_dim, config.hidden_size
-    num_projected = num_queries + num_kv_parts * num_kv_heads * head_dim
+    num_gates = num_queries * config.traits.has_output_gate
+    num_projected = num_queries + num_gates + num_kv_parts * num_kv_heads * head_dim
     return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
 
 
@@ -242,6 +251,8 @@ class _AttentionWork(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, layer: int, form: KvForm) -> _AttentionWork:
+        if not config.has_attention(layer):
+            return _AttentionWork(0, 0, 0)
         num_kv_heads, head_dim = config.heads_of(layer)
         window, num_heads, latent = config.sliding_windows[layer], config.num_heads, config.latent
         if latent is None:
@@ -310,7 +321,8 @@ class ModelWork:
 
     Every product of a token with a weight counts as two operations, and so does every product of attention.
     All weights are read once a step, but for experts that no token chooses, and so is the KV that each
-    sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
+    sequence attends to. Its recurrent state is read and written. Other writes are not counted, nor are
+    activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int, kv_dtype: str = "auto") -> None:
         """`item_bytes` is the size of one weight, and of one KV value unless `kv_dtype` has another."""
@@ -324,6 +336,7 @@ class ModelWork:
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
         self._item_bytes = item_bytes
+        self._state_bytes = 2 * STATE_ITEM_BYTES * _num_state_items(config)
         self._experts: _ExpertWork | None = None
         self._read_weights = self._layer_weights + self._head_weights
         num_weights = float(self._read_weights)
@@ -355,6 +368,7 @@ class ModelWork:
         flops = 2.0 * self._head_weights * num_sampled
         num_tokens = sum(count for _, count in spans) + len(decode_starts)
         read_bytes = self.read_weight_bytes(num_tokens)
+        read_bytes += self._state_bytes * (len(spans) + len(decode_starts))
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for attention, num_layers in self._attention_to_num_layers.items():
@@ -372,6 +386,13 @@ class ModelWork:
             flops += attention.flops * num_layers * num_read
             read_bytes += attention.kv_bytes * num_layers * num_read
         return StepWork(flops, read_bytes)
+
+
+def _num_state_items(config: ModelConfig) -> int:
+    """Return the elements of the states of all layers that a sequence has."""
+    if (state := config.state) is None:
+        return 0
+    return len(state.layers) * config.num_kv_heads * state.part_size(config.num_kv_heads)
 
 
 def _num_attended(start: float, num_tokens: int, window: int) -> float:

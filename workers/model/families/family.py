@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from workers.model.families.expert_traits import ExpertTraits
+from workers.model.families.state_traits import StateTraits
 
 # Which layers have a sliding window: none; all, where `sliding_window` is set; those that
 # `use_sliding_window` with `max_window_layers`, or `layer_types`, say, of which the second kind has them in
@@ -17,8 +18,9 @@ Windows = Literal["none", "all", "switched", "alternating", "pattern"]
 # or each head by a LayerNorm with weights of its own.
 QkNorm = Literal["none", "head", "row", "own"]
 # Which layers have no rotary embedding: none; those with a 0 in `no_rope_layers`, else every
-# `no_rope_layer_interval`-th; or, where some layers have a window, those without.
-NoRope = Literal["none", "listed", "unless_sliding"]
+# `no_rope_layer_interval`-th; or, where some layers have a window, those without; all, unless
+# `position_embedding_type` is "rope"; or all.
+NoRope = Literal["none", "listed", "unless_sliding", "unless_rope", "all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +47,23 @@ class NormNames:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TensorTraits:
+    """The names of a family's tensors. Those of a layer's attention and feed-forward begin with `attention`
+    and `feed_forward`; the others are the names of products without these."""
+
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn."
+    output: str = "o_proj"
+    feed_forward: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    # The rows of gate and up in one tensor.
+    gate_up: str = "gate_up_proj"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rotary:
     """The rotary embedding of a family, beside what config.json says of it."""
 
@@ -59,6 +78,8 @@ class Rotary:
     sliding_theta: str = ""
     # Or there is a set of `rope_parameters` for each kind of layers, and no key beside these.
     is_by_kind: bool = False
+    # Dimensions are rotated by positions in time, height and width, which are all the same for text.
+    has_sections: bool = False
     # With linear scaling, `max_position_embeddings` is the stretched context already.
     is_context_stretched: bool = False
     without: NoRope = "none"
@@ -78,6 +99,9 @@ class Family:
     architectures: tuple[str, ...]
     # Defaults of transformers for keys that config.json lacks, where they differ from the other families'.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Other names of keys, that count before these.
+    key_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: TensorTraits = TensorTraits()
     # Biases: of queries, keys and values; of the attention's output; of the feed-forward.
     qkv_bias: bool | str = False
     output_bias: bool | str = False
@@ -91,6 +115,9 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     # Each head of values has an RMS norm without weights.
     has_value_norm: bool = False
+    # Each query head has a gate, whose sigmoid multiplies what the head mixes: `q_proj` has the rows of a
+    # head's gate behind those of its query.
+    has_output_gate: bool = False
     # Each query head has a learned score without a key and a value, in `self_attn.sinks`.
     has_sinks: bool = False
     windows: Windows = "none"
@@ -115,6 +142,8 @@ class Family:
     activation: str = "hidden_act"
     # Values of this key that mean another one.
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The key of the columns of a feed-forward that is no expert's.
+    feed_forward_key: str = "intermediate_size"
     # The activation multiplies another product of the same inputs; else there is only the activated one.
     is_gated: bool = True
     # Queries, keys and values are one tensor `qkv_proj`; gate and up are one tensor `gate_up_proj`.
@@ -135,6 +164,10 @@ class Family:
     # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
     # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
     has_layer_shapes: bool = False
+    # A layer is one block, of attention, of a state or of a feed-forward, with the norm `attention_input`.
+    has_single_blocks: bool = False
+    # The layers that keep a recurrent state; None: all layers attend.
+    state: StateTraits | None = None
     # The experts of some or all layers; None: the family has none.
     experts: ExpertTraits | None = None
     # Keys and values are expanded from a latent, as `workers.model.latent_shape` describes.
@@ -142,3 +175,5 @@ class Family:
     # The key of the number of layers behind the last, which predict further tokens and are passed over; "":
     # there are none.
     extra_layers_key: str = ""
+    # What the names of other tensors begin with that are passed over.
+    passed_over: tuple[str, ...] = ()

@@ -4,9 +4,12 @@
 // Elements are float or bfloat16 (kept as uint16_t); arithmetic is float. Rounding follows the torch code:
 // a bfloat16 intermediate is rounded wherever torch would store one.
 
+#include "causal_conv.h"
 #include "decoder_layer.h"
+#include "delta_rule.h"
 #include "gate.h"
 #include "head_products.h"
+#include "mamba2.h"
 #include "mixture.h"
 #include "sampling.h"
 
