@@ -132,12 +132,12 @@ def _launch(
     grid = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs)
     _quantized_product_kernel[(*grid, segments.count if is_split else 1)](
         x, weight.packed, weight.scales, weight.offsets, bias, row_scales, out,
-        num_rows, num_outputs, num_inputs, segments.num_inputs, segments.count,
+        num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.count,
         x.stride(0), weight.packed.stride(0), weight.scales.shape[1], out.stride(-2),
         CODES=weight.codes.value, SCALING=_scaling(x, weight, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
         PRECISION="ieee" if x.dtype == torch.float32 else None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
+        INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
     if len(ids):
         _look_up_kernel[(len(ids), triton.cdiv(weight.num_inputs, _COLUMNS))](
             ids, weight.packed, weight.scales, weight.offsets, weight.order, out, weight.num_inputs,
-            weight.packed.stride(0), weight.scales.shape[1], weight.group, CODES=weight.codes.value,
+            weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group, CODES=weight.codes.value,
             BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -209,9 +209,9 @@ def _group_factors(factors, groups, first, num_inputs, is_output, GROUP: tl.cons
 
 @triton.jit
 def _segment_sums(
-    x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first, end, num_inputs,
+    x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first, end, num_inputs, row_bytes,
     CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over the inputs from `first` to `end`, float32 [OUTPUTS, ROWS]."""
     dtype: tl.constexpr = x_columns.dtype.element_ty
@@ -219,9 +219,9 @@ def _segment_sums(
     sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.int32 if is_exact and SCALING == "row" else tl.float32)
     input_sums = tl.zeros((ROWS,), dtype=tl.float32)
     inputs = tl.arange(0, INPUTS)[:, None]
-    for start in range(first, end, INPUTS):
+    for start in tl.range(first, end, INPUTS, num_stages=STAGES):
         values = tl.load(x_columns + start + inputs, mask=is_row & (inputs < num_inputs - start), other=0)
-        codes = loaded_codes(packed_rows, start, num_inputs, is_output, CODES, INPUTS)
+        codes = loaded_codes(packed_rows, start, row_bytes, is_output, CODES, INPUTS)
         if is_exact:
             weights = codes.to(tl.int8, bitcast=True)
         else:
@@ -254,11 +254,11 @@ def _segment_sums(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantized_product_kernel(
     x, packed, scales, offsets, bias, row_scales, out,
-    num_rows, num_outputs, num_inputs, segment_inputs, num_segments,
+    num_rows, num_outputs, num_inputs, row_bytes, segment_inputs, num_segments,
     x_stride, packed_stride, num_groups, out_stride,
     CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_ADDED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     outputs = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[:, None]
@@ -269,8 +269,8 @@ def _quantized_product_kernel(
     first = tl.program_id(2) * segment_inputs
     sums = _segment_sums(
         x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first,
-        tl.minimum(first + segment_inputs, num_inputs), num_inputs, CODES, SCALING, GROUP, PRECISION,
-        ROWS, OUTPUTS, INPUTS,
+        tl.minimum(first + segment_inputs, num_inputs), num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION,
+        ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
     if IS_SPLIT:
         target = out + tl.program_id(2).to(tl.int64) * num_rows * num_outputs + rows * num_outputs + outputs
@@ -280,8 +280,8 @@ def _quantized_product_kernel(
             first = segment * segment_inputs
             sums += _segment_sums(
                 x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first,
-                tl.minimum(first + segment_inputs, num_inputs), num_inputs, CODES, SCALING, GROUP, PRECISION,
-                ROWS, OUTPUTS, INPUTS,
+                tl.minimum(first + segment_inputs, num_inputs), num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION,
+                ROWS, OUTPUTS, INPUTS, STAGES,
             )  # fmt: skip
         if row_scales is not None:
             sums *= tl.load(row_scales + rows, mask=is_row, other=0.0)
@@ -361,7 +361,7 @@ def _round_rows_kernel(
 
 @triton.jit
 def _look_up_kernel(
-    ids, packed, scales, offsets, order, out, num_inputs, packed_stride, num_groups, group,
+    ids, packed, scales, offsets, order, out, num_inputs, row_bytes, packed_stride, num_groups, group,
     CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -370,7 +370,7 @@ def _look_up_kernel(
     columns = first + tl.arange(0, BLOCK)[None, :]
     is_there = columns < num_inputs
     begin = tl.full((1, 1), 0, tl.int64) + source * packed_stride
-    values = decoded(loaded_codes(packed + begin, first, num_inputs, begin >= 0, CODES, BLOCK), CODES)
+    values = decoded(loaded_codes(packed + begin, first, row_bytes, begin >= 0, CODES, BLOCK), CODES)
     groups = source * num_groups + columns // group
     values *= tl.load(scales + groups, mask=is_there, other=0.0)
     if offsets is not None:
