@@ -25,9 +25,10 @@ from workers.model.experts.host_experts import SplitExperts
 from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
-from workers.model.products import Workspace, make_linear
+from workers.model.products import Workspace
 from workers.model.rank_attention import attention_shape, layer_attention, value_norm
 from workers.model.weights import ShardSpec, WeightReader
 

@@ -19,11 +19,12 @@ from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
-from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer

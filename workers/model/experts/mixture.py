@@ -18,7 +18,8 @@ from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
-from workers.model.products import GatedActivation, PackedLinear, make_linear
+from workers.model.make_linear import make_linear
+from workers.model.products import GatedActivation, PackedLinear
 
 
 class ExpertRouter:
