@@ -36,32 +36,34 @@ def compile_product(
     multiply(x, weight, None, out, finish=finish)
 
 
+# The forms of published checkpoints: AWQ and GPTQ, GGUF, NVFP4, MXFP4, and float8 by blocks.
+FORMS = (
+    (Codes.UINT4, 128, True),
+    (Codes.UINT4, 32, True),
+    (Codes.IQ4_NL, 32, False),
+    (Codes.E2M1, 16, False),
+    (Codes.E4M3, 128, False),
+)
+
+
 def compile_forms() -> None:
-    """Compile the forms of published checkpoints: AWQ and GPTQ, GGUF, MXFP4, NVFP4, and float8 by blocks."""
-    weights = [
-        empty_weight(Codes.UINT4, 128, has_offsets=True),
-        empty_weight(Codes.UINT4, 32, has_offsets=True),
-        empty_weight(Codes.INT8, 32),
-        empty_weight(Codes.E2M1, 32),
-        empty_weight(Codes.E2M1, 16),
-        empty_weight(Codes.IQ4_NL, 32),
-        empty_weight(Codes.E4M3, 128),
-    ]
-    for weight in weights:
+    for codes, group, has_offsets in FORMS:
+        weight = empty_weight(codes, group, has_offsets=has_offsets)
         for num_rows in NUM_ROWS:
             compile_product(weight, num_rows)
-    integers = empty_weight(Codes.INT8, NUM_INPUTS, quantizes_inputs=True)
-    for num_rows in NUM_ROWS:
-        compile_product(integers, num_rows, torch.int8)
 
 
 def compile_rest() -> None:
+    """Compile products of integers, the tile of deterministic mode, and the smaller kernels."""
+    integers = empty_weight(Codes.INT8, NUM_INPUTS, quantizes_inputs=True)
+    for num_rows in NUM_ROWS:
+        compile_product(integers, num_rows, torch.int8)
     weight = empty_weight(Codes.UINT4, 128)
-    multiply(torch.empty(256, NUM_INPUTS, dtype=torch.bfloat16), weight, None, torch.empty(256, NUM_OUTPUTS), is_fixed=True)
-    for finish in ("store", "add", "silu", "gelu_tanh"):
-        compile_product(weight, 1, finish=finish)
+    x = torch.empty(256, NUM_INPUTS, dtype=torch.bfloat16)
+    multiply(x, weight, None, torch.empty(256, NUM_OUTPUTS), is_fixed=True)
+    compile_product(weight, 1, finish="silu")
     for codes in (Codes.INT8, Codes.E4M3):
-        round_rows(torch.empty(2, NUM_INPUTS, dtype=torch.bfloat16), codes, torch.bfloat16)
+        round_rows(x, codes, torch.bfloat16)
     look_up(weight, torch.zeros(2, dtype=torch.int64))
 
 

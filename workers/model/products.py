@@ -196,16 +196,9 @@ class ScaledLinear(UnpackedLinear):
     """A product of float8 weights, `weight` [num_outputs, num_inputs] times a scale for each output, `scales`
     float32 [num_outputs], with inputs that are scaled to float8 row by row. Sizes are multiples of 16."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        scales: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gate: GatedActivation | None = None,
-    ) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         assert weight.dtype == torch.float8_e4m3fn
-        self._weight, self._bias, self.gate = weight, bias, gate
+        self._weight, self._bias = weight, bias
         self._scales = scales.float().view(1, -1)
         self.num_outputs, self.num_inputs = weight.shape
 

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.model.cuda.kv_elements import ELEMENTS, FP8, INT8, magnitude_bits, narrowed, scale_of, unit, widened
+from workers.model.cuda.kv_elements import (
+    ELEMENTS,
+    FP8,
+    magnitude_bits,
+    narrowed,
+    scale_of,
+    unit,
+    widened,
+)
 from workers.model.cuda.layer_ops import activated, gate_mul
 from workers.model.cuda.weight_codes import decoded, loaded_codes
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
@@ -48,7 +56,9 @@ class Segments(NamedTuple):
     count: int
 
 
-def product_tile(num_rows: int, dtype: torch.dtype, weight: QuantizedWeight, *, is_fixed: bool) -> ProductTile:
+def product_tile(
+    num_rows: int, dtype: torch.dtype, weight: QuantizedWeight, *, is_fixed: bool
+) -> ProductTile:
     """Return the tile for so many rows of a dtype; `is_fixed`: the same one for every number."""
     if dtype == torch.float32:
         tile = ProductTile(16, 32, 32, 4, 2)
@@ -137,7 +147,8 @@ def _launch(
         CODES=weight.codes.value, SCALING=_scaling(x, weight, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
         PRECISION="ieee" if x.dtype == torch.float32 else None, ROWS=tile.rows, OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
+        INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -183,8 +194,8 @@ def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
     if len(ids):
         _look_up_kernel[(len(ids), triton.cdiv(weight.num_inputs, _COLUMNS))](
             ids, weight.packed, weight.scales, weight.offsets, weight.order, out, weight.num_inputs,
-            weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group, CODES=weight.codes.value,
-            BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+            weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group,
+            CODES=weight.codes.value, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -209,11 +220,14 @@ def _group_factors(factors, groups, first, num_inputs, is_output, GROUP: tl.cons
 
 @triton.jit
 def _segment_sums(
-    x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first, end, num_inputs, row_bytes,
-    CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    x_columns, packed_rows, scales, offsets, groups, is_row, is_output, segment, segment_inputs,
+    num_inputs, row_bytes, CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs from `first` to `end`, float32 [OUTPUTS, ROWS]."""
+    """Return the sums over the inputs of a segment, float32 [OUTPUTS, ROWS]."""
+    first = segment * segment_inputs
+    end = tl.minimum(first + segment_inputs, num_inputs)
     dtype: tl.constexpr = x_columns.dtype.element_ty
     is_exact: tl.constexpr = dtype == tl.int8
     sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.int32 if is_exact and SCALING == "row" else tl.float32)
@@ -266,22 +280,19 @@ def _quantized_product_kernel(
     x_columns = x + rows * x_stride
     packed_rows = packed + outputs * packed_stride
     groups = outputs * num_groups
-    first = tl.program_id(2) * segment_inputs
+    segment = tl.program_id(2)
     sums = _segment_sums(
-        x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first,
-        tl.minimum(first + segment_inputs, num_inputs), num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION,
-        ROWS, OUTPUTS, INPUTS, STAGES,
+        x_columns, packed_rows, scales, offsets, groups, is_row, is_output, segment, segment_inputs,
+        num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
     if IS_SPLIT:
-        target = out + tl.program_id(2).to(tl.int64) * num_rows * num_outputs + rows * num_outputs + outputs
+        target = out + segment.to(tl.int64) * num_rows * num_outputs + rows * num_outputs + outputs
         tl.store(target, sums, mask=is_row & is_output)
     else:
-        for segment in range(1, num_segments):
-            first = segment * segment_inputs
+        for later in range(1, num_segments):
             sums += _segment_sums(
-                x_columns, packed_rows, scales, offsets, groups, is_row, is_output, first,
-                tl.minimum(first + segment_inputs, num_inputs), num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION,
-                ROWS, OUTPUTS, INPUTS, STAGES,
+                x_columns, packed_rows, scales, offsets, groups, is_row, is_output, later, segment_inputs,
+                num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
             )  # fmt: skip
         if row_scales is not None:
             sums *= tl.load(row_scales + rows, mask=is_row, other=0.0)

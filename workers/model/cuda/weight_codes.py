@@ -9,8 +9,8 @@ import triton.language as tl
 
 # Float32 numbers from here on are integers: the bits of a small one make this number that much larger.
 _INTEGERS, _INTEGER_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
-# The bits of sign, exponent and mantissa that float32 has of E4M3 and E2M1, as int32, and the factors by which
-# its bias of exponents is larger. The small numbers between are exact, since kernels keep subnormal ones.
+# The bits that float32 has of E4M3, as int32, and of E2M1 without its sign, with the factors that make up for
+# the larger bias of exponents. Subnormal numbers are kept.
 _E4M3_BITS, _E4M3_UNIT = tl.constexpr(0x87F00000 - (1 << 32)), tl.constexpr(2.0**120)
 _E2M1_BITS, _E2M1_UNIT = tl.constexpr(0x01C00000), tl.constexpr(2.0**126)
 # What the codes of NaN would be.
@@ -39,7 +39,9 @@ def loaded_codes(packed_rows, first, row_bytes, is_output, CODES: tl.constexpr, 
 def decoded(codes, CODES: tl.constexpr):
     """Return the values of codes, uint8, in float32. Those of every format are exact in 16 bits."""
     if CODES == "int8":
-        return ((codes ^ 0x80).to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGERS + 128.0)
+        return ((codes ^ 0x80).to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (
+            _INTEGERS + 128.0
+        )
     elif CODES == "uint4":
         return (codes.to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - _INTEGERS
     elif CODES == "e4m3":

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.products import GatedActivation, Linear, ScaledLinear
+from workers.model.products import GatedActivation, Linear, ScaledLinear, gate_mul
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 
 # The first compute capability whose tensor cores multiply float8.
 _FLOAT8_CAPABILITY = (8, 9)
 # The sizes of float8 products by torch are multiples of this.
 _FLOAT8_SIZE = 16
+# Fewer rows take less time in Triton: weights are all that they read, and the rows are rounded in one launch.
+_LEAST_SCALED_ROWS = 65
 
 
 def make_device_linear(
     weight: QuantizedWeight,
     bias: Tensor | None = None,
     *,
-    dtype: torch.dtype,
     gate: GatedActivation | None = None,
     is_deterministic: bool = False,
 ) -> Linear:
-    """Return the product of rows of `dtype` with a weight on a device that `workers.model.cuda` serves.
-    `is_deterministic`: a row's result does not depend on the other rows."""
-    if not is_deterministic and dtype == torch.bfloat16 and _is_scaled_float8(weight):
-        codes = weight.packed.view(torch.float8_e4m3fn)
-        return ScaledLinear(codes, weight.scales.view(-1), bias, gate=gate)
+    """Return the product with a weight on a device that `workers.model.cuda` serves. `is_deterministic`: a
+    row's result does not depend on the other rows."""
+    if not is_deterministic and _is_scaled_float8(weight):
+        return Float8Linear(weight, bias, gate=gate)
     return DeviceQuantizedLinear(weight, bias, gate=gate, is_deterministic=is_deterministic)
 
 
@@ -91,7 +93,9 @@ class DeviceQuantizedLinear(Linear):
         """Return the rows in float32, which holds them best."""
         return self._kernels.look_up(self._weight, ids)
 
-    def _multiply(self, x: Tensor, out: Tensor, finish: str = "store") -> None:
+    def _multiply(
+        self, x: Tensor, out: Tensor, finish: Literal["store", "add"] | GatedActivation = "store"
+    ) -> None:
         scales = None
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
@@ -101,3 +105,32 @@ class DeviceQuantizedLinear(Linear):
         self._kernels.multiply(
             x, self._weight, self._bias, out, row_scales=scales, finish=finish, is_fixed=self._is_fixed
         )
+
+
+class Float8Linear(DeviceQuantizedLinear):
+    """A product whose rows, where they are many and of bfloat16, are multiplied as float8 by torch."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, gate: GatedActivation | None = None
+    ) -> None:
+        super().__init__(weight, bias, gate=gate)
+        codes = weight.packed.view(torch.float8_e4m3fn)
+        self._scaled = ScaledLinear(codes, weight.scales.view(-1), bias)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._scaled(x, out) if _is_scaled(x) else super().__call__(x, out)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        if _is_scaled(x):
+            hidden.add_(self._scaled(x))
+        else:
+            super().add_to(hidden, x)
+
+    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if _is_scaled(x):
+            return gate_mul(self._scaled(x), self._gate or "silu", out)
+        return super().gated(x, out)
+
+
+def _is_scaled(x: Tensor) -> bool:
+    return x.shape[0] >= _LEAST_SCALED_ROWS and x.dtype == torch.bfloat16
