@@ -296,6 +296,32 @@ def test_rows_of_float8_are_multiplied_by_torch_where_it_can(
     check(make_linear(moved(weight, device))(few), product(rounded_rows(few, Codes.E4M3), weight))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", [Codes.UINT4, Codes.INT8, Codes.E4M3])
+def test_a_graph_holds_every_use_of_a_product(device: torch.device, codes: Codes) -> None:
+    """Nothing of them waits for the host, and memory that a graph takes is its own."""
+    weight = draw(codes, 64, SEGMENTED, SEGMENTED, quantizes_inputs=codes is not Codes.UINT4)
+    linear = make_linear(moved(dataclasses.replace(weight, order=torch.randperm(SEGMENTED)), device))
+    x = torch.zeros(5, SEGMENTED, dtype=HALF, device=device)
+    ids, hidden = torch.tensor([3, 9], device=device), torch.zeros(5, 64, dtype=HALF, device=device)
+
+    def step() -> list[Tensor]:
+        hidden.zero_()
+        linear.add_to(hidden, x)
+        return [linear(x), linear.gated(x), linear.floats(x), linear.lookup(ids)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    x.copy_(torch.randn(5, SEGMENTED))
+    graph.replay()
+    actual = [part.clone() for part in (*recorded, hidden)]
+    expected = step()
+    assert all(map(torch.equal, actual, (*expected, hidden)))
+
+
 def test_parts_of_a_product_are_joined(device: torch.device) -> None:
     parts = [draw(Codes.UINT4, num_outputs, 64, 32, has_offsets=True) for num_outputs in (5, 12)]
     x = torch.randn(2, 64).to(device, HALF)

@@ -370,7 +370,8 @@ def _round_rows_kernel(
         tl.store(rounded + row * num_inputs + first + columns, values, mask=is_there)
 
 
-@triton.jit
+# The ids are part of an upload, whose alignment differs from step to step.
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _look_up_kernel(
     ids, packed, scales, offsets, order, out, num_inputs, row_bytes, packed_stride, num_groups, group,
     CODES: tl.constexpr, BLOCK: tl.constexpr,
