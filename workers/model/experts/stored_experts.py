@@ -14,7 +14,7 @@ from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized, quantized
 from workers.model.families.expert_traits import ExpertNames
-from workers.model.quantization.kept_forms import are_alike, has_products
+from workers.model.quantization.kept_forms import are_alike, has_experts
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.weight_parts import columns_of, to_device
 from workers.model.sizes import HeldExperts
@@ -106,7 +106,7 @@ class StoredExperts:
         if found is None:
             return None
         firsts = found.gates[0], found.ups[0], found.downs[0]
-        if not all(has_products(first) and first.order is None for first in firsts):
+        if not all(map(has_experts, firsts)):
             return None
         return found if are_alike(firsts[:2]) else None
 
