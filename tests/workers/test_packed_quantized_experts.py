@@ -40,8 +40,9 @@ def experts_of(
         [made(codes, *shape, seed=first + expert, has_offsets=has_offsets) for expert in range(NUM_EXPERTS)]
         for first, shape in ((0, (SIZE, HIDDEN_SIZE)), (10, (SIZE, HIDDEN_SIZE)), (20, (HIDDEN_SIZE, SIZE)))
     )
-    biases = [torch.randn(NUM_EXPERTS, size) if has_bias else None for size in (2 * SIZE, HIDDEN_SIZE)]
-    return QuantizedExpertWeights(gates, ups, downs, activation, *biases)
+    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias else None
+    down_bias = torch.randn(NUM_EXPERTS, HIDDEN_SIZE) if has_bias else None
+    return QuantizedExpertWeights(gates, ups, downs, activation, gate_up_bias, down_bias)
 
 
 def routing_of(num_tokens: int) -> Routing:
@@ -67,10 +68,10 @@ def expected(weights: QuantizedExpertWeights, x: Tensor, routing: Routing) -> Te
 
 
 def packed(build: str, weights: QuantizedExpertWeights) -> PackedQuantizedExperts:
-    forms = PackedForm.of([*weights.gates, *weights.ups]), PackedForm.of(weights.downs)
-    assert forms[0] is not None
-    assert forms[1] is not None
-    return PackedQuantizedExperts(kernels_of(build), weights, *forms)
+    gate_up, down = PackedForm.of([*weights.gates, *weights.ups]), PackedForm.of(weights.downs)
+    assert gate_up is not None
+    assert down is not None
+    return PackedQuantizedExperts(kernels_of(build), weights, gate_up, down)
 
 
 @builds

@@ -106,7 +106,11 @@ class PackedQuantizedExperts(CountingExperts):
     def _experts_for(self, dtype: torch.dtype) -> NativeExperts:
         """Describe the experts for rows of `dtype`, of which a model has one."""
         if dtype not in self._experts:
-            self._biases = tuple(None if it is None else it.to(dtype) for it in self._biases)
+            gate_up_bias, down_bias = self._biases
+            self._biases = (
+                None if gate_up_bias is None else gate_up_bias.to(dtype),
+                None if down_bias is None else down_bias.to(dtype),
+            )
             self._experts = {
                 dtype: NativeExperts(
                     ctypes.addressof(self._gate_up.addresses),
