@@ -308,6 +308,10 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- gateways
 
+    def connected_gateways(self) -> set[GatewayKey]:
+        """Return the gateways that have a link to this replica."""
+        return self._gateways.connected_keys()
+
     async def _serve_gateway(self, stream: FrameStream) -> None:
         await self._gateways.serve(stream, self._hello, self._on_gateway_message, self._on_gateway_lost)
 
