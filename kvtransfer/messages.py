@@ -106,7 +106,8 @@ class CompatibilityRecord(Part, frozen=True):
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads, without states, which do not grow with tokens."""
         head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes
-        num_layers = self.num_layers - sum(len(it.layers) for it in self.groups if it.state_size)
+        of_groups = sum(len(group.layers) for group in self.groups if not group.state_size)
+        num_layers = of_groups if self.groups else self.num_layers
         return self.num_kinds * num_layers * self.num_kv_heads * head_bytes
 
     @property
