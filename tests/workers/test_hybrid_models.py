@@ -15,6 +15,7 @@ from optional_programs import needs_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case
 from safetensors.torch import load_file
+from slow_cases import slow_but
 
 from workers.errors import CheckpointError
 from workers.model.decoder import Decoder, load_decoder
@@ -148,7 +149,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 @pytest.mark.parametrize("family", HYBRID)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(tuple(LAYOUTS), "2x3"))
 def test_ranks_equal_one(family: str, layout: str, processes: RankProcesses, tmp_path: Path) -> None:
     model_dir, (tp, stages) = _write(tmp_path / "model", family), LAYOUTS[layout]
     prompts = [tokens_of(seed, count) for seed, count in ((1, 41), (2, 70), (3, 5))]
