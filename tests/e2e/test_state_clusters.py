@@ -106,6 +106,22 @@ class StateCluster:
         expected = continued(self._model_dir, PROMPT, 30)
         assert [heard.sequence(sample) for sample in range(3)] == [expected] * 3
 
+    async def check_preemption(self) -> None:
+        """Of three that run at a replica with KV for two, each has its tokens."""
+        few = await self.harness.add("few", engine={"kv_tokens": 288})
+        prompts = [prompt(20 + number) for number in range(3)]
+        asked = [
+            self.harness.submission(f"few {number}", tokens, max_tokens=NUM_TOKENS)
+            for number, tokens in enumerate(prompts)
+        ]
+        for submission in asked:
+            few.send(submission)
+        for submission, tokens in zip(asked, prompts, strict=True):
+            heard = await self.harness.ended(submission)
+            assert heard.failure is None, heard.failure
+            assert heard.sequence() == continued(self._model_dir, tokens, NUM_TOKENS)
+        assert few.core.scheduler.life.num_preemptions > 0
+
     def check_freed(self) -> None:
         """Nothing is used when nothing runs."""
         for replica in self.replicas:
@@ -130,5 +146,6 @@ async def test_a_state_goes_where_its_sequence_goes(family: str, tmp_path: Path)
         await cluster.check_migration(cluster.single, cluster.decode, 7)
         await cluster.check_samples(cluster.prefill, decode=cluster.decode)
         await cluster.check_samples(cluster.single)
+        await cluster.check_preemption()
         await harness.quiet()
         cluster.check_freed()

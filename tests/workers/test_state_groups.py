@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, GroupLimit, StateCapacity, group_limits, kv_groups
 from workers.model.model_config import read_model_config
 from workers.rank.device_queue import CpuQueue, DeviceQueue
+from workers.rank.memory_profile import MemoryMeter, MemoryProfile, trial_blocks
 from workers.scheduler.step import StepOutcome
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=64, max_sequences=4)
@@ -263,6 +265,29 @@ def test_states_have_blocks_for_sequences_and_snapshots(convolution_dir: Path) -
     kv_bytes, state_bytes = 2 * 3 * BLOCK * 16 * 4, 3 * 2 * 96 * 4  # two columns of 96 channels, 3 layers
     assert limit.share == pytest.approx(0.25 * kv_bytes / state_bytes)
     assert [limit.most_blocks(count) for count in (3, 100)] == [3, 2 * 6 + 2 + int(100 * limit.share)]
+
+
+class KvMeter:
+    """Notes the KV of a trial in place of what a device has."""
+
+    def __init__(self) -> None:
+        self.kv_bytes = 0
+
+    def step_done(self, kv_bytes: int) -> None:
+        self.kv_bytes = kv_bytes
+
+    def profile(self, num_graphs: int, buffer_bytes: int) -> MemoryProfile:
+        return MemoryProfile(0, 0, num_graphs, 0, buffer_bytes)
+
+
+def test_a_trial_of_the_largest_steps_takes_one_state(convolution_dir: Path) -> None:
+    engine = LocalEngine(convolution_dir, CONFIG, 40, stages=STAGES["one"])
+    (runner,), meter = engine.runners, KvMeter()
+    runner._profile(cast(MemoryMeter, meter), 96, 0)
+    full, states = runner.layouts
+    num_blocks = trial_blocks(96, runner.config.max_context_tokens, BLOCK)
+    assert meter.kv_bytes == num_blocks * full.block_bytes + states.block_bytes
+    engine.close()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 99, 640, 1000, 5001, 20_000])
