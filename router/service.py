@@ -199,7 +199,7 @@ class RouterService:
         `on_finished`. Ignores pins and policies. Raises `NoReplicaError` if there is none."""
         decode_ids = self.members.move_ids(request)
         query = self._query(request)
-        match = self.tree.match(request.block_keys)
+        match = self.tree.match(request.block_keys, self._most_reused(request))
         view = View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
         replicas = replica_costs(query, self._states(decode_ids), view)
         priced = [
@@ -310,6 +310,10 @@ class RouterService:
         self.tree.check()
         self.loads.check()
 
+    def _most_reused(self, request: RouteRequest) -> int:
+        """Return how many of its blocks a request can reuse: it computes at least its last token."""
+        return (max(request.num_tokens, 1) - 1) // self._block_tokens
+
     def _query(self, request: RouteRequest) -> RouteQuery:
         return RouteQuery(
             num_tokens=max(request.num_tokens, 1),
@@ -339,7 +343,7 @@ class RouterService:
             self._withdraw(placement)
         try:
             self._expect_held()
-            match = self.tree.match(request.block_keys)
+            match = self.tree.match(request.block_keys, self._most_reused(request))
             oldest = self._clock.now() - self._config.stale_load_s
             view = View(match, waits or {}, queued_part, oldest, limit)
             found = self._choose(request, view, prefers_capacity, before)

@@ -11,6 +11,7 @@ from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
+from workers.replica.block_marks import BlockMarks
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -40,6 +41,9 @@ class ReplicaReports:
         self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._peers = peers
         self._connector = connector
+        windows = scheduler.life.tables.windows.pools
+        view = None if connector is None else connector.view
+        self._marks = BlockMarks(windows, pool.block_tokens, view)
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
@@ -54,17 +58,19 @@ class ReplicaReports:
         if self._connector is not None:
             stored_there, removed_there = self._connector.view.take_events()
             stored, removed = stored + stored_there, removed + removed_there
-        if not (stored or removed):
+        marked, unmarked = self._marks.take_events()
+        if not (stored or removed or marked or unmarked):
             return None
         self._kv_sequence += 1
-        return KvEvents(self._identity, self._kv_sequence, stored, removed)
+        return KvEvents(self._identity, self._kv_sequence, stored, removed, marked, unmarked)
 
     def kv_snapshot(self) -> KvSnapshot:
         """Return the whole content of both; send outstanding events before it."""
         stored = self._pool.snapshot()
         if self._connector is not None:
             stored += self._connector.view.snapshot()
-        return KvSnapshot(self._identity, self._kv_sequence, stored)
+        marks = self._marks
+        return KvSnapshot(self._identity, self._kv_sequence, stored, marks.snapshot(), marks.num_needed)
 
     def queue(self) -> QueueReport:
         """Return the numbers of requests that wait and run at this moment; paused ones make way for others,

@@ -100,7 +100,7 @@ class StoreConnector:
         state_bytes = {shard: _state_bytes(compatibility, shard) for shard in shards}
         num_bytes = (sum(its[shard] for shard in shards) for its in (block_bytes, state_bytes))
         self.costs = TierCosts(compatibility.block_tokens, *num_bytes)
-        self.view = TierView()
+        self.view = TierView(has_states=bool(engine.states))
         self.saver = BlockSaver(
             engine.pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
