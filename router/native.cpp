@@ -30,9 +30,9 @@ constexpr uint32_t HASH_FACTOR = 0x9E3779B1u;
 struct Row {
   int64_t slot, sides, role, checksum, length_class;
   int64_t turn, num_sent_tokens, num_held_tokens, num_sent_sequences, num_held_sequences, num_free_blocks,
-      num_total_blocks, max_local_tokens;
+      num_total_blocks, max_local_tokens, window_tokens;
   double received_at, num_places, place_s, token_s, product_s, attention_s, mixed_s, transfer_s, dram_s, nvme_s,
-      present_step_s, step_s;
+      present_step_s, step_s, state_s, window_token_s;
 };
 
 struct Query {
@@ -116,7 +116,9 @@ inline Costs price(const Settings& settings, const Row& now, const Query& query,
     local_pressure_s += settings.stale_s;
   }
   Costs costs;
-  costs.prefill_s = own_s + load_s + queue_s + prefill_pressure_s;
+  const double once_s =
+      now.state_s + static_cast<double>(std::min(num_tokens, now.window_tokens)) * now.window_token_s;
+  costs.prefill_s = own_s + load_s + queue_s + prefill_pressure_s + once_s;
   costs.decode_s = place_wait_s + decode_pressure_s;
   costs.local_s = own_s + load_s + std::max(queue_s, place_wait_s) + local_pressure_s;
   costs.transfer_s = static_cast<double>(num_tokens) * now.transfer_s;

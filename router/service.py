@@ -506,7 +506,9 @@ class RouterService:
         if choice.prefill:
             (prefill,) = replica_costs(query, self._states([choice.prefill]), view)
             lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
-            transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
+            rates, window_tokens = prefill.state.rates, prefill.state.report.window_tokens
+            transfer_s = query.num_tokens * rates.transfer_s * lacking
+            transfer_s += rates.once_s(query.num_tokens, window_tokens)
             other = _other("alone", choice.local_cost_s, view.limit)
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {other}"
         else:
