@@ -216,7 +216,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns, gain)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0, 0.3)
-        names = dataclasses.astuple(config.norm_names)
+        names = dataclasses.astuple(config.norm_names(layer))
         norms = dict.fromkeys(filter(None, names), hidden)
         if config.traits.has_norm_bias:
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}

@@ -75,6 +75,7 @@ def _number_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> int | 
 
 
 Tokens = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_number_or_auto)]
+NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], WrapValidator(_number_or_auto)]
 KvTokens = Annotated[
     Annotated[int, Field(ge=MIN_KV_TOKENS)] | Literal["auto"], WrapValidator(_number_or_auto)
 ]
@@ -114,6 +115,14 @@ class EngineSettings(BaseModel):
     # Ranks that make no progress with a step for so long, however long the step takes, hang: the replica
     # reports itself unhealthy. A rank reports progress up to four times a second.
     stall_s: float = Field(default=5.0, ge=1)
+
+    # Snapshots of the recurrent states of models that have some, behind which prompts with a known prefix
+    # start: how many fit the replica beside what running sequences need. `auto`: as many as a quarter of the
+    # memory for keys and values has space for.
+    state_snapshots: NumberOrAuto = "auto"
+    # A prompt leaves a snapshot after every so many tokens, in addition to its end and to where it leaves the
+    # way of earlier ones (0: nowhere else).
+    snapshot_every_tokens: int = Field(default=0, ge=0)
 
     # The start of a replica fails when none of its ranks comes further for this long. Progress is a new
     # phase, or another layer loaded.

@@ -448,6 +448,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 7},
+        {
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+        },
+        {"full_attn_idxs": [2], "tie_word_embeddings": False, "conv_L_cache": 2, "conv_bias": True},
+    ),
     "stablelm": (
         {"use_qkv_bias": True},
         {"use_parallel_residual": True, "qk_layernorm": True},
@@ -455,7 +465,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 # Families whose heads are as wide as `hidden_size` says.
-WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe")
+WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe", "lfm2")
 # Families whose heads of keys and values are expanded from a latent, one for each head of queries.
 LATENT = tuple(name for name, family in NAME_TO_FAMILY.items() if family.has_latent_attention)
 CASES: dict[str, dict[str, Any]] = {

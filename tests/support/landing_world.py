@@ -130,7 +130,7 @@ class World:
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
         self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers), self.windows)
-        self.push = SendTable(config, BLOCK, len(self.sources), len(self.windows))
+        self.push = SendTable(config, BLOCK, len(self.sources), [it.has_states for it in self.windows])
         pieces = plan_pieces(self.sources, self.readers)
         layouts = [BlockLayout(SHARD, 1, BLOCK, 1, group=layers) for layers in self.layers]
         self.pieces_by_group = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from hybrid_attention import attention_over, with_state_tables
 from torch import Tensor
 
-from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import Decoder
 
@@ -26,7 +26,7 @@ class PagedModel:
         cells = config.kv_cells
         shape = (NUM_BLOCKS, cells.num_layers, cells.num_kinds, cells.num_cells, BLOCK_TOKENS, cells.width)
         self.kv = torch.full(shape, float("nan"), dtype=dtype)
-        self.attention = choose_attention(decoder.attention_shape, self.kv)
+        self.attention = attention_over(decoder, self.kv)
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -41,7 +41,7 @@ class PagedModel:
                 table.append(self.free.pop())
             spans.append(SequenceSpan(start, len(tokens), tuple(table)))
             self.lengths[sequence] = start + len(tokens)
-        step = StepInput.of(spans, BLOCK_TOKENS)
+        step = with_state_tables(self.decoder, StepInput.of(spans, BLOCK_TOKENS))
         flat = torch.tensor([token for _, tokens in work for token in tokens])
         logits = self.decoder.logits(self.decoder.forward(flat, step, self.attention))
         return list(torch.split(logits, [len(tokens) for _, tokens in work]))

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from child_processes import killed_on_error
+from hybrid_attention import attention_over, with_state_tables
 from patience import WAIT_S
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from kvtransfer.rpc.trust import Trust
 from workers.messages.rank_channel import ExpertCopy
-from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.model_config import read_model_config
@@ -86,7 +86,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     )
     num_blocks = sum(len(table) for table in case.tables)
     kv = torch.zeros(num_blocks, num_layers - first, cells.num_kinds, num_cells, BLOCK_TOKENS, cells.width)
-    attention = choose_attention(decoder.attention_shape, kv)
+    attention = attention_over(decoder, kv)
     positions = [0] * len(case.prompts)
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     logits: list[Tensor] = []
@@ -98,7 +98,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
             groups.expect_tokens(step, len(case.prompts))
         counts = [chunks[step] if step < len(chunks) else 1 for chunks in case.chunks]
         spans = [SequenceSpan(*span) for span in zip(positions, counts, case.tables, strict=True)]
-        plan = attention.plan(StepInput.of(spans, BLOCK_TOKENS))
+        plan = attention.plan(with_state_tables(decoder, StepInput.of(spans, BLOCK_TOKENS)))
         if groups.is_first_stage:
             hidden = decoder.embed(_inputs(case, positions, counts, chosen))
         else:
@@ -119,7 +119,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
             assert sent_step == step
             chosen.append(tokens)
         positions = [position + count for position, count in zip(positions, counts, strict=True)]
-    results = {"kv": kv, "tokens": torch.from_numpy(np.array(chosen, dtype=np.int64))}
+    results = {"kv": attention.kv, "tokens": torch.from_numpy(np.array(chosen, dtype=np.int64))}
     results["exchanged"] = torch.tensor(groups.num_exchanged_bytes)
     results |= _tokens_of_experts(decoder)
     return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})

@@ -14,7 +14,7 @@ from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_config, write_random_checkpoint
 from workers.model.decoder import load_decoder
-from workers.model.linear_weights import LinearWeights
+from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
 from workers.model.rank_memory import (
@@ -60,8 +60,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
 
 
 def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
-    products: list[LinearWeights] = [layer.output]
-    products += [it for it in (layer.qkv, layer.gate_up, layer.down) if it is not None]
+    products = [it for it in (layer.qkv, layer.output, layer.gate_up, layer.down) if it is not None]
     norms = [getattr(layer.norms, field.name) for field in dataclasses.fields(layer.norms)]
     found = tensors_of_norms(*norms, layer.q_norm, layer.k_norm)
     if (gated := layer.inputs) is not None:
@@ -70,6 +69,10 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
     if (latent := layer.latent) is not None:
         products += [latent.latents, latent.queries, latent.expansion]
         found += tensors_of_norms(latent.q_norm, latent.kv_norm)
+    if (state := layer.state) is not None:
+        products.append(state.input)
+        fields = [getattr(state, field.name) for field in dataclasses.fields(state)]
+        found += [it for it in fields if isinstance(it, torch.Tensor)]
     if (mixture := layer.mixture) is not None:
         products.append(mixture.router)
         experts, shared = mixture.experts, mixture.shared
@@ -129,16 +132,27 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
     "qwen2_moe-3",
     "ernie4_5_moe-3",
     "deepseek_v2-2",
+    "lfm2-3",
 ]
 
 
-_FAST = ("llama-2", "phi3-1", "gemma4_text-1", "stablelm-2", "qwen2_moe-3", "gpt_oss-1", "deepseek_v2-2")
+_FAST = (
+    "llama-2",
+    "phi3-1",
+    "gemma4_text-1",
+    "stablelm-2",
+    "qwen2_moe-3",
+    "gpt_oss-1",
+    "deepseek_v2-2",
+    "lfm2-3",
+)
 
 
 @pytest.mark.parametrize("case", slow_but(COUNTED, *_FAST))
 def test_the_weights_of_every_family_are_those_that_ranks_read(case: str, tmp_path: Path) -> None:
     write_family_checkpoint(tmp_path, **CASES[case])
-    for tp in (1, 2, 3, 4 if CASES[case]["num_attention_heads"] >= 4 else 3):
+    most = read_model_config(tmp_path).num_kv_heads if NAME_TO_FAMILY[CASES[case]["family"]].state else 4
+    for tp in range(1, min(most, CASES[case]["num_attention_heads"]) + 1):
         check_every_rank(tmp_path, tp, [(0, 4), (0, 1), (1, 3), (3, 4)])
 
 

@@ -23,6 +23,7 @@ from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
 from workers.model.row_norms import RowNorms
+from workers.model.state.state_mixer import StateMixer
 from workers.model.value_norm import ValueNorm
 from workers.model.weights import LayerWeights
 
@@ -38,8 +39,8 @@ class Embedding:
 
 
 class DecoderLayer:
-    """One layer over a flattened batch. Its KV is layer `index` of the rank's KV. The layers of a decoder
-    share a `workspace`."""
+    """One layer over a flattened batch. Its KV, or its state, is layer `index` of the rank's. It may have no
+    feed-forward, or nothing but one. The layers of a decoder share a `workspace`."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class DecoderLayer:
         self._workspace = workspace
         self._norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
-        if config.qk_row_norm or config.qk_own_norms:
+        has_heads = weights.qkv is not None
+        if has_heads and (config.qk_row_norm or config.qk_own_norms):
             assert weights.q_norm is not None
             assert weights.k_norm is not None
             kind = RowNorms if config.qk_row_norm else HeadNorms
@@ -75,15 +77,21 @@ class DecoderLayer:
         gate = None if config.activation == "xielu" else config.activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
-        self._qkv: Linear | LatentProjection
-        self.output: AddedProduct
-        self.output = linear(weights.output)
-        if (shape := config.latent) is None:
-            assert weights.qkv is not None
-            self._qkv = linear(weights.qkv)
-        else:
-            assert weights.latent is not None
-            self._qkv = LatentProjection(weights.latent, shape, workspace, is_deterministic=is_deterministic)
+        self._projection: Linear | LatentProjection | None = None
+        self.output: AddedProduct | None = None if weights.output is None else linear(weights.output)
+        # Mixes tokens by a state, in place of attention.
+        self.state_mixer: StateMixer | None = None
+        if (state := weights.state) is not None:
+            self._projection = linear(state.input)
+            self.state_mixer = state.make_mixer(is_deterministic=is_deterministic)
+        elif weights.qkv is not None:
+            self._projection = linear(weights.qkv)
+        elif weights.latent is not None:
+            shape = config.latent
+            assert shape is not None
+            self._projection = LatentProjection(
+                weights.latent, shape, workspace, is_deterministic=is_deterministic
+            )
             heads = LatentHeads(weights.latent.expansion.weight, shape, is_deterministic=is_deterministic)
             attention = dataclasses.replace(attention, latent=heads)
         self._attention = attention
@@ -108,6 +116,7 @@ class DecoderLayer:
         self.parallel_sum: ParallelSum | None = None
         if config.is_parallel:
             assert self.down is not None
+            assert self.output is not None
             self.parallel_sum = ParallelSum(self.output, self.down)
         self._inputs = None
         if (gated := weights.inputs) is not None:
@@ -117,8 +126,10 @@ class DecoderLayer:
 
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
-        qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
+        qkv, output, gate_up, down = self._projection, self.output, self._gate_up, self.down
         norms = self.qk_norms
+        if qkv is None or output is None or self.state_mixer is not None:
+            return None
         if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
         if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
@@ -129,9 +140,7 @@ class DecoderLayer:
             return None
         if self.mixture is not None:
             return self._packed_mixture(qkv, output, norms)
-        assert gate_up is not None
-        assert down is not None
-        if not (_is_whole(gate_up) and _is_whole(down)):
+        if gate_up is None or down is None or not (_is_whole(gate_up) and _is_whole(down)):
             return None
         return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
 
@@ -189,16 +198,13 @@ class DecoderLayer:
 
     def _run_products(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None) -> Tensor | None:
         """Add attention and feed-forward as `forward` describes."""
-        take, norms = self._workspace.take, self._norms
+        if self.output is None:
+            return self._add_feed_forward(hidden, plan, residual)
+        norms = self._norms
         normed = self._normed(hidden, norms.attention_input, residual)
-        qkv = self._project(normed)
-        if self.qk_norms is not None:
-            self.qk_norms.normalize(qkv)
-        plan.marks.mark()
-        mixed = plan.run(self._attention, qkv)
-        plan.marks.mark()
+        mixed = self._mixed(normed, plan)
         if self.parallel_sum is not None:
-            activated = self._activated(normed, take("gated", hidden, self._num_activated))
+            activated = self._activated(normed, self._workspace.take("gated", hidden, self._num_activated))
             plan.marks.mark()
             residual = self.parallel_sum.add_to(hidden, mixed, activated)
             plan.marks.mark()
@@ -208,6 +214,28 @@ class DecoderLayer:
             return None
         residual = _add(hidden, self.output, mixed, norms.attention_output)
         plan.marks.mark()
+        if self.mixture is None and self.down is None:
+            return residual
+        return self._add_feed_forward(hidden, plan, residual)
+
+    def _mixed(self, normed: Tensor, plan: AttentionPlan) -> Tensor:
+        """Return what attention, or a state, mixes of the tokens."""
+        projected = self._project(normed)
+        if self.qk_norms is not None:
+            self.qk_norms.normalize(projected)
+        plan.marks.mark()
+        if self.state_mixer is None:
+            mixed = plan.run(self._attention, projected)
+        else:
+            mixed = self.state_mixer.mix(projected, plan.states(self._attention))
+        plan.marks.mark()
+        return mixed
+
+    def _add_feed_forward(
+        self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None
+    ) -> Tensor | None:
+        """Add the feed-forward, or experts, as `forward` describes."""
+        take, norms = self._workspace.take, self._norms
         normed = self._normed(hidden, norms.feed_forward_input, residual)
         if self.mixture is not None and self._branch_norms is not None:
             self._add_branches(hidden, normed, plan)
@@ -251,12 +279,15 @@ class DecoderLayer:
         plan.marks.mark()
 
     def _project(self, normed: Tensor) -> Tensor:
-        """Return queries, keys and values; queries alone where the layer has no others of its own."""
-        num_outputs, norm = self._qkv.num_outputs, self._value_norm
+        """Return queries, keys and values, or queries alone where the layer has no others of its own; or what
+        is mixed by a state."""
+        projection, norm = self._projection, self._value_norm
+        assert projection is not None
+        num_outputs = projection.num_outputs
         if norm is None:
-            return self._qkv(normed, self._workspace.take("qkv", normed, num_outputs))
+            return projection(normed, self._workspace.take("qkv", normed, num_outputs))
         qkv = self._workspace.take("qkv", normed, num_outputs + norm.num_added)
-        self._qkv(normed, qkv[:, :num_outputs])
+        projection(normed, qkv[:, :num_outputs])
         norm.normalize(qkv)
         return qkv
 

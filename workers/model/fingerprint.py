@@ -79,6 +79,8 @@ def _fields_of_kv(config: ModelConfig) -> dict[str, Any]:
         fields["layer_ropes"] = [
             None if rope is None else _told(rope, _FIRST_ROPE_FIELDS) for rope in config.layer_ropes
         ]
+    if config.state is not None:
+        fields["state"] = [type(config.state).__name__, dataclasses.asdict(config.state)]
     return fields | {"rope": _told(config.rope, _FIRST_ROPE_FIELDS)}
 
 

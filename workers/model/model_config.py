@@ -24,6 +24,7 @@ from workers.model.families.known_families import (
     UNSUPPORTED,
     WRAPPERS,
 )
+from workers.model.feed_forward_size import feed_forward_size
 from workers.model.latent_shape import LatentReader, LatentShape
 from workers.model.layer_shapes import (
     ALIKE,
@@ -36,6 +37,7 @@ from workers.model.layer_shapes import (
 )
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 from workers.model.state.state_shape import StateShape
+from workers.model.window_reader import WindowReader
 
 Activation = Literal["silu", "gelu_tanh", "xielu"]
 
@@ -117,10 +119,12 @@ class ModelConfig:
         """What makes its family."""
         return NAME_TO_FAMILY[self.family]
 
-    @property
-    def norm_names(self) -> NormNames:
-        """The names of the norms that a layer has."""
+    def norm_names(self, layer: int) -> NormNames:
+        """Return the names of the norms that a layer has."""
         names = self.traits.norms
+        if self.traits.has_single_blocks:
+            own = names.attention_input
+            return NormNames(own, "", "", "") if self.has_mixer(layer) else NormNames("", "", own, "")
         return dataclasses.replace(names, feed_forward_input="") if self.is_parallel else names
 
     @property
@@ -150,7 +154,15 @@ class ModelConfig:
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer attends, and does not keep a state."""
-        return self.state is None or layer in self.state.attending
+        return self.state is None or self.state.attends(layer)
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer keeps a state in place of keys and values."""
+        return self.state is not None and self.state.keeps_state(layer)
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer mixes tokens, by attention or by a state, and is no feed-forward alone."""
+        return self.has_attention(layer) or self.has_state(layer)
 
     def has_own_kv(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own, and does not attend to those of another."""
@@ -173,6 +185,8 @@ class ModelConfig:
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the size of a layer's feed-forward that is no expert's; 0 where it has none."""
+        if self.traits.has_single_blocks and self.has_mixer(layer):
+            return 0
         if self.mixture is not None and self.has_experts(layer) and not self.mixture.has_dense_branch:
             return 0
         is_double = self.layer_shapes.is_shared_double and not self.has_own_kv(layer)
@@ -320,7 +334,9 @@ class _ConfigReader(ConfigValues):
         super().__init__(file, read_json(file))
         self.is_wrapped = self._unwrap()
         self.family = self._family()
-        self.raw = {**self.family.defaults, **self.raw}
+        aliases = self.family.key_aliases.items()
+        renamed = {key: self.raw[alias] for alias, key in aliases if self.raw.get(alias) is not None}
+        self.raw = {**self.family.defaults, **self.raw, **renamed}
 
     def read(self) -> ModelConfig:
         self._refuse_unsupported()
@@ -329,7 +345,11 @@ class _ConfigReader(ConfigValues):
         family, multipliers = self.family, self.family.multipliers
         latent = LatentReader(self.file, self.raw).read() if family.has_latent_attention else None
         num_kv_heads, head_dim = self._heads(hidden_size, num_heads, latent)
-        windows = self._sliding_windows(num_layers)
+        state = None if family.state is None else family.state.read(self, num_layers)
+        self._refuse_parts(state, num_kv_heads)
+        windows = (0,) * num_layers
+        if state is None:
+            windows = WindowReader(self.file, self.raw, family).read(num_layers)
         shapes = ALIKE
         if family.has_layer_shapes:
             heads, vocab_size = HeadShape(num_kv_heads, head_dim), self.count("vocab_size")
@@ -346,7 +366,7 @@ class _ConfigReader(ConfigValues):
             family=family.name,
             vocab_size=self.count("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=self.count("intermediate_size"),
+            intermediate_size=feed_forward_size(self),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -393,7 +413,16 @@ class _ConfigReader(ConfigValues):
             head_bias=self._is_set(self.family.head_bias),
             latent=latent,
             num_extra_layers=self._num_extra_layers(),
+            state=state,
         )
+
+    def _refuse_parts(self, state: StateShape | None, num_kv_heads: int) -> None:
+        """Refuse a state that is not divided as KV is."""
+        try:
+            if state is not None:
+                state.part_size(num_kv_heads)
+        except ValueError as error:
+            self.refuse("num_key_value_heads", f"divides the states of layers as well: {error}")
 
     def _heads(self, hidden_size: int, num_heads: int, latent: LatentShape | None) -> HeadShape:
         """Return the heads of keys and values, as they are in the KV: a latent is one that all share."""
@@ -520,66 +549,6 @@ class _ConfigReader(ConfigValues):
             f"{self.file}: quantization_config {what}, and quantized weights are not supported; take the "
             "checkpoint in 16 or 32 bits of which this one was made"
         )
-
-    def _sliding_windows(self, num_layers: int) -> tuple[int, ...]:
-        kinds = self._default_kinds(num_layers)
-        given = self.raw.get("layer_types")
-        if given is not None and given != kinds:
-            kinds = self._layer_types(given, num_layers)
-        if self.family.is_last_layer_full:
-            kinds[-1] = "full_attention"
-        if "sliding_attention" not in kinds:
-            return (0,) * num_layers
-        window = self.count("sliding_window")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-    def _default_kinds(self, num_layers: int) -> list[str]:
-        """Return the kinds of layers that follow from other keys than `layer_types`."""
-        if self.family.windows == "none":
-            return ["full_attention"] * num_layers
-        if self.family.windows == "all":
-            window = self.raw.get("sliding_window")
-            return ["full_attention" if window is None else "sliding_attention"] * num_layers
-        if self.family.windows == "pattern":
-            return self._pattern(num_layers)
-        sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
-        first = self.raw.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            self.refuse("max_window_layers", "is not a number of layers")
-        is_alternating = self.family.windows == "alternating"
-        return [
-            "sliding_attention" if sliding and has_window else "full_attention"
-            for has_window in (
-                layer < first and layer % 2 == 0 if is_alternating else layer >= first
-                for layer in range(num_layers)
-            )
-        ]
-
-    def _pattern(self, num_layers: int) -> list[str]:
-        """Return the kinds of layers by `sliding_window_pattern`: every so many-th sees all, or the layers
-        repeat letters, of which L is one with a window."""
-        if self.raw.get("sliding_window") is None:
-            return ["full_attention"] * num_layers
-        pattern = self.raw.get("sliding_window_pattern")
-        if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
-            letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
-            return ["sliding_attention" if letter == "L" else "full_attention" for letter in letters]
-        every = self.count("sliding_window_pattern")
-        return [
-            "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
-        ]
-
-    def _layer_types(self, given: Any, num_layers: int) -> list[str]:
-        if self.family.windows not in ("switched", "alternating", "pattern"):
-            self.refuse("layer_types", f"is not supported in a {self.family.name} model")
-        if not isinstance(given, list) or len(given) != num_layers:
-            self.refuse("layer_types", f"does not name the {num_layers} layers")
-        if not all(kind in ("full_attention", "sliding_attention") for kind in given):
-            self.refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
-        is_switched = self.family.windows in ("switched", "alternating")
-        if is_switched and "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
-            self.refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
-        return [str(kind) for kind in given]
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Read the ids of generation_config.json, as `generate` does, or else of config.json."""

@@ -92,12 +92,16 @@ class Unfinished:
         """Return what a layer does together with the other ranks, in order."""
         config = self._decoder.config
         products = _Sum(num_rows, config.hidden_size)
-        squares = [_Sum(num_rows, 2, torch.float32)] if config.qk_row_norm else []
+        squares = [_Sum(num_rows, 2, torch.float32)] if isinstance(layer.qk_norms, RowNorms) else []
         if layer.expert_rows is not None and layer.expert_rows.serves(num_rows):
             return [*squares, *(_Exchange(kind, num_rows) for kind in _EXCHANGES)]
         has_branches = config.mixture is not None and config.mixture.has_dense_branch
-        added = [products] * (1 if config.is_parallel else 3 if has_branches else 2)
-        return [*squares, *added]
+        if config.is_parallel:
+            return [*squares, products]
+        num_added = 3 if has_branches else 2
+        if config.traits.has_single_blocks:
+            num_added = 1
+        return [*squares, *[products] * num_added]
 
     def begin_head(self, num_sampled: int) -> None:
         """Begin a computation of the head alone."""
@@ -168,9 +172,11 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
     for layer in decoder.layers:
         if layer.parallel_sum is not None:
             assert layer.down is not None
+            assert layer.output is not None
             layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
         layer.expert_rows = _expert_rows(decoder, layer, collectives)
-        layer.output = _Summed(layer.output, collectives)
+        if layer.output is not None:
+            layer.output = _Summed(layer.output, collectives)
         if layer.down is not None:
             layer.down = _Summed(layer.down, collectives)
         if layer.mixture is not None:
@@ -192,6 +198,8 @@ def _expert_rows(decoder: Decoder, layer: DecoderLayer, collectives: Collectives
     exchanges of rows are not yet validated."""
     shape, mixture, shard = decoder.config.mixture, layer.mixture, decoder.shard
     if shape is None or not isinstance(mixture, Mixture) or decoder.device.type != "cpu":
+        return None
+    if layer.output is None:
         return None
     if not sends_rows(shape, shard.tp_size, shard.ep_size):
         return None

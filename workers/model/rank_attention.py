@@ -57,6 +57,7 @@ def attention_shape(
 def layer_attention(config: ModelConfig, shard: ShardSpec, layer: int) -> LayerAttention:
     """Describe the attention of a layer, but for the norms and sinks of heads."""
     heads, kinds = config.heads_of(layer), _head_kinds(config, shard)
+    # Layers that do not attend are numbered as the others.
     source = config.kv_sources[layer]
     return LayerAttention(
         source - shard.layer_start,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.families.family import TensorTraits
 from workers.model.model_config import ModelConfig, read_header, weight_files
 from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
@@ -53,6 +54,8 @@ _PAIR_BYTES = 16
 # measured.
 _SENT_COPIES = 4
 _FLOAT_BYTES = 4
+# What stands before the names of tensors of layers with a state where their shares are computed.
+_OF_STATES = "state:"
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
 LEAST_KV_TOKENS = 2048
@@ -111,7 +114,7 @@ class Checkpoint(NamedTuple):
     name_to_size: dict[str, int]
 
     def _names(self, model: ModelConfig) -> TensorNames:
-        return TensorNames.of(self.name_to_size, is_wrapped=model.is_wrapped)
+        return TensorNames.of(self.name_to_size, model)
 
     @classmethod
     def read(cls, model_dir: Path) -> Checkpoint:
@@ -129,7 +132,7 @@ class Checkpoint(NamedTuple):
         known, num_items = self._names(rank.model), 0.0
         for name, size in self._kept(rank):
             layer, _ = known.layer_of(name) or (0, name)
-            num_items += size * self._share(name, layer, rank)
+            num_items += size * self._share(_plain_name(name, layer, rank.model), layer, rank)
         return round(item_bytes * num_items)
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
@@ -172,6 +175,10 @@ class Checkpoint(NamedTuple):
         model = rank.model
         if name.endswith((".o_proj.bias", ".down_proj.bias")):
             return float(rank.tp_rank == 0)
+        if name.startswith(_OF_STATES):
+            assert model.state is not None
+            parts = kv_heads(model.num_kv_heads, rank.tp_rank, rank.tp)
+            return model.state.kept_share(name.removeprefix(_OF_STATES), parts, model.num_kv_heads)
         if ".act_fn." in name or name.endswith(".layer_scalar"):  # becomes numbers
             return 0.0
         if ".k_proj." in name or ".v_proj." in name:
@@ -203,6 +210,29 @@ class Checkpoint(NamedTuple):
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
         return 1.0
+
+
+def _plain_name(name: str, layer: int, model: ModelConfig) -> str:
+    """Return the name of a tensor, which may be in this layer, as most families name it; that of one of a
+    layer with a state, within the layer's block, behind `_OF_STATES`."""
+    traits = model.traits
+    names, plain = traits.tensors, TensorTraits()
+    if traits.state is not None and model.has_state(layer):
+        _, block, inner = name.partition(f".{traits.state.block}")
+        if block and inner == "out_proj.bias":
+            return f".{plain.output}.bias"
+        if block:
+            return f"{_OF_STATES}{inner}"
+    if model.has_attention(layer) and f".{names.attention}" in name:
+        name = name.replace(f".{names.attention}", f".{plain.attention}")
+        return name.replace(f".{names.output}.", f".{plain.output}.")
+    if names == plain or f".{names.feed_forward}" not in name:
+        return name
+    name = name.replace(f".{names.feed_forward}", f".{plain.feed_forward}")
+    products = (names.gate, plain.gate), (names.up, plain.up), (names.down, plain.down)
+    for own, its in (*products, (names.gate_up, plain.gate_up)):
+        name = name.replace(f".{own}.", f".{its}.")
+    return name
 
 
 def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | None:
@@ -253,11 +283,13 @@ def activation_bytes(
     intermediate = len(part(widest, rank.tp_rank, rank.tp))
     of_kinds = {model.heads_of(layer): layer for layer in held}.values()
     attention = max(_attention_columns(rank, layer) for layer in of_kinds)
+    state_columns, state_floats = _state_columns(rank)
+    attention = max(attention, state_columns)
     # A parallel layer holds two products' outputs; torch computes a LayerNorm with one more float32 copy.
     hidden_copies = _HIDDEN_COPIES + model.is_parallel
     hidden_floats = _HIDDEN_FLOATS + model.traits.is_layer_norm
     row = item_bytes * (hidden_copies * model.hidden_size + attention + 3 * intermediate)
-    row += _FLOAT_BYTES * hidden_floats * model.hidden_size
+    row += _FLOAT_BYTES * (hidden_floats * model.hidden_size + state_floats)
     if model.qk_own_norms:
         row += _FLOAT_BYTES * _OWN_NORM_FLOATS * (rank.num_heads + rank.num_kv_cells) * model.head_dim
     # Inputs of layers that follow the hidden states, in two copies; their parts at the first stage.
@@ -300,6 +332,18 @@ def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *,
     floats += 2 * num_sent * rule.num_chosen
     sums += num_sent * hidden_size
     return item_bytes * (inner + shared + sums) + _FLOAT_BYTES * floats
+
+
+def _state_columns(rank: RankShape) -> tuple[int, int]:
+    """Return the columns that a layer with a state takes and gives for a token, and the float32 elements that
+    it holds meanwhile; 0 where there is no such layer."""
+    model, shape = rank.model, rank.model.state
+    if shape is None:
+        return 0, 0
+    held = kv_heads(model.num_kv_heads, rank.tp_rank, rank.tp)
+    projected, mixed = shape.products(model.hidden_size)
+    columns = (projected.num_outputs + mixed.num_inputs) * len(held) / model.num_kv_heads
+    return math.ceil(columns), shape.num_scratch(held, model.num_kv_heads)
 
 
 def _attention_columns(rank: RankShape, layer: int) -> int:

@@ -99,6 +99,11 @@ def refuse_split(config: ModelConfig, tp: int, ep: int = 1) -> None:
         if tp > size:
             raise CheckpointError(f"tp {tp} is more than {name} {size}: a rank would hold nothing")
     _refuse_expert_split(config.mixture, tp, ep)
+    if config.state is not None and tp > config.num_kv_heads:
+        raise CheckpointError(
+            f"tp {tp} is more than num_key_value_heads {config.num_kv_heads}, by which the states of layers "
+            f"are divided too; take tp {config.num_kv_heads} and a pp above 1"
+        )
     num_cells = config.kv_cells.num_cells
     most = max(config.heads_of(layer).num_kv_heads for layer in range(config.num_layers))
     if tp > num_cells and most > num_cells:
@@ -217,7 +222,9 @@ class StepWork(NamedTuple):
 
 
 def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
-    """Return the products of a layer's attention, of all ranks together."""
+    """Return the products of a layer's attention, or of its state, of all ranks together."""
+    if config.state is not None and not config.has_attention(layer):
+        return config.state.products(config.hidden_size) if config.has_state(layer) else []
     if config.latent is not None:
         return config.latent.products(config.hidden_size, config.num_heads)
     num_kv_heads, head_dim = config.heads_of(layer)
@@ -242,6 +249,8 @@ class _AttentionWork(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, layer: int, form: KvForm) -> _AttentionWork:
+        if not config.has_attention(layer):
+            return _AttentionWork(0, 0, 0)
         num_kv_heads, head_dim = config.heads_of(layer)
         window, num_heads, latent = config.sliding_windows[layer], config.num_heads, config.latent
         if latent is None:

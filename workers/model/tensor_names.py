@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from workers.model.families.family import Family
+from workers.model.model_config import ModelConfig
+
 _LAYER = re.compile(r"layers\.(\d{1,9})\.")
 # Where models of text and images keep their text model: as they are published, and as transformers 5 writes
 # them; what the names of its layers begin with, and the name of its head.
@@ -13,7 +16,7 @@ _WRAPPED = (
     ("language_model.model.", "language_model.lm_head.weight"),
     ("model.language_model.", "lm_head.weight"),
 )
-_PLAIN = ("model.", "lm_head.weight")
+_PLAIN = (("model.", "lm_head.weight"), ("backbone.", "lm_head.weight"))
 # How the names of tensors begin, in a layer, that checkpoints may carry where the layer attends to the keys
 # and values of another.
 OF_OWN_KV = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
@@ -24,17 +27,17 @@ class TensorNames(NamedTuple):
 
     model: str
     head: str
+    family: Family
 
     @staticmethod
-    def of(names: Iterable[str], *, is_wrapped: bool) -> TensorNames:
-        """Find how the tensors `names` of a checkpoint are named; `is_wrapped` as in `ModelConfig`."""
-        if not is_wrapped:
-            return TensorNames(*_PLAIN)
+    def of(names: Iterable[str], config: ModelConfig) -> TensorNames:
+        """Find how the tensors `names` of a checkpoint are named."""
+        spellings = _WRAPPED if config.is_wrapped else _PLAIN
         known = list(names)
-        for model, head in _WRAPPED:
+        for model, head in spellings:
             if any(name.startswith(model) for name in known):
-                return TensorNames(model, head)
-        return TensorNames(*_WRAPPED[0])
+                return TensorNames(model, head, config.traits)
+        return TensorNames(*spellings[0], config.traits)
 
     @property
     def head_bias(self) -> str:
@@ -43,7 +46,7 @@ class TensorNames(NamedTuple):
 
     @property
     def embedding(self) -> str:
-        return f"{self.model}embed_tokens.weight"
+        return f"{self.model}{self.family.tensors.embedding}.weight"
 
     @property
     def input_embedding(self) -> str:
@@ -63,12 +66,12 @@ class TensorNames(NamedTuple):
     @property
     def norm(self) -> str:
         """The norm after the last layer."""
-        return f"{self.model}norm.weight"
+        return f"{self.model}{self.family.tensors.final_norm}.weight"
 
     @property
     def norm_bias(self) -> str:
         """The bias of this norm, in families whose norms have one."""
-        return f"{self.model}norm.bias"
+        return f"{self.model}{self.family.tensors.final_norm}.bias"
 
     def is_of_text(self, name: str) -> bool:
         """Whether the tensor belongs to the text model, and not to one that is wrapped with it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,10 @@ from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.rope import rotary_order
-from workers.model.sizes import layer_heads, part, refuse_split
+from workers.model.sizes import kv_heads, layer_heads, part, refuse_split
+from workers.model.split_products import ProductRows, SplitProducts, fused_rows
+from workers.model.state.make_readers import state_reader
+from workers.model.state.state_weights import StateWeightReader, StateWeights
 from workers.model.tensor_files import TensorFiles
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 from workers.model.xielu import Xielu
@@ -81,7 +83,8 @@ class InputEmbeddingWeights:
 class LayerWeights:
     """The weights of one layer. `qkv` [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size] holds query,
     key and value rows, without values where these are the keys, and queries alone where the layer attends to
-    another's keys and values; None where they are computed from a `latent`. `gate_up` [2 *
+    another's keys and values; None where they are computed from a `latent`, or where the layer has a `state`.
+    A layer that mixes no tokens has no `output` either. `gate_up` [2 *
     intermediate_size, hidden_size] holds gate and up rows, or up rows alone. A layer with a `mixture` of
     experts may have neither `gate_up` nor `down`.
     `q_norm` and `k_norm` are of each head, [head_dim], or of all that the rank holds in one row, or, with
@@ -92,7 +95,7 @@ class LayerWeights:
     qkv: LinearWeights | None
     q_norm: Norm | None
     k_norm: Norm | None
-    output: LinearWeights
+    output: LinearWeights | None
     gate_up: LinearWeights | None
     down: LinearWeights | None
     sinks: Tensor | None = None
@@ -102,14 +105,7 @@ class LayerWeights:
     scalar: float = 1.0
     mixture: MixtureWeights | None = None
     latent: LatentWeights | None = None
-
-
-class _Rows(NamedTuple):
-    """A rank's `rows` of the tensor of a linear product, which has `num_rows` of them."""
-
-    name: str
-    num_rows: int
-    rows: slice
+    state: StateWeights | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,15 +145,6 @@ class _HeadRows:
         )
 
 
-def _fused(name: str, parts: list[_Rows]) -> list[_Rows]:
-    """Return the rows of products that are stored one after another in one tensor of this name."""
-    total, fused, before = sum(it.num_rows for it in parts), [], 0
-    for it in parts:
-        fused.append(_Rows(name, total, slice(before + it.rows.start, before + it.rows.stop)))
-        before += it.num_rows
-    return fused
-
-
 class WeightReader:
     """Reads the tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
     `finish` refuses names that the architecture does not have.
@@ -182,7 +169,12 @@ class WeightReader:
         self._shard = shard
         self._files = TensorFiles(model_dir, dtype, device)
         self._tensor = self._files.tensor
-        self._names = TensorNames.of((), is_wrapped=config.is_wrapped)
+        self._names = TensorNames.of((), config)
+        self._products = SplitProducts(self._files, config, shard.tp_rank)
+        self._states: StateWeightReader | None = None
+        if (state := config.state) is not None:
+            held = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
+            self._states = state_reader(self._products, state, held, config.num_kv_heads)
         self._mixtures = MixtureWeightReader(
             self._files,
             config,
@@ -203,7 +195,7 @@ class WeightReader:
 
     def __enter__(self) -> WeightReader:
         self._files.__enter__()
-        self._names = TensorNames.of(self._files.names, is_wrapped=self._config.is_wrapped)
+        self._names = TensorNames.of(self._files.names, self._config)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -260,22 +252,45 @@ class WeightReader:
     def layer(self, layer: int) -> LayerWeights:
         """Read the rank's part of layer `layer` of the whole model."""
         config, prefix = self._config, f"{self._names.model}layers.{layer}."
-        attention, heads = f"{prefix}self_attn.", _HeadRows.of(config, self._shard, layer)
-        q_norm, k_norm = self._qk_norms(attention, heads)
         intermediate_size = config.intermediate_size_of(layer)
-        return LayerWeights(
-            norms=self._block_norms(prefix),
-            qkv=self._qkv(attention, heads) if self._latents is None else None,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            output=self._split_inputs(f"{attention}o_proj", heads.num_mixed, heads.mixed, config.output_bias),
-            gate_up=self._gate_up(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
-            down=self._down(f"{prefix}mlp.", intermediate_size) if intermediate_size else None,
-            sinks=self._sinks(f"{attention}sinks", layer) if config.traits.has_sinks else None,
-            xielu=self._xielu(f"{prefix}mlp.act_fn.") if config.activation == "xielu" else None,
+        feed_forward = f"{prefix}{config.traits.tensors.feed_forward}"
+        weights = LayerWeights(
+            norms=self._block_norms(prefix, layer),
+            qkv=None,
+            q_norm=None,
+            k_norm=None,
+            output=None,
+            gate_up=self._gate_up(feed_forward, intermediate_size) if intermediate_size else None,
+            down=self._down(feed_forward, intermediate_size) if intermediate_size else None,
+            xielu=self._xielu(f"{feed_forward}act_fn.") if config.activation == "xielu" else None,
             inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
             scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
             mixture=self._mixtures.layer(prefix) if config.has_experts(layer) else None,
+        )
+        if config.has_state(layer):
+            return self._with_state(weights, prefix)
+        return self._with_attention(weights, prefix, layer) if config.has_attention(layer) else weights
+
+    def _with_state(self, weights: LayerWeights, prefix: str) -> LayerWeights:
+        """Add the weights of a state to those of the rest of a layer."""
+        assert self._states is not None
+        assert self._config.traits.state is not None
+        state = self._states.layer(f"{prefix}{self._config.traits.state.block}")
+        return dataclasses.replace(weights, output=state.output, state=state)
+
+    def _with_attention(self, weights: LayerWeights, prefix: str, layer: int) -> LayerWeights:
+        """Add the weights of attention to those of the rest of a layer."""
+        config, names = self._config, self._config.traits.tensors
+        attention, heads = f"{prefix}{names.attention}", _HeadRows.of(config, self._shard, layer)
+        q_norm, k_norm = self._qk_norms(attention, heads)
+        output, has_bias = f"{attention}{names.output}", config.output_bias
+        return dataclasses.replace(
+            weights,
+            qkv=self._qkv(attention, heads) if self._latents is None else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            output=self._products.of_inputs(output, heads.num_mixed, heads.mixed, has_bias=has_bias),
+            sinks=self._sinks(f"{attention}sinks", layer) if config.traits.has_sinks else None,
             latent=None if self._latents is None else self._latents.layer(attention),
         )
 
@@ -325,14 +340,14 @@ class WeightReader:
 
     def _qkv(self, prefix: str, heads: _HeadRows) -> LinearWeights:
         config = self._config
-        parts = [_Rows(f"{prefix}q_proj", heads.num_queries, heads.queries)]
+        parts = [ProductRows(f"{prefix}q_proj", heads.num_queries, heads.queries)]
         if heads.has_own_kv:
-            parts.append(_Rows(f"{prefix}k_proj", heads.num_keys, heads.keys))
+            parts.append(ProductRows(f"{prefix}k_proj", heads.num_keys, heads.keys))
         if heads.has_own_values:
-            parts.append(_Rows(f"{prefix}v_proj", heads.num_keys, heads.keys))
+            parts.append(ProductRows(f"{prefix}v_proj", heads.num_keys, heads.keys))
         if config.traits.is_qkv_fused:
-            parts = _fused(f"{prefix}qkv_proj", parts)
-        weights = self._split_outputs(parts, config.qkv_bias)
+            parts = fused_rows(f"{prefix}qkv_proj", parts)
+        weights = self._products.of_outputs(parts, has_bias=config.qkv_bias)
         if self._order is None:
             return weights
         queries, keys, values = weights.parts
@@ -388,11 +403,11 @@ class WeightReader:
         rows = weights[held.start : held.stop].flatten()
         return Norm(self._reordered(rows).view(-1, head_dim), self._config.rms_norm_eps, is_layer_norm=True)
 
-    def _block_norms(self, prefix: str) -> BlockNorms:
+    def _block_norms(self, prefix: str, layer: int) -> BlockNorms:
         def norm(name: str) -> Norm | None:
             return self._hidden_norm(f"{prefix}{name}.weight", f"{prefix}{name}.bias") if name else None
 
-        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.norm_names)))
+        return BlockNorms(*(norm(name) for name in dataclasses.astuple(self._config.norm_names(layer))))
 
     def _hidden_norm(self, weight: str, bias: str) -> Norm:
         """Read a norm of hidden states."""
@@ -434,36 +449,18 @@ class WeightReader:
 
     def _gate_up(self, prefix: str, size: int) -> LinearWeights:
         rows = self._part(size)
-        traits = self._config.traits
-        up = _Rows(f"{prefix}up_proj", size, rows)
+        traits, names = self._config.traits, self._config.traits.tensors
+        up = ProductRows(f"{prefix}{names.up}", size, rows)
         if not traits.is_gated:
-            return self._split_outputs([up], self._config.mlp_bias)
-        parts = [_Rows(f"{prefix}gate_proj", size, rows), up]
+            return self._products.of_outputs([up], has_bias=self._config.mlp_bias)
+        parts = [ProductRows(f"{prefix}{names.gate}", size, rows), up]
         if traits.is_gate_up_fused:
-            parts = _fused(f"{prefix}gate_up_proj", parts)
-        return self._split_outputs(parts, self._config.mlp_bias)
+            parts = fused_rows(f"{prefix}{names.gate_up}", parts)
+        return self._products.of_outputs(parts, has_bias=self._config.mlp_bias)
 
     def _down(self, prefix: str, size: int) -> LinearWeights:
-        return self._split_inputs(f"{prefix}down_proj", size, self._part(size), self._config.mlp_bias)
-
-    def _split_outputs(self, parts: list[_Rows], has_bias: bool) -> LinearWeights:
-        """Join the given rows of several products of the hidden state."""
-        hidden = self._config.hidden_size
-        weights = [self._tensor(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
-        biases = [self._vector(f"{it.name}.bias", (it.num_rows,), it.rows) for it in parts if has_bias]
-        return LinearWeights(tuple(weights), torch.cat(biases) if has_bias else None)
-
-    def _split_inputs(self, name: str, size: int, columns: slice, has_bias: bool) -> LinearWeights:
-        """Read a product whose result is added to the hidden states, times what the family scales it by."""
-        hidden, factor = self._config.hidden_size, self._config.residual_multiplier
-        bias = self._vector(f"{name}.bias", (hidden,)) if has_bias else None
-        weight = self._tensor(f"{name}.weight", (hidden, size), slice(None), columns)
-        if factor != 1:
-            weight, bias = weight * factor, None if bias is None else bias * factor
-        return LinearWeights((weight,), bias if self._shard.tp_rank == 0 else None)
-
-    def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
-        return self._tensor(name, shape, *slices).clone()
+        name, has_bias = f"{prefix}{self._config.traits.tensors.down}", self._config.mlp_bias
+        return self._products.of_inputs(name, size, self._part(size), has_bias=has_bias)
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

@@ -227,7 +227,8 @@ class ModelRunner:
             for layout in self.layouts
         ]
         make = functools.partial(self._backend, clock=clock)
-        return GroupsAttention(shape, layers, memory, make)
+        has_states = self.config.state is not None
+        return GroupsAttention(shape, layers, memory, make, has_states=has_states)
 
     def _backend(self, shape: AttentionShape, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over one KV."""

@@ -159,7 +159,7 @@ class Probe:
         query_size = self._num_heads * head_dim
         mixed_size = query_size if config.latent is None else self._num_heads * config.latent.v_head_dim
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
-        names = dataclasses.astuple(config.norm_names)
+        names = dataclasses.astuple(config.norm_names(self._layer))
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
         has_qk_norms = config.qk_norm or config.qk_row_norm or config.qk_own_norms
         qk_norms = [self._norm(size) if has_qk_norms else None for size in norm_sizes]

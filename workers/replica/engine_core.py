@@ -108,8 +108,10 @@ class EngineCore:
         self._pump_scheduled = False
         self._death = ""
         self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
-        sizes = zip(first.compatibility.windows, first.num_window_blocks, strict=True)
-        self.window_pools = [WindowPool(*each) for each in sizes]
+        self.window_pools = [
+            WindowPool(group.window, num_blocks, has_states=group.state_size > 0)
+            for group, num_blocks in zip(first.compatibility.groups[1:], first.num_window_blocks, strict=True)
+        ]
         self.scheduler = _scheduler(engine, shape, self.pool, self.window_pools, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)
@@ -125,7 +127,12 @@ class EngineCore:
             control=self,
         )
         self.kv_sender = KvSender(
-            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), len(self.window_pools)),
+            sends=SendTable(
+                spec.transfer,
+                engine.block_tokens,
+                len(ready),
+                [pool.has_states for pool in self.window_pools],
+            ),
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,

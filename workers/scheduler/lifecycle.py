@@ -45,8 +45,9 @@ class Lifecycle:
         max_sequences: int,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
+        snapshot_every_tokens: int = 0,
     ) -> None:
-        self.tables = BlockTables(pool, num_offload_blocks, windows)
+        self.tables = BlockTables(pool, num_offload_blocks, windows, snapshot_every_tokens)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).

@@ -103,7 +103,9 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self.life = Lifecycle(pool, config.max_sequences, num_offload_blocks, windows)
+        self.life = Lifecycle(
+            pool, config.max_sequences, num_offload_blocks, windows, config.snapshot_every_tokens
+        )
         self.life.has_store = self.life.tables.has_store = has_store
         self.migration = SequenceMigration(self.life)
         self.isolation = Isolation(self.life, num_stages)

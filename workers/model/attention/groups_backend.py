@@ -1,5 +1,6 @@
 """Attention of models whose layers form groups with KV and block tables apart (`workers.model.kv_groups`): a
-backend for each group, over its KV."""
+backend for each group, over its KV. A group of layers that keep a state has none: its blocks are handed to
+the layers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from workers.model.attention.interface import (
     LayerAttention,
     StepInput,
 )
+from workers.model.state.state_mixer import LayerStates
+from workers.model.state.state_step import StateStep
 
 MakeGroup = Callable[[AttentionShape, Tensor], AttentionBackend]
 
@@ -24,21 +27,31 @@ class GroupsAttention(AttentionBackend):
     memory are of the first group alone."""
 
     def __init__(
-        self, shape: AttentionShape, groups: Sequence[Sequence[int]], kvs: Sequence[Tensor], make: MakeGroup
+        self,
+        shape: AttentionShape,
+        groups: Sequence[Sequence[int]],
+        kvs: Sequence[Tensor],
+        make: MakeGroup,
+        *,
+        has_states: bool = False,
     ) -> None:
         """`groups` are the layers of this rank in each group, ascending, and `kvs` their KV. `make` makes the
-        backend of a group; one without layers here has none."""
+        backend of a group; one without layers here has none. With `has_states`, the layers of the last group
+        keep a state."""
         super().__init__(shape, kvs[0])
         self._kvs = tuple(kvs)
+        # The group of layers with a state, where one is here.
+        self.state_group = len(groups) - 1 if has_states and groups[-1] else None
         self._layer_to_group = {layer: group for group, layers in enumerate(groups) for layer in layers}
         self._layer_to_place = {layer: place for layers in groups for place, layer in enumerate(layers)}
         shapes = [_of_layers(shape, layers) for layers in groups]
         self._kinds = [_kinds_with(shape, layers) for layers in groups]
         self.backends = [
-            make(its, kv) if layers else None for its, kv, layers in zip(shapes, kvs, groups, strict=True)
+            make(its, kv) if layers and number != self.state_group else None
+            for number, (its, kv, layers) in enumerate(zip(shapes, kvs, groups, strict=True))
         ]
         made = [backend for backend in self.backends if backend is not None]
-        self.name = ", ".join(dict.fromkeys(backend.name for backend in made))
+        self.name = ", ".join(dict.fromkeys(backend.name for backend in made)) or "none"
         self.can_stage = self.backends[0] is None or self.backends[0].can_stage
         self.is_deterministic = all(backend.is_deterministic for backend in made)
         self.can_capture = all(backend.can_capture for backend in made)
@@ -60,6 +73,11 @@ class GroupsAttention(AttentionBackend):
             self._id_to_local[id(layer)] = known
         return known[1], known[2]
 
+    def states_of(self, layer: LayerAttention) -> Tensor:
+        """Return the states of a layer, [num_blocks, num_parts, part_size], a view of the group's blocks."""
+        assert self.state_group is not None
+        return self._kvs[self.state_group][:, self._layer_to_place[layer.index], 0, :, 0]
+
     def plan(self, step: StepInput) -> GroupsPlan:
         return GroupsPlan(self, step)
 
@@ -78,6 +96,8 @@ class GroupsPlan(AttentionPlan):
             None if its is None else its.plan(_of_group(step, group))
             for group, its in enumerate(backend.backends)
         ]
+        group = backend.state_group
+        self._state_step = None if group is None else StateStep.of(_of_group(step, group))
 
     @property
     def parts(self) -> Sequence[AttentionPlan | None]:
@@ -85,6 +105,10 @@ class GroupsPlan(AttentionPlan):
 
     def local(self, layer: LayerAttention) -> tuple[int, LayerAttention]:
         return self._backend.local(layer)
+
+    def states(self, layer: LayerAttention) -> LayerStates:
+        assert self._state_step is not None
+        return LayerStates(self._backend.states_of(layer), self._state_step)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         group, local = self.local(layer)

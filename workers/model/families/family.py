@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from workers.model.families.expert_traits import ExpertTraits
+from workers.model.families.state_traits import StateTraits
 
 # Which layers have a sliding window: none; all, where `sliding_window` is set; those that
 # `use_sliding_window` with `max_window_layers`, or `layer_types`, say, of which the second kind has them in
@@ -45,6 +46,23 @@ class NormNames:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TensorTraits:
+    """The names of a family's tensors. Those of a layer's attention and feed-forward begin with `attention`
+    and `feed_forward`; the others are the names of products without these."""
+
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn."
+    output: str = "o_proj"
+    feed_forward: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    # The rows of gate and up in one tensor.
+    gate_up: str = "gate_up_proj"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rotary:
     """The rotary embedding of a family, beside what config.json says of it."""
 
@@ -78,6 +96,9 @@ class Family:
     architectures: tuple[str, ...]
     # Defaults of transformers for keys that config.json lacks, where they differ from the other families'.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Other names of keys, that count before these.
+    key_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: TensorTraits = TensorTraits()
     # Biases: of queries, keys and values; of the attention's output; of the feed-forward.
     qkv_bias: bool | str = False
     output_bias: bool | str = False
@@ -135,6 +156,10 @@ class Family:
     # `per_layer_config`, `attention_k_eq_v`, `num_kv_shared_layers`, `use_double_wide_mlp`; and each of them
     # has an input of its own, of `hidden_size_per_layer_input`, and a factor `layer_scalar`.
     has_layer_shapes: bool = False
+    # A layer is one block, of attention, of a state or of a feed-forward, with the norm `attention_input`.
+    has_single_blocks: bool = False
+    # The layers that keep a recurrent state; None: all layers attend.
+    state: StateTraits | None = None
     # The experts of some or all layers; None: the family has none.
     experts: ExpertTraits | None = None
     # Keys and values are expanded from a latent, as `workers.model.latent_shape` describes.

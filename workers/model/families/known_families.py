@@ -22,6 +22,7 @@ from workers.model.families import (
     gpt_oss,
     granite,
     granitemoe,
+    lfm2,
     llama,
     minimax_m2,
     mistral,
@@ -77,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     minimax_m2.FAMILY,
     gpt_oss.FAMILY,
+    lfm2.FAMILY,
 )
 ARCHITECTURE_TO_FAMILY = {name: family for family in FAMILIES for name in family.architectures}
 NAME_TO_FAMILY = {family.name: family for family in FAMILIES}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from workers.model.latent_shape import ProductShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,8 +22,36 @@ class StateShape(ABC):
     layers: tuple[int, ...]
     attending: tuple[int, ...]
 
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer keeps a state."""
+        return _is_in(self.layers, layer)
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer attends."""
+        return _is_in(self.attending, layer)
+
     @abstractmethod
     def part_size(self, num_parts: int) -> int:
         """Return the elements of a layer's state in each of `num_parts` equal parts.
 
         Raises ValueError, saying what does not divide, where there are no such parts."""
+
+    @abstractmethod
+    def products(self, hidden_size: int) -> list[ProductShape]:
+        """Return the products of a layer, of all ranks together: that of the hidden states, and that of what
+        the layer mixes."""
+
+    @abstractmethod
+    def num_scratch(self, held: range, num_parts: int) -> int:
+        """Return the float32 elements that a token takes while a layer mixes, at a rank that holds these
+        parts."""
+
+    def kept_share(self, name: str, held: range, num_parts: int) -> float:
+        """Return the part of a tensor that a rank with these parts keeps; `name` is that within the layer's
+        block, such as `in_proj.weight`."""
+        return len(held) / num_parts
+
+
+def _is_in(ascending: Sequence[int], number: int) -> bool:
+    place = bisect_left(ascending, number)
+    return place < len(ascending) and ascending[place] == number

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.attention.interface import StepInput
+from workers.model.attention.interface import StepInput, to_device
 
 # In place of a block to continue from: the sequence begins, and its state is zero.
 NO_STATE = -1
@@ -24,7 +25,7 @@ class DeviceStates:
     writes: Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class StateStep:
     """The sequences of a step, of which the i-th has the `lengths[i]` rows that follow those before. It reads
     the state in block `reads[i]`, `NO_STATE` where it begins, and leaves that behind its last new token in
@@ -36,6 +37,26 @@ class StateStep:
     writes: NDArray[np.int32]
     lengths: NDArray[np.int32]
     device: DeviceStates | None = None
+
+    @functools.cached_property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token."""
+        return bool((self.lengths == 1).all())
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the blocks that sequences read and write, int64 [num_sequences] on the device. They are
+        uploaded once, for all layers."""
+        if (found := self._uploaded.get(device)) is None:
+            if self.device is not None:
+                found = self.device.reads.long(), self.device.writes.long()
+            else:
+                found = to_device(self.reads, device).long(), to_device(self.writes, device).long()
+            self._uploaded[device] = found
+        return found
+
+    @functools.cached_property
+    def _uploaded(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
     @staticmethod
     def of(step: StepInput) -> StateStep:

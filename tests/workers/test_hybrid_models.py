@@ -1,0 +1,132 @@
+"""Models some of whose layers keep a recurrent state: however a step is made up and a prompt is cut, and
+however ranks divide the model, logits are those of `transformers`, which computes the prompt at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import CASES, write_family_checkpoint
+from hybrid_attention import attention_over
+from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
+from parallel_ranks import ParallelCase, RankProcesses, form, run_case
+from safetensors.torch import load_file
+
+from workers.errors import CheckpointError
+from workers.model.decoder import Decoder, load_decoder
+from workers.model.model_config import read_model_config
+from workers.model.sizes import refuse_split
+from workers.model.weights import ShardSpec
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
+}
+LAYOUTS = {
+    "2x1": (2, [(0, 4)]),
+    "1x2": (1, [(0, 2), (2, 4)]),
+    # The first stage has no attention, the second no state.
+    "2x3": (2, [(0, 2), (2, 3), (3, 4)]),
+}
+NUM_STEPS = 8
+
+
+def _write(folder: Path, family: str, **keys: Any) -> Path:
+    write_family_checkpoint(folder, family, **(SHAPE | HYBRID[family] | keys))
+    return folder
+
+
+def _load(folder: Path) -> Decoder:
+    return load_decoder(folder, torch.float32, CPU)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("family", HYBRID)
+def test_sequences_of_one_step_do_not_mix(family: str, tmp_path: Path) -> None:
+    """They begin, go on and decode in the same steps, cut within and at the borders of blocks."""
+    _write(tmp_path, family)
+    model, reference = PagedModel(_load(tmp_path), torch.float32), reference_of(tmp_path)
+    prompts = [tokens_of(seed, count) for seed, count in enumerate((70, 33, 5, 49))]
+    cuts = [[32, 1, 1, 15, 21], [33], [1, 1, 3], [16, 16, 17]]
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in range(5):
+        work, at = [], []
+        for number, chunks in enumerate(cuts):
+            if step < len(chunks):
+                start = sum(chunks[:step])
+                work.append((number, prompts[number][start : start + chunks[step]]))
+                at.append(number)
+        for number, logits in zip(at, model.step(work), strict=True):
+            found[number].append(logits)
+    for prompt, parts in zip(prompts, found, strict=True):
+        assert error_of(torch.cat(parts), reference_logits(reference, prompt)) <= 1e-4
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_the_state_of_a_border_continues_in_another_block(family: str, tmp_path: Path) -> None:
+    """What a sequence left at the border of a block is what a sequence with the same beginning continues."""
+    _write(tmp_path, family)
+    model = PagedModel(_load(tmp_path), torch.float32)
+    prompt = tokens_of(4, 60)
+    expected = model.chunked(0, prompt, 32)
+    model.tables[1], model.lengths[1] = model.tables[0][:2], 32
+    assert torch.equal(model.step([(1, prompt[32:])])[0], expected[32:])
+    assert model.tables[1][2:] != model.tables[0][2:4]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses(6) as started:
+        yield started
+
+
+@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_equal_one(family: str, layout: str, processes: RankProcesses, tmp_path: Path) -> None:
+    model_dir, (tp, stages) = _write(tmp_path / "model", family), LAYOUTS[layout]
+    prompts = [tokens_of(seed, count) for seed, count in ((1, 41), (2, 70), (3, 5))]
+    chunks, output = [[16, 1, 24], [70], [5]], str(tmp_path)
+    whole = ParallelCase("whole", str(model_dir), 1, [(0, 4)], prompts, chunks, NUM_STEPS, output)
+    expected = run_case(whole, form(whole, None, 0))
+    case = ParallelCase(f"{family} {layout}", str(model_dir), tp, stages, prompts, chunks, NUM_STEPS, output)
+    processes.run(case)
+    found = load_file(tmp_path / f"{case.num_ranks - tp}.safetensors")
+    assert torch.equal(found["tokens"], expected["tokens"])
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_more_ranks_than_key_value_heads_are_refused(family: str, tmp_path: Path) -> None:
+    config = read_model_config(_write(tmp_path, family))
+    refuse_split(config, 3)
+    with pytest.raises(CheckpointError, match=r"tp 4 is more than num_key_value_heads 3, .* states"):
+        refuse_split(config, 4)
+
+
+def test_a_rank_without_attention_holds_states_alone(tmp_path: Path) -> None:
+    _write(tmp_path, "lfm2")
+    decoder = load_decoder(tmp_path, torch.float32, CPU, ShardSpec(0, 2, 1, 2))
+    kv = torch.zeros(4, 2, 2, 2, 16, 16)
+    kvs = attention_over(decoder, kv).kvs
+    assert [tuple(it.shape) for it in kvs] == [(4, 0, 2, 2, 16, 16), (4, 2, 1, 2, 1, 2 * 32)]
+
+
+def test_states_that_key_value_heads_do_not_divide_are_refused(tmp_path: Path) -> None:
+    shape = CASES["lfm2-1"] | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}
+    write_family_checkpoint(tmp_path, **shape)
+    read_model_config(tmp_path)
+    file = tmp_path / "config.json"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"hidden_size": 80', '"hidden_size": 84, "head_dim": 16'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"num_key_value_heads 5 divides .* 84 channels"):
+        read_model_config(tmp_path)

@@ -1,0 +1,31 @@
+"""The weights of layers that keep a recurrent state, and the interface of their readers."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+
+from workers.model.linear_weights import LinearWeights
+from workers.model.state.state_mixer import StateMixer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateWeights(ABC):
+    """The weights of one layer: the rows of the product of the hidden states, and the columns of that of what
+    the layer mixes, both of the parts of the state that the rank holds."""
+
+    input: LinearWeights
+    output: LinearWeights
+
+    @abstractmethod
+    def make_mixer(self, *, is_deterministic: bool) -> StateMixer:
+        """Return what mixes tokens between the two products. `is_deterministic`: a token's result shall
+        depend neither on the other sequences of a step nor on its chunks."""
+
+
+class StateWeightReader(ABC):
+    """Reads layers with a state for one rank."""
+
+    @abstractmethod
+    def layer(self, prefix: str) -> StateWeights:
+        """Read the layer whose tensors of this kind begin with `prefix`."""
