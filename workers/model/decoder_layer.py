@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
+from workers.model.attention.groups_backend import GroupsPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.expert_rows import RowProducts
 from workers.model.experts.mixture import Mixture
@@ -227,6 +228,7 @@ class DecoderLayer:
         if self.state_mixer is None:
             mixed = plan.run(self._attention, projected)
         else:
+            assert isinstance(plan, GroupsPlan), "states have blocks of their own"
             mixed = self.state_mixer.mix(projected, plan.states(self._attention))
         plan.marks.mark()
         return mixed

@@ -107,6 +107,7 @@ class GroupsPlan(AttentionPlan):
         return self._backend.local(layer)
 
     def states(self, layer: LayerAttention) -> LayerStates:
+        """Return the states of a layer that keeps such, and what the step does with them."""
         assert self._state_step is not None
         return LayerStates(self._backend.states_of(layer), self._state_step)
 

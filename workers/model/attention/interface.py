@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
-
-if TYPE_CHECKING:
-    from workers.model.state.state_mixer import LayerStates
 
 
 class SequenceSpan(NamedTuple):
@@ -278,10 +275,6 @@ class AttentionPlan(ABC):
     def local(self, layer: LayerAttention) -> tuple[int, LayerAttention]:
         """Return the group of a layer, and the layer as that group's plan numbers it."""
         return 0, layer
-
-    def states(self, layer: LayerAttention) -> LayerStates:
-        """Return the states of a layer that keeps such, and what the step does with them."""
-        raise AssertionError(f"layer {layer.index} keeps no state")
 
     @abstractmethod
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
