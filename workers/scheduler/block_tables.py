@@ -204,7 +204,13 @@ class BlockTables:
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._copied.give_back(on_device)
-        self.windows.give_back(sequence)
+        border = self.windows.give_back(sequence)
+        if self.has_store and border:
+            keys = sequence.block_keys(border, self._block_tokens)
+            parent_key = keys[-2] if border > 1 else ROOT
+            self._finished.append(
+                FinishedBlock(keys[-1], parent_key, keys[0], sequence.sharing_group, has_state=True)
+            )
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""
