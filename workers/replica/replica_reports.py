@@ -12,6 +12,7 @@ from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
 from workers.replica.block_marks import BlockMarks
+from workers.replica.layer_groups import LayerGroups
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -43,6 +44,7 @@ class ReplicaReports:
         self._connector = connector
         windows = scheduler.life.tables.windows.pools
         view = None if connector is None else connector.view
+        self._layer_groups = LayerGroups(ready[0].compatibility, pool, windows) if ready else None
         self._marks = BlockMarks(windows, pool.block_tokens, view)
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
@@ -129,8 +131,19 @@ class ReplicaReports:
             num_expert_copies=self._steps.copies.num_copies,
             **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
+            **self._of_layer_groups(),
             **self._of_the_store(),
         )
+
+    def _of_layer_groups(self) -> dict[str, Any]:
+        """Return the fields that concern groups of layers."""
+        counts = self._scheduler.life.tables.snapshot_counts
+        return {
+            "num_snapshot_hits": counts.num_hits,
+            "num_snapshot_misses": counts.num_misses,
+            "num_recomputed_tokens": counts.num_recomputed_tokens,
+            **(self._layer_groups.statistics() if self._layer_groups else {}),
+        }
 
     def _of_the_store(self) -> dict[str, Any]:
         """Return the fields that concern the node's store."""
@@ -143,6 +156,7 @@ class ReplicaReports:
             "num_announced_prompts": connector.announced.num_announced,
             "num_announced_blocks": connector.announced.num_loaded_blocks,
             "num_stored_blocks": connector.saver.num_stored,
+            "num_stored_states": connector.saver.num_stored_states,
             "num_unstored_blocks": dict(connector.saver.num_unstored),
             "num_store_checksum_failures": connector.loader.num_checksum_failures,
         }

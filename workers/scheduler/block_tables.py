@@ -11,6 +11,7 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.copied_blocks import CopiedBlocks
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
+from workers.scheduler.snapshot_counts import SnapshotCounts
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import FinishedBlock, StepBatch
 from workers.scheduler.window_pool import WindowPool
@@ -49,6 +50,7 @@ class BlockTables:
         self._block_tokens = pool.block_tokens
         self._copied = CopiedBlocks(pool)
         self._at_hand: list[int] = []
+        self.snapshot_counts = SnapshotCounts()
         # Whether `take_finished` is asked for.
         self.has_store = False
         self._finished: list[FinishedBlock] = []
@@ -81,10 +83,13 @@ class BlockTables:
     def fill(self, sequence: Sequence, demand: BlockDemand, num_new: int) -> None:
         """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
         self.pool.acquire(demand.cached)
+        num_cached = len(demand.cached)
         if demand.windows:
             self.windows.acquire(demand.windows)
             self.windows.give(sequence, demand.windows)
             sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
+            counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
+            self.snapshot_counts.add(*counted)
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
         sequence.num_registered_blocks = len(demand.cached)

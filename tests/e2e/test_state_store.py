@@ -1,0 +1,130 @@
+"""Models whose layers partly keep states, and a store: what was evicted, was written to NVMe and outlived a
+restart continues exactly, as `transformers` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_harness import E2eHarness, Heard, Replica, add_with_store, prompt, until
+from family_checkpoints import write_family_checkpoint
+from paged_model import continued
+from store_harness import StoreHarness
+
+from workers.config import Parallel
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 60
+PROMPT = prompt(5)
+# As long, and the same for 70 tokens: four blocks, behind which no chunk ends.
+OTHER = [*PROMPT[:70], *prompt(6)[:30]]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "vocab_size": 251,
+    "pad_token_id": 0,
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
+}
+# The first stage has no attention, the second no state.
+THREE_STAGES = Parallel(pp=3, devices=("cpu", "cpu", "cpu"), layers=(2, 1, 1))
+
+
+class StoredChats:
+    """Replicas that come and go on one node."""
+
+    def __init__(self, harness: E2eHarness, store: StoreHarness, model_dir: Path) -> None:
+        self._harness = harness
+        self._store = store
+        self._model_dir = model_dir
+
+    async def run(self, at: Replica, name: str, tokens: list[int]) -> Heard:
+        """Run a prompt, and compare what comes with the reference."""
+        heard = await self._harness.run(at, self._harness.submission(name, tokens, max_tokens=NUM_TOKENS))
+        assert heard.failure is None, heard.failure
+        assert heard.sequence() == continued(self._model_dir, tokens, NUM_TOKENS)
+        assert heard.prefill is not None
+        connector = at.core.connector
+        assert connector is not None
+        await until(lambda: connector.is_idle, "all is stored")
+        return heard
+
+    async def add(self, name: str, parallel: Parallel | None = None) -> Replica:
+        return await add_with_store(self._harness, self._store, name, parallel=parallel)
+
+
+def loaded(heard: Heard) -> dict[str, int]:
+    assert heard.prefill is not None
+    return heard.prefill.num_loaded_tokens
+
+
+@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("readers", [Parallel(tp=2), THREE_STAGES], ids=["tp", "pp"])
+async def test_a_chat_continues_where_another_replica_has_left_it(
+    family: str, readers: Parallel, tmp_path: Path
+) -> None:
+    model_dir = tmp_path / "model"
+    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    harness = E2eHarness(model_dir)
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
+        await store.start()
+        chats = StoredChats(harness, store, model_dir)
+        first = await chats.add("first")
+        assert not loaded(await chats.run(first, "first", PROMPT))
+        second = await chats.add("second", readers)
+        # The last border before the end of the prompt, and no state where `OTHER` leaves it.
+        assert loaded(await chats.run(second, "second", PROMPT)) == {"dram": 96}
+        assert not loaded(await chats.run(await chats.add("third"), "other", OTHER))
+        # The next turn: what was generated is behind the newest border.
+        turn = [*PROMPT, *continued(model_dir, PROMPT, NUM_TOKENS), *prompt(8)[:21]]
+        heard = await chats.run(await chats.add("fourth", readers), "turn", turn)
+        assert loaded(heard) == {"dram": (len(PROMPT) + NUM_TOKENS - 1) // 16 * 16}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+async def test_states_on_nvme_outlive_a_restart(family: str, tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    harness = E2eHarness(model_dir)
+    nvme = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 64 << 20, "segment_bytes": 4 << 20}
+    async with StoreHarness(tmp_path, harness.trust, **nvme) as store, harness:
+        await store.start()
+        chats = StoredChats(harness, store, model_dir)
+        first = await chats.add("first")
+        await chats.run(first, "first", PROMPT)
+        num_records = (await store.stat("dram")).num_records
+        await store.until("nvme", lambda stat: stat.num_records == num_records, "all is on NVMe")
+        await first.core.stop()
+        await store.stop()
+        await store.start()
+        second = await chats.add("second")
+        assert loaded(await chats.run(second, "second", PROMPT)) == {"nvme": 96}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+async def test_what_a_small_device_evicts_comes_back(family: str, tmp_path: Path) -> None:
+    """Ten chats in turns, and KV and states for a few of them."""
+    model_dir = tmp_path / "model"
+    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    harness = E2eHarness(model_dir)
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
+        await store.start()
+        chats = StoredChats(harness, store, model_dir)
+        small = {"kv_tokens": 512, "state_snapshots": 3, "max_sequences": 2}
+        replica = await add_with_store(harness, store, "small", engine=small)
+        prompts = [prompt(seed)[: 50 + 7 * seed] for seed in range(10, 17)]
+        for number, tokens in enumerate(prompts):
+            await chats.run(replica, f"first {number}", tokens)
+        num_loaded = 0
+        for number, tokens in enumerate(prompts):
+            turn = [*tokens, *continued(model_dir, tokens, NUM_TOKENS)[:40], 7]
+            num_loaded += sum(loaded(await chats.run(replica, f"second {number}", turn)).values())
+        assert num_loaded
+        await harness.quiet()
