@@ -248,9 +248,7 @@ KV = (
         by="layers",
         why_empty=NEEDS_STATES,
     ),
-    of_replica(
-        "layers_blocks", "num_layers_blocks", "blocks", "Blocks of a group of layers.", by="layers"
-    ),
+    of_replica("layers_blocks", "num_layers_blocks", "blocks", "Blocks of a group of layers.", by="layers"),
     of_replica(
         "free_layers_blocks",
         "num_free_layers_blocks",
