@@ -77,7 +77,7 @@ def test_a_replica_counts_up_to_its_last_place_to_continue(
             for tier in ("device", "dram", "nvme")
         )
         marked = tuple(key for key, is_marked in zip(keys, marks, strict=True) if is_marked)
-        tree.apply_snapshot(KvSnapshot(replica, 1, stored, marked, needed))  # type: ignore[arg-type]
+        tree.apply_snapshot(KvSnapshot(replica, 1, stored, marked, needed))
         expected[f"r{number}"] = continued(where, marks, needed, most)
     match = tree.match(keys, most)
     assert {name: match.of(name) for name in expected} == expected

@@ -30,7 +30,8 @@ class LayerGroups:
             for name, size, is_state, window in zip(names, sizes, states, reaches, strict=True)
             if is_state or window
         }
-        self._pools = dict(zip(names, (pool, *windows), strict=True))
+        self._pools: dict[str, BlockPool | WindowPool] = {names[0]: pool}
+        self._pools |= dict(zip(names[1:], windows, strict=True))
 
     def statistics(self) -> dict[str, Any]:
         """Return the fields of `ReplicaStats` that are by groups."""

@@ -212,7 +212,9 @@ class BlockLoader:
     def _ask(self, need: LoadNeed, *, is_early: bool) -> None:
         self._number += 1
         now = self._clock.now()
-        num_here = len(self._pool.match(need.keys)) if self._states else need.num_held
+        # Blocks whose state alone is gone need not come again. Behind a window they do, with what is in it.
+        only_states = bool(self._states) and not self._windows
+        num_here = len(self._pool.match(need.keys)) if only_states else need.num_held
         load = self._loads[self._number] = _Load(need, now, now, num_here, is_early)
         states = self._state_keys(need.keys[need.num_held :])
         if not self._client.send(FindRequest(self._number, need.keys[0], load.keys, states)):
