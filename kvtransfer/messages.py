@@ -140,14 +140,19 @@ class CompatibilityRecord(Part, frozen=True):
         """What a sequence that moves to another replica takes along."""
         groups = list(zip(self.groups, self.group_bytes, strict=True))
         windows = [(group.window, size) for group, size in groups if group.window and not group.state_size]
-        states = sum(size for group, size in groups if group.state_size)
         window_token_bytes = sum(size for _, size in windows)
         return MovedBytes(
             self.token_bytes - window_token_bytes,
             window_token_bytes,
             max((window for window, _ in windows), default=0),
-            states,
+            self.state_bytes,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """The recurrent states of a sequence over all layers and heads, however long it is."""
+        sizes = (len(group.layers) * group.state_size for group in self.groups)
+        return sum(sizes) * self.num_kv_heads * STATE_ITEM_BYTES
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """Return one line per differing field; no lines when the two may exchange KV."""

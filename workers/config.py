@@ -146,6 +146,11 @@ class EngineSettings(BaseModel):
     # Requests whose KV is being loaded from the store at a time; more wait their turn.
     max_loading: int = Field(default=4, ge=1)
 
+    @property
+    def num_state_snapshots(self) -> int | None:
+        """The snapshots of states; None where their number follows from the memory for KV."""
+        return None if self.state_snapshots == "auto" else self.state_snapshots
+
     def step_sizes(self, devices: Collection[str]) -> StepSizes:
         """Return the sizes of steps on these devices, the smallest where they differ."""
         autos = [DEVICE_TO_STEP_SIZES[device.partition(":")[0]] for device in devices]

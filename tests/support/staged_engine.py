@@ -273,8 +273,12 @@ class StagedEngine:
         assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
         self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
         for step in self.steps:
-            named = {block for entry in step.works for block in entry.block_ids}
-            named |= {copy.src_block for copy in step.plan.copies}
+            named = {
+                block
+                for entry in step.works
+                for block in entry.block_ids[: -(-(entry.start + entry.num_tokens) // BLOCK_TOKENS)]
+            }
+            named |= {copy.src_block for copy in step.plan.copies if not copy.group}
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
             self._check_windows(step)

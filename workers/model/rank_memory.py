@@ -104,8 +104,9 @@ class RankShape:
 
     def kv_token_bytes(self, item_bytes: int) -> int:
         """Return the size of one token's keys and values, or latents of both."""
-        cells = self.model.kv_cells
-        return cells.num_kinds * self.num_kv_layers * self.num_kv_cells * cells.width * item_bytes
+        cells, layers = self.model.kv_cells, range(self.first_layer, self.first_layer + self.num_kv_layers)
+        num_layers = sum(map(self.model.has_attention, layers))
+        return cells.num_kinds * num_layers * self.num_kv_cells * cells.width * item_bytes
 
 
 class Checkpoint(NamedTuple):

@@ -165,6 +165,7 @@ class EngineCore:
             clock=clock,
             max_active=spec.transfer.max_migrations,
             token_bytes=first.compatibility.token_bytes,
+            state_bytes=first.compatibility.state_bytes,
         )
         self.requests = Requests(
             identity=spec.identity,

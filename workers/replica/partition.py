@@ -106,6 +106,7 @@ class Shape:
                 frees_windows=spec.frees_windows,
                 expert_copies=engine.expert_copies,
                 kv_dtype=engine.kv_dtype,
+                state_snapshots=engine.num_state_snapshots,
             )
             for rank in range(parallel.num_ranks)
         ]

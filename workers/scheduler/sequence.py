@@ -192,6 +192,7 @@ class Sequence:
         "mask_digest",
         "most_tokens",
         "num_expected_cached_tokens",
+        "num_lost_states",
         "num_offloaded",
         "num_pending",
         "num_registered_blocks",
@@ -256,6 +257,8 @@ class Sequence:
         # How many of its first blocks were cached without what windows or states need behind them: there
         # other prompts have left the way of this one.
         self.known_border = 0
+        # How often its recurrent state was lost in a step that failed.
+        self.num_lost_states = 0
         # The number of its `block_ids` in the ranks' host memory.
         self.num_offloaded = 0
         # The sharing group to which its blocks count.
