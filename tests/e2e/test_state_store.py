@@ -7,11 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import E2eHarness, Heard, Replica, add_with_store, prompt, until
+from e2e_harness import (
+    BLOCK_TOKENS,
+    ROOT_KEY,
+    E2eHarness,
+    Heard,
+    Replica,
+    add_with_store,
+    prompt,
+    raw,
+    until,
+)
 from family_checkpoints import write_family_checkpoint
 from paged_model import continued
 from store_harness import StoreHarness
 
+from kvtransfer.blocks.keys import extend_keys
+from kvtransfer.common.clock import SystemClock
+from router.radix import PrefixTree
 from workers.config import Parallel
 
 pytestmark = pytest.mark.slow
@@ -65,6 +78,23 @@ def loaded(heard: Heard) -> dict[str, int]:
     return heard.prefill.num_loaded_tokens
 
 
+def cached_tokens(heard: Heard) -> int:
+    assert heard.prefill is not None
+    return heard.prefill.num_cached_tokens
+
+
+def known_blocks(replica: Replica, tokens: list[int]) -> int:
+    """Return how many blocks of a prompt a router that has just joined counts at the replica, in all."""
+    reports, name = replica.core.reports, replica.core.identity
+    reports.kv_events()
+    tree = PrefixTree(SystemClock(), prediction_ttl_s=1.0)
+    tree.add_replica(name)
+    assert tree.apply_snapshot(reports.kv_snapshot())
+    keys = extend_keys(ROOT_KEY, raw(tokens), BLOCK_TOKENS)
+    num_device, in_store = tree.match(keys, (len(tokens) - 1) // BLOCK_TOKENS).of(name.replica_id)
+    return num_device + sum(in_store)
+
+
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("readers", [Parallel(tp=2), THREE_STAGES], ids=["tp", "pp"])
 async def test_a_chat_continues_where_another_replica_has_left_it(
@@ -78,10 +108,16 @@ async def test_a_chat_continues_where_another_replica_has_left_it(
         chats = StoredChats(harness, store, model_dir)
         first = await chats.add("first")
         assert not loaded(await chats.run(first, "first", PROMPT))
+        # A router counts what a sequence then uses, up to a border with a state, left by chance or for that.
+        assert known_blocks(first, PROMPT) == 6
+        num_known = known_blocks(first, OTHER)
+        assert cached_tokens(await chats.run(first, "other here", OTHER)) == num_known * BLOCK_TOKENS
         second = await chats.add("second", readers)
-        # The last border before the end of the prompt, and no state where `OTHER` leaves it.
+        # The last border before the end of the prompt.
         assert loaded(await chats.run(second, "second", PROMPT)) == {"dram": 96}
-        assert not loaded(await chats.run(await chats.add("third"), "other", OTHER))
+        # Where `OTHER` began at the first replica, others can begin elsewhere.
+        third = await chats.add("third")
+        assert loaded(await chats.run(third, "third", [*PROMPT[:75], 3, 5])) == {"dram": 64}
         # The next turn: what was generated is behind the newest border.
         turn = [*PROMPT, *continued(model_dir, PROMPT, NUM_TOKENS), *prompt(8)[:21]]
         heard = await chats.run(await chats.add("fourth", readers), "turn", turn)

@@ -29,6 +29,7 @@ from kvtransfer.store.messages.engine_session import (
     PutRequest,
     Source,
 )
+from kvtransfer.store.messages.records import Tier
 from kvtransfer.store.messages.store_orders import (
     StoreCopy,
     StoreGet,
@@ -105,7 +106,8 @@ class ModelOwner:
             self.written[self.next_offset] = self.records[key]
             blocks.append((Source(0, self.next_offset, SHARD, SHARD, 512, 0),))
             self.next_offset += 4096
-        return FetchedBlocks(request.number, b"a", 0, tuple(blocks), ("dram",) * num_found, True)
+        tiers: tuple[Tier, ...] = ("dram",) * num_found
+        return FetchedBlocks(request.number, b"a", 0, tuple(blocks), tiers, True)
 
 
 class StoreGroups(RuleBasedStateMachine):
@@ -118,6 +120,7 @@ class StoreGroups(RuleBasedStateMachine):
         self.states = WindowPool(STATE_WINDOW, NUM_OTHERS, has_states=True)
         # The groups in their order: KV, windows, states.
         self.others = [*self.windows, self.states]
+        self.pools: list[BlockPool | WindowPool] = [self.pool, *self.others]
         self.device: list[dict[int, Content]] = [{} for _ in range(1 + len(self.others))]
         self.owner, self.clock, self.counts = ModelOwner(), ManualClock(), FakeCounts()
         self.sent: deque[Any] = deque()
@@ -180,7 +183,7 @@ class StoreGroups(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), num_blocks=st.integers(1, NUM_OTHERS))
     def evict(self, number: int, num_blocks: int) -> None:
         """Other sequences take blocks of a group, and write into them."""
-        pool = ([self.pool, *self.others])[min(number, len(self.others))]
+        pool = self.pools[min(number, len(self.others))]
         if pool.num_free >= num_blocks:
             block_ids = pool.allocate(num_blocks)
             for block_id in block_ids:
@@ -266,7 +269,7 @@ class StoreGroups(RuleBasedStateMachine):
             self.saver.lost()
             self.loader.lost()
             return
-        for pool in (self.pool, *self.others):
+        for pool in self.pools:
             pool.purge("g")
         self.saver.drop("g")
         self.loader.drop("g")
@@ -280,7 +283,9 @@ class StoreGroups(RuleBasedStateMachine):
         expected = self._longest(keys)
         self.want(keys, len(keys))
         self._settle()
-        assert len(self._match(keys).block_ids) == expected
+        found = len(self._match(keys).block_ids)
+        # What comes may join with what the device has of a window farther on.
+        assert found == expected or (self.windows and found > expected)
 
     def _settle(self) -> None:
         while self.sent or self.orders or self.loading or not self.saver.is_idle:
@@ -310,7 +315,7 @@ class StoreGroups(RuleBasedStateMachine):
     def what_is_found_is_right(self) -> None:
         for keys in PROMPTS:
             for index, key in enumerate(keys):
-                for number, pool in enumerate((self.pool, *self.others)):
+                for number, pool in enumerate(self.pools):
                     if (block_id := pool.find(key)) is not None:
                         assert self.device[number][block_id] == (number, key)
                 windows = {(number, key) for number in range(1, len(self.others))}
@@ -320,7 +325,7 @@ class StoreGroups(RuleBasedStateMachine):
 
     @invariant()
     def references_are_known(self) -> None:
-        for pool in (self.pool, *self.others):
+        for pool in self.pools:
             pool.check()
         assert self.pool.num_references == self.saver.num_references + self.loader.num_references
         held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)

@@ -8,11 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from index_harness import RawRedis
 from msgspec.structs import replace
+from optional_programs import uses_redis_or_valkey
+from patience import WAIT_S
 from state_replica import NUM_HEADS, NUM_LAYERS, StateReplica
 from store_harness import Chain, StoreHarness
 
 from kvtransfer.blocks.keys import state_key
+from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages.admin_requests import PurgeRequest, PurgeResult
 from kvtransfer.store.messages.store_orders import StoreGetDone
@@ -21,6 +25,8 @@ WHOLE = Shard(0, NUM_LAYERS, 0, NUM_HEADS)
 HALVES = Shard(0, NUM_LAYERS, 0, 2), Shard(0, NUM_LAYERS, 2, 4)
 # The second stage has a layer that attends and none with a state.
 STAGES = Shard(0, 3, 0, NUM_HEADS), Shard(3, NUM_LAYERS, 0, NUM_HEADS)
+
+_NOTHING: tuple[int, dict[str, int]] = 0, {}
 
 
 @contextlib.asynccontextmanager
@@ -101,6 +107,7 @@ def test_replicas_of_other_shapes_share_states(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_states_come_back_from_nvme_after_a_restart(tmp_path: Path) -> None:
     async def run() -> None:
         chain = Chain.of("a", 8)
@@ -130,6 +137,32 @@ def test_a_prefetch_brings_the_last_state_near(tmp_path: Path) -> None:
                 # All blocks, and one of the three states.
                 await harness.until("dram", lambda stat: stat.num_records == 9, "it is near")
                 assert await its.load("alice", chain.keys) == (7, {"dram": 7 * 16})
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@uses_redis_or_valkey
+def test_states_come_from_another_node(tmp_path: Path) -> None:
+    async def run() -> None:
+        redis = RawRedis(tmp_path)
+        how = {"redis_url": redis.url, "lookup_budget_s": 0.5}
+        nodes = [StoreHarness(tmp_path, node_id=f"node-{number}", **how) for number in (1, 2)]
+        chain = Chain.of("a", 6)
+        try:
+            for node in nodes:
+                await node.start()
+            async with replica(nodes[0]) as its:
+                await its.compute("alice", chain.keys, borders=(3, 5))
+            async with replica(nodes[1], *HALVES) as its:
+                deadline, found = SystemClock().now() + WAIT_S, _NOTHING
+                while found == _NOTHING and SystemClock().now() < deadline:  # until they are announced
+                    found = await its.load("alice", chain.keys)
+                assert found == (5, {"remote": 5 * 16})
+        finally:
+            for node in nodes:
+                await node.close()
+            redis.close()
 
     asyncio.run(run())
 

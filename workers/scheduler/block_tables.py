@@ -90,6 +90,7 @@ class BlockTables:
             sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
             counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
             self.snapshot_counts.add(*counted)
+            self._offer_state(sequence, num_cached)
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
         sequence.num_registered_blocks = len(demand.cached)
@@ -209,8 +210,13 @@ class BlockTables:
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._copied.give_back(on_device)
-        border = self.windows.give_back(sequence)
-        if self.has_store and border:
+        self._offer_state(sequence, self.windows.give_back(sequence))
+
+    def _offer_state(self, sequence: Sequence, border: int) -> None:
+        """Let the store have the state behind so many blocks, if there is one: a sequence has begun there, or
+        may."""
+        is_private = sequence.request.submission.facts.is_private
+        if self.has_store and border and self.windows.have_states and not is_private:
             keys = sequence.block_keys(border, self._block_tokens)
             parent_key = keys[-2] if border > 1 else ROOT
             self._finished.append(

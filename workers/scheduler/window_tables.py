@@ -32,7 +32,7 @@ class WindowTables:
         self._block_tokens = block_tokens
         self._snapshots = snapshots
         self._copied = [CopiedBlocks(pool) for pool in self.pools]
-        self._has_states = any(pool.has_states for pool in self.pools)
+        self.have_states = any(pool.has_states for pool in self.pools)
 
     @property
     def num_retired_references(self) -> list[int]:
@@ -72,7 +72,7 @@ class WindowTables:
 
     def end_of_chunk(self, sequence: Sequence, end: int) -> int:
         """Return where a chunk that may reach `end` ends, so that states are there that others start with."""
-        return self._snapshots.end_of_chunk(sequence, end) if self._has_states else end
+        return self._snapshots.end_of_chunk(sequence, end) if self.have_states else end
 
     def fitting_end(self, sequence: Sequence, end: int) -> int:
         """Return the most tokens, at most `end`, up to which there are blocks for the sequence to write into
