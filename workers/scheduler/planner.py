@@ -147,6 +147,10 @@ class Planner:
             if comes_back or self._life.blocks_come_back(None):
                 return 0
             victim = self._victim(batch, sequence, None)
+            if victim.request.decodes_remotely:
+                return (
+                    0  # a push may be reading its blocks: it waits for those of others that are handed over
+                )
             self._life.preempt(victim)
             if victim is sequence:
                 return 0

@@ -12,7 +12,10 @@ class StateTable(GroupTable):
     """The few blocks of a sequence that hold its state: the block at an index has the state behind the last
     token that was computed of that block of the sequence. A plan reads the block of the token before its
     first, and leaves the state in the block of its last, which may be the same. Those between are never
-    there."""
+    there.
+
+    The tokens of a block cannot be taken back, as drafts that are rejected would be: that takes a copy of the
+    state from before them."""
 
     __slots__ = ("_block_tokens", "_index_to_block")
 
