@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.random_delta import delta_tensors
 from benchmarks.random_experts import expert_tensors
 from benchmarks.random_latents import RandomMatrix, latent_matrices, latent_norms
 from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.state.delta_shape import DeltaShape
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -98,6 +100,23 @@ QWEN3_06B: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 40960,
     "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+# A shape of Qwen3.5 of 0.8 billion weights, three of whose four layers keep a state, as keys of config.json.
+QWEN3_5_08B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "vocab_size": 248320,
     "tie_word_embeddings": True,
 }
 
@@ -210,6 +229,9 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             matrices["per_layer_projection"] = (hidden, shapes.input_size, depth_gain, False)
         if not ffn:
             matrices = {name: it for name, it in matrices.items() if not name.startswith("mlp.")}
+        if isinstance(config.state, DeltaShape) and config.has_state(layer):
+            block = f"{prefix}linear_attn."
+            tensors |= delta_tensors(config.state, hidden, block, depth_gain, matrix, vector)
         if config.has_experts(layer):
             tensors |= expert_tensors(config, prefix, depth_gain, matrix, vector)
         for name, (rows, columns, gain, has_bias) in matrices.items():
@@ -222,7 +244,7 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
             tensors |= {f"{prefix}{name}.bias": vector(hidden, 0.0, 0.1) for name in norms}
         if config.latent is not None:
             norms |= latent_norms(config.latent)
-        if config.qk_norm:
+        if config.qk_norm and config.has_attention(layer):
             norms["self_attn.q_norm"] = head_dim
             norms |= {"self_attn.k_norm": head_dim} if config.has_own_kv(layer) else {}
         if shapes.input_size:
@@ -250,12 +272,15 @@ def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[st
 
 
 def _attention_matrices(config: ModelConfig, layer: int, depth_gain: float) -> dict[str, RandomMatrix]:
-    """Return the matrices of a layer's attention."""
+    """Return the matrices of a layer's attention, if it has such."""
+    if not config.has_attention(layer):
+        return {}
     if config.latent is not None:
         return latent_matrices(config, config.latent, depth_gain)
     (num_kv_heads, head_dim), hidden = config.heads_of(layer), config.hidden_size
     num_q, num_kv = config.num_heads * head_dim, num_kv_heads * head_dim
-    matrices = {"self_attn.q_proj": RandomMatrix(num_q, hidden, 1.5, config.qkv_bias)}
+    num_rows = num_q * (1 + config.traits.has_output_gate)
+    matrices = {"self_attn.q_proj": RandomMatrix(num_rows, hidden, 1.5, config.qkv_bias)}
     if config.has_own_kv(layer):
         matrices["self_attn.k_proj"] = RandomMatrix(num_kv, hidden, 1.0, config.qkv_bias)
         if not config.has_key_values(layer):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from workers.model.families.known_families import FAMILIES, NAME_TO_FAMILY
-from workers.model.model_config import read_model_config
+from workers.model.model_config import ModelConfig, read_model_config
 
 SPARSE = {
     "hidden_size": 4096,
@@ -19,7 +20,23 @@ SPARSE = {
     "vocab_size": 260000,
 }
 # Keys without which `transformers` makes no model of a family.
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
+NEEDED: dict[str, dict[str, object]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 15},
+    "nemotron_h": {"hybrid_override_pattern": "M*-" * 10},
+}
+
+
+def check_ropes(config: ModelConfig, ropes: dict[str, Any], head_dim: int) -> None:
+    """Compare the rotary embedding with that of `transformers`, of heads of this size unless they differ."""
+    full, sliding = ropes.get("full_attention", ropes), ropes.get("sliding_attention", ropes)
+    assert config.rope.rope_type == full["rope_type"]
+    assert config.rope.theta == full["rope_theta"]
+    part = full.get("partial_rotary_factor", 1.0)
+    rotated_dim = head_dim if config.latent else config.heads_of(config.num_layers - 1).head_dim
+    assert (config.rope.num_rotated or rotated_dim) == int(part * rotated_dim)
+    thetas = {rope.theta for rope in config.ropes if rope is not None}
+    assert thetas <= {full["rope_theta"], sliding["rope_theta"]}
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
@@ -46,15 +63,10 @@ def test_silent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: 
     assert config.max_context_tokens == expected.max_position_embeddings
     assert config.rms_norm_eps == getattr(expected, family.norm_eps)
     assert config.tie_word_embeddings == expected.tie_word_embeddings
-    ropes = expected.rope_parameters
-    full, sliding = ropes.get("full_attention", ropes), ropes.get("sliding_attention", ropes)
-    assert config.rope.rope_type == full["rope_type"]
-    assert config.rope.theta == full["rope_theta"]
-    part = full.get("partial_rotary_factor", 1.0)
-    rotated_dim = config.heads_of(config.num_layers - 1).head_dim if latent is None else expected.head_dim
-    assert (config.rope.num_rotated or rotated_dim) == int(part * rotated_dim)
-    thetas = {rope.theta for rope in config.ropes if rope is not None}
-    assert thetas <= {full["rope_theta"], sliding["rope_theta"]}
+    if (ropes := getattr(expected, "rope_parameters", None)) is None:
+        assert set(config.ropes) == {None}
+    else:
+        check_ropes(config, ropes, head_dim if latent is None else expected.head_dim)
     kinds = getattr(expected, "layer_types", None)
     if kinds is not None:
         window = getattr(expected, "sliding_window", None) or 0

@@ -52,8 +52,9 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
 _ROUNDED = [
     case
     for case in CASES
-    # Phi-3.5-MoE weighs two experts by which of them comes first, and rounding changes that.
-    if CASES[case]["family"] != "phimoe"
+    # Phi-3.5-MoE weighs two experts by which of them comes first, and rounding changes that. What the gated
+    # delta rule gives a token may be small before its norm (`test_delta_models` compares most tokens).
+    if CASES[case]["family"] not in ("phimoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     and case.endswith("-1" if NAME_TO_FAMILY[CASES[case]["family"]].experts is None else ("-3", "-6"))
 ]
 

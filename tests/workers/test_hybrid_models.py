@@ -29,8 +29,45 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 3,
     "head_dim": 16,
 }
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
 HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA
+    | {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 30,
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
+    # Ranks have parts of the one group that is normalized, with experts.
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 12,
+        "mamba_d_state": 18,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 51,
+        "attention_multiplier": 0.15,
+        "residual_multiplier": 0.6,
+        "mamba_proj_bias": True,
+    },
+    # Ranks have whole groups; layers of one block.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "ssm_state_size": 18,
+        "n_groups": 3,
+        "time_step_min": 1e-30,
+        "use_bias": True,
+    },
 }
 LAYOUTS = {
     "2x1": (2, [(0, 4)]),
@@ -102,7 +139,9 @@ def test_ranks_equal_one(family: str, layout: str, processes: RankProcesses, tmp
     processes.run(case)
     found = load_file(tmp_path / f"{case.num_ranks - tp}.safetensors")
     assert torch.equal(found["tokens"], expected["tokens"])
-    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
+    # Norms of what the delta rule gives enlarge what rounding changes of small sums.
+    atol = 5e-4 if HYBRID[family].get("linear_num_key_heads") else 5e-5
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("family", HYBRID)

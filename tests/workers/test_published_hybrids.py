@@ -4,6 +4,7 @@ unnoticed."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +62,91 @@ LFM2: dict[str, Any] = {
     "use_pos_enc": True,
     "vocab_size": 65536,
 }
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    "logits_scaling": 16,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1536,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_head_dim": 128,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 8,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+# The states of heads, and the last inputs of the convolution, with a copy of one group's in each part.
+_GRANITE_STATE = 8192 * 128 + 3 * (8192 + 8 * 2 * 128)
+_NEMOTRON_STATE = 8192 * 128 + 3 * (8192 + 8 * 2 * 128)
 MODELS = {
     "LiquidAI/LFM2-1.2B": PublishedHybrid(LFM2, 128000, [2, 5, 8, 10, 12, 14], 10, 8192, 10 * 2 * 2048 * 4),
+    "ibm-granite/granite-4.0-h-small": PublishedHybrid(
+        GRANITE, 131072, [5, 15, 25, 35], 36, 1536, 36 * _GRANITE_STATE * 4
+    ),
+    "nvidia/Nemotron-H-8B-Base-8K": PublishedHybrid(
+        NEMOTRON, 8192, [7, 18, 29, 40], 24, 21504, 24 * _NEMOTRON_STATE * 4
+    ),
 }
 
 

@@ -80,6 +80,11 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
         found += [
             it for it in (experts.gate_up_bias, experts.down_bias, mixture.correction) if it is not None
         ]
+        branches = mixture.branch_norms
+        if branches is not None:
+            found += tensors_of_norms(*(getattr(branches, it.name) for it in dataclasses.fields(branches)))
+        found += tensors_of_norms(mixture.router_norm)
+        found += [] if mixture.expert_scale is None else [mixture.expert_scale]
         if shared is not None:
             products += [shared.gate_up, shared.down]
             found += [] if shared.gate is None else [shared.gate]
@@ -133,6 +138,10 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
     "ernie4_5_moe-3",
     "deepseek_v2-2",
     "lfm2-3",
+    "granitemoehybrid-2",
+    "granitemoehybrid-3",
+    "nemotron_h-3",
+    "gemma4_text-4",
 ]
 
 
@@ -144,7 +153,7 @@ _FAST = (
     "qwen2_moe-3",
     "gpt_oss-1",
     "deepseek_v2-2",
-    "lfm2-3",
+    *("lfm2-3", "granitemoehybrid-3", "nemotron_h-3"),
 )
 
 

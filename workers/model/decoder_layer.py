@@ -22,7 +22,9 @@ from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
+from workers.model.output_gate import OutputGate
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
 from workers.model.value_norm import ValueNorm
@@ -74,11 +76,13 @@ class DecoderLayer:
         def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
             return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
 
-        self._xielu = weights.xielu
-        gate = None if config.activation == "xielu" else config.activation
+        self._plain = weights.xielu or (relu2 if config.activation == "relu2" else None)
+        activation = config.activation
+        gate = None if activation == "xielu" or activation == "relu2" else activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
         self._projection: Linear | LatentProjection | None = None
+        self._output_gate: OutputGate | None = None
         self.output: AddedProduct | None = None if weights.output is None else linear(weights.output)
         # Mixes tokens by a state, in place of attention.
         self.state_mixer: StateMixer | None = None
@@ -87,6 +91,9 @@ class DecoderLayer:
             self.state_mixer = state.make_mixer(is_deterministic=is_deterministic)
         elif weights.qkv is not None:
             self._projection = linear(weights.qkv)
+            if config.traits.has_output_gate:
+                assert weights.output is not None
+                self._output_gate = OutputGate(weights.output.parts[0].shape[1])
         elif weights.latent is not None:
             shape = config.latent
             assert shape is not None
@@ -129,9 +136,9 @@ class DecoderLayer:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
         qkv, output, gate_up, down = self._projection, self.output, self._gate_up, self.down
         norms = self.qk_norms
-        if qkv is None or output is None or self.state_mixer is not None:
+        if qkv is None or output is None or self.state_mixer is not None or self._output_gate is not None:
             return None
-        if self._xielu is not None or self.parallel_sum is not None or self._has_layer_norms():
+        if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
         if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
             return None
@@ -225,11 +232,14 @@ class DecoderLayer:
         if self.qk_norms is not None:
             self.qk_norms.normalize(projected)
         plan.marks.mark()
-        if self.state_mixer is None:
-            mixed = plan.run(self._attention, projected)
-        else:
+        if self.state_mixer is not None:
             assert isinstance(plan, GroupsPlan), "states have blocks of their own"
             mixed = self.state_mixer.mix(projected, plan.states(self._attention))
+        elif (gate := self._output_gate) is not None:
+            qkv, gates = gate.split(projected)
+            mixed = gate.multiply(plan.run(self._attention, qkv), gates)
+        else:
+            mixed = plan.run(self._attention, projected)
         plan.marks.mark()
         return mixed
 
@@ -301,9 +311,9 @@ class DecoderLayer:
 
     def _activated(self, x: Tensor, out: Tensor) -> Tensor:
         assert self._gate_up is not None
-        if self._xielu is None:
+        if self._plain is None:
             return self._gate_up.gated(x, out)
-        return self._xielu(self._gate_up(x, out), out)
+        return self._plain(self._gate_up(x, out), out)
 
 
 def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) -> Tensor | None:

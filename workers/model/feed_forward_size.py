@@ -5,12 +5,12 @@ from __future__ import annotations
 from workers.model.config_values import ConfigValues
 
 
-def feed_forward_size(values: ConfigValues) -> int:
-    """Return the columns between the products of a feed-forward that is no expert's.
+def feed_forward_size(values: ConfigValues, key: str) -> int:
+    """Return the columns between the products of a feed-forward that is no expert's, by the `key`.
 
-    Where `block_auto_adjust_ff_dim` is set, two thirds of `intermediate_size` times a factor are rounded up
+    Where `block_auto_adjust_ff_dim` is set, two thirds of its value times a factor are rounded up
     to a multiple."""
-    size = values.count("intermediate_size")
+    size = values.count(key)
     if not values.raw.get("block_auto_adjust_ff_dim"):
         return size
     multiple = values.count("block_multiple_of")

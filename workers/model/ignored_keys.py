@@ -61,6 +61,8 @@ _ROPE_KEYS = {
 # Of longrope alone, by both of its names.
 _LONGROPE_TYPES = ("longrope", "su")
 _LONGROPE_KEYS = {"long_factor", "short_factor"}
+# Of positions in time, height and width.
+_SECTION_KEYS = {"mrope_section", "mrope_interleaved"}
 # Keys that families use by what is declared of them, beside those that their declarations name.
 _LOGITS_SOFTCAP_KEY = "final_logit_softcapping"
 _SOFTCAP_KEYS = {"attn_logit_softcapping", _LOGITS_SOFTCAP_KEY}
@@ -80,6 +82,7 @@ def ignored_keys(model_dir: Path) -> dict[str, str]:
         for name, inner in _rope_sets(outer, raw.get(outer)):
             is_longrope = (inner.get("rope_type") or inner.get("type")) in _LONGROPE_TYPES
             known = _ROPE_KEYS | _LONGROPE_KEYS if is_longrope else _ROPE_KEYS
+            known = known | _SECTION_KEYS if family.rotary.has_sections else known
             unknown = sorted(key for key in inner.keys() - known if not _is_off(inner[key]))
             found |= {f"{name}.{key}": "rotary embedding is computed without it" for key in unknown}
     return found

@@ -39,7 +39,7 @@ from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 from workers.model.state.state_shape import StateShape
 from workers.model.window_reader import WindowReader
 
-Activation = Literal["silu", "gelu_tanh", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "xielu", "relu2"]
 
 _MAX_HEADER_BYTES = 100_000_000
 # Beyond what any model has; lists of as many layers are made.
@@ -54,7 +54,7 @@ _GATED_ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu"}
+_PLAIN_ACTIVATIONS: dict[str, Activation] = {"xielu": "xielu", "relu2": "relu2"}
 # What a model of text and images says of its text model outside of `text_config`.
 _OF_WRAPPERS = ("quantization_config", "tie_word_embeddings", "eos_token_id")
 
@@ -341,14 +341,14 @@ class _ConfigReader(ConfigValues):
     def read(self) -> ModelConfig:
         self._refuse_unsupported()
         hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
-        num_layers = self.count("num_hidden_layers", most=_MAX_LAYERS)
+        num_layers = self._num_layers()
         family, multipliers = self.family, self.family.multipliers
         latent = LatentReader(self.file, self.raw).read() if family.has_latent_attention else None
         num_kv_heads, head_dim = self._heads(hidden_size, num_heads, latent)
         state = None if family.state is None else family.state.read(self, num_layers)
-        self._refuse_parts(state, num_kv_heads)
+        self._refuse_state(state, num_kv_heads)
         windows = (0,) * num_layers
-        if state is None:
+        if family.state is None:
             windows = WindowReader(self.file, self.raw, family).read(num_layers)
         shapes = ALIKE
         if family.has_layer_shapes:
@@ -366,7 +366,7 @@ class _ConfigReader(ConfigValues):
             family=family.name,
             vocab_size=self.count("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=feed_forward_size(self),
+            intermediate_size=feed_forward_size(self, family.feed_forward_key),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -416,8 +416,15 @@ class _ConfigReader(ConfigValues):
             state=state,
         )
 
-    def _refuse_parts(self, state: StateShape | None, num_kv_heads: int) -> None:
-        """Refuse a state that is not divided as KV is."""
+    def _num_layers(self) -> int:
+        traits = self.family.state
+        listed = None if traits is None else traits.num_layers(self)
+        return self.count("num_hidden_layers", listed, most=_MAX_LAYERS)
+
+    def _refuse_state(self, state: StateShape | None, num_kv_heads: int) -> None:
+        """Refuse a state that is not divided as KV is, and models without any KV."""
+        if state is not None and not state.attending:
+            raise CheckpointError(f"{self.file}: no layer attends, and such models are not supported")
         try:
             if state is not None:
                 state.part_size(num_kv_heads)

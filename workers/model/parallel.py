@@ -93,6 +93,8 @@ class Unfinished:
         config = self._decoder.config
         products = _Sum(num_rows, config.hidden_size)
         squares = [_Sum(num_rows, 2, torch.float32)] if isinstance(layer.qk_norms, RowNorms) else []
+        if layer.state_mixer is not None and (num_summed := layer.state_mixer.num_summed):
+            squares = [_Sum(num_rows, num_summed, torch.float32)]
         if layer.expert_rows is not None and layer.expert_rows.serves(num_rows):
             return [*squares, *(_Exchange(kind, num_rows) for kind in _EXCHANGES)]
         has_branches = config.mixture is not None and config.mixture.has_dense_branch
@@ -175,6 +177,8 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
             assert layer.output is not None
             layer.parallel_sum = _JoinedSum(layer.output, layer.down, collectives)
         layer.expert_rows = _expert_rows(decoder, layer, collectives)
+        if layer.state_mixer is not None:
+            layer.state_mixer.join(collectives.all_reduce, collectives.tp)
         if layer.output is not None:
             layer.output = _Summed(layer.output, collectives)
         if layer.down is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,8 @@ _PAIR_BYTES = 16
 # measured.
 _SENT_COPIES = 4
 _FLOAT_BYTES = 4
+# What stands before the name of a tensor within its layer.
+_LAYER_PREFIX = re.compile(r"^.*?layers\.\d+\.")
 # What stands before the names of tensors of layers with a state where their shares are computed.
 _OF_STATES = "state:"
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
@@ -218,6 +221,8 @@ def _plain_name(name: str, layer: int, model: ModelConfig) -> str:
     layer with a state, within the layer's block, behind `_OF_STATES`."""
     traits = model.traits
     names, plain = traits.tensors, TensorTraits()
+    if name.endswith(f".{names.embedding}.weight"):
+        return f".{plain.embedding}.weight"
     if traits.state is not None and model.has_state(layer):
         _, block, inner = name.partition(f".{traits.state.block}")
         if block and inner == "out_proj.bias":
@@ -227,7 +232,7 @@ def _plain_name(name: str, layer: int, model: ModelConfig) -> str:
     if model.has_attention(layer) and f".{names.attention}" in name:
         name = name.replace(f".{names.attention}", f".{plain.attention}")
         return name.replace(f".{names.output}.", f".{plain.output}.")
-    if names == plain or f".{names.feed_forward}" not in name:
+    if names == plain or not model.intermediate_size_of(layer) or f".{names.feed_forward}" not in name:
         return name
     name = name.replace(f".{names.feed_forward}", f".{plain.feed_forward}")
     products = (names.gate, plain.gate), (names.up, plain.up), (names.down, plain.down)
@@ -241,9 +246,10 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
     it is none of its experts'."""
     traits = rank.model.traits.experts
     assert traits is not None
-    _, block, inner = name.partition(f".{traits.names.block}")
-    if not block:
+    inner = _LAYER_PREFIX.sub("", name)
+    if not inner.startswith(traits.names.block):
         return None
+    inner = inner.removeprefix(traits.names.block)
     held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
     on_device = held.experts[: max(len(held.experts) - rank.expert_offload, 0)]
     columns = len(held.columns) / shape.size
@@ -264,7 +270,7 @@ def _expert_share(name: str, shape: MixtureShape, rank: RankShape) -> float | No
         return of_experts
     if traits.names.shared and inner.startswith(traits.names.shared):
         return len(part(shape.shared_size, rank.tp_rank, rank.tp)) / shape.shared_size
-    return 1.0
+    return 1.0 if traits.names.block else None
 
 
 def activation_bytes(
@@ -349,12 +355,14 @@ def _state_columns(rank: RankShape) -> tuple[int, int]:
 
 def _attention_columns(rank: RankShape, layer: int) -> int:
     """Return the columns that the attention of a layer holds for a token: queries, keys and values; queries
-    with their rotation, and the result."""
+    with their rotation and gates, and the result."""
     latent = rank.model.latent
     if latent is not None:
         return latent.num_projected(rank.num_heads) + latent.num_scratch_columns(rank.num_heads)
     held = layer_heads(rank.model, layer, rank.tp_rank, rank.tp)
-    return 3 * len(held.queries) * rank.model.heads_of(layer).head_dim + 2 * _key_columns(rank, layer)
+    num_copies = 3 + rank.model.traits.has_output_gate
+    num_queries = len(held.queries) * rank.model.heads_of(layer).head_dim
+    return num_copies * num_queries + 2 * _key_columns(rank, layer)
 
 
 def _key_columns(rank: RankShape, layer: int) -> int:

@@ -84,7 +84,16 @@ class RopeReader(ConfigValues):
             ]
         elif family.without == "unless_sliding" and self.raw.get("sliding_window") is not None:
             ropes = [it if window else None for it, window in zip(ropes, windows, strict=True)]
+        elif family.without == "all" or (family.without == "unless_rope" and not self._is_rope()):
+            ropes = [None] * len(ropes)
         return () if all(it == rope for it in ropes) else tuple(ropes)
+
+    def _is_rope(self) -> bool:
+        key = "position_embedding_type"
+        named = self.raw.get(key)
+        if named not in (None, "nope", "rope"):
+            self.refuse(key, "is not supported (supported: rope, nope)")
+        return bool(named == "rope")
 
     def _sliding_theta(self) -> float:
         key, scaling = self._rope_keys("sliding_attention")

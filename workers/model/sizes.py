@@ -230,7 +230,8 @@ def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
     num_kv_heads, head_dim = config.heads_of(layer)
     num_kv_parts = config.has_own_kv(layer) * (2 - config.has_key_values(layer))
     num_queries, hidden = config.num_heads * head_dim, config.hidden_size
-    num_projected = num_queries + num_kv_parts * num_kv_heads * head_dim
+    num_gates = num_queries * config.traits.has_output_gate
+    num_projected = num_queries + num_gates + num_kv_parts * num_kv_heads * head_dim
     return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
 
 

@@ -174,7 +174,7 @@ class WeightReader:
         self._states: StateWeightReader | None = None
         if (state := config.state) is not None:
             held = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-            self._states = state_reader(self._products, state, held, config.num_kv_heads)
+            self._states = state_reader(self._products, state, held, config)
         self._mixtures = MixtureWeightReader(
             self._files,
             config,
@@ -325,6 +325,8 @@ class WeightReader:
             is_passed_over = rest == _NOT_NEEDED or is_other_kv
             if 0 <= layer - config.num_layers < config.num_extra_layers and rest:
                 continue
+            if name.startswith(config.traits.passed_over):
+                continue
             if layer >= config.num_layers or (is_held and not is_passed_over):
                 raise CheckpointError(f"{self._files.file_of(name)}: unexpected tensor {name}")
 
@@ -340,22 +342,29 @@ class WeightReader:
 
     def _qkv(self, prefix: str, heads: _HeadRows) -> LinearWeights:
         config = self._config
-        parts = [ProductRows(f"{prefix}q_proj", heads.num_queries, heads.queries)]
+        queries = ProductRows(f"{prefix}q_proj", heads.num_queries, heads.queries)
+        parts, gates = [queries], list[ProductRows]()
+        if config.traits.has_output_gate:
+            parts, gates = _gated_queries(queries, heads.head_dim)
         if heads.has_own_kv:
             parts.append(ProductRows(f"{prefix}k_proj", heads.num_keys, heads.keys))
+        num_rotated = len(parts)
         if heads.has_own_values:
             parts.append(ProductRows(f"{prefix}v_proj", heads.num_keys, heads.keys))
+        parts += gates
         if config.traits.is_qkv_fused:
             parts = fused_rows(f"{prefix}qkv_proj", parts)
         weights = self._products.of_outputs(parts, has_bias=config.qkv_bias)
-        if self._order is None:
-            return weights
-        queries, keys, values = weights.parts
-        bias = weights.bias
+        return weights if self._order is None else self._in_rotary_order(weights, num_rotated)
+
+    def _in_rotary_order(self, weights: LinearWeights, num_rotated: int) -> LinearWeights:
+        """Reorder the first parts, which are rotated."""
+        rotated = [self._reordered(it) for it in weights.parts[:num_rotated]]
+        parts, bias = (*rotated, *weights.parts[num_rotated:]), weights.bias
         if bias is not None:
-            by_part = torch.split(bias, [len(it) for it in weights.parts])
-            bias = torch.cat((*(self._reordered(it) for it in by_part[:2]), by_part[2]))
-        return LinearWeights((self._reordered(queries), self._reordered(keys), values), bias)
+            size = sum(map(len, rotated))
+            bias = torch.cat((self._reordered(bias[:size]), bias[size:]))
+        return LinearWeights(parts, bias)
 
     def _reordered(self, rows: Tensor) -> Tensor:
         """Bring rows of heads [num_heads * head_dim, ...] into the order of `rotary_order`."""
@@ -461,6 +470,17 @@ class WeightReader:
     def _down(self, prefix: str, size: int) -> LinearWeights:
         name, has_bias = f"{prefix}{self._config.traits.tensors.down}", self._config.mlp_bias
         return self._products.of_inputs(name, size, self._part(size), has_bias=has_bias)
+
+
+def _gated_queries(queries: ProductRows, head_dim: int) -> tuple[list[ProductRows], list[ProductRows]]:
+    """Return the rows of the queries, and of the gates, of heads whose product has both in turn."""
+    name, num_rows, rows = queries
+    starts = [2 * first for first in range(rows.start, rows.stop, head_dim)]
+    of_queries, of_gates = (
+        [ProductRows(name, 2 * num_rows, slice(start + first, start + first + head_dim)) for start in starts]
+        for first in (0, head_dim)
+    )
+    return of_queries, of_gates
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

@@ -158,7 +158,8 @@ class Probe:
         hidden, head_dim = config.hidden_size, self._head_dim
         query_size = self._num_heads * head_dim
         mixed_size = query_size if config.latent is None else self._num_heads * config.latent.v_head_dim
-        qkv_size = query_size + 2 * self._num_kv_heads * head_dim
+        num_queries = 1 + config.traits.has_output_gate
+        qkv_size = num_queries * query_size + 2 * self._num_kv_heads * head_dim
         names = dataclasses.astuple(config.norm_names(self._layer))
         norm_sizes = (head_dim, head_dim) if config.qk_norm else (query_size, self._num_kv_heads * head_dim)
         has_qk_norms = config.qk_norm or config.qk_row_norm or config.qk_own_norms
@@ -208,7 +209,7 @@ class Probe:
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation != "xielu"
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
         gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
         experts = ExpertWeights(gates, gates, downs, activation)
         shared = None

@@ -145,6 +145,9 @@ class MixtureReader(ConfigValues):
                 return tuple(layers)
             case "enabled":
                 return tuple(layers) if self.raw.get("enable_moe_block") else ()
+            case "if_any":
+                is_none = self.raw.get(self._key_of_number()) == 0
+                return () if is_none else tuple(layers)
             case "after_first":
                 return tuple(layers[self._number_of_layers("first_k_dense_replace") :])
             case "named":

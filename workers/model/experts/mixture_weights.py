@@ -17,6 +17,7 @@ from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.sizes import HeldExperts, held_experts, part
+from workers.model.split_products import ProductRows, fused_rows
 from workers.model.tensor_files import TensorFiles
 
 
@@ -157,16 +158,19 @@ class MixtureWeightReader:
             downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs
             down_bias = None if down_bias is None else down_bias * factor
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation != "xielu"
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
         clamp = shape.clamp or DEFAULT_CLAMP
         return ExpertWeights(gates, ups, downs, activation, stored.gate_up_bias(), down_bias, clamp)
 
     def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
         hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)
         columns, prefix = slice(held.start, held.stop), f"{block}{names.shared}"
-        gate = self._files.tensor(f"{prefix}gate_proj.weight", (size, hidden), columns)
-        up = self._files.tensor(f"{prefix}up_proj.weight", (size, hidden), columns)
-        down = self._files.tensor(f"{prefix}down_proj.weight", (hidden, size), slice(None), columns)
+        parts = [ProductRows(f"{prefix}{it}", size, columns) for it in ("gate_proj", "up_proj")]
+        if names.shared_gate_up:
+            parts = fused_rows(f"{prefix}{names.shared_gate_up}", parts)
+        gate, up = (self._files.tensor(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts)
+        name = f"{prefix}{names.shared_down}.weight"
+        down = self._files.tensor(name, (hidden, size), slice(None), columns)
         factor = self._config.residual_multiplier
         shared_gate = None
         if names.shared_gate:

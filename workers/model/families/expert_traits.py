@@ -7,11 +7,11 @@ from typing import Literal
 
 from workers.model.experts.router_rule import GroupScore, Scoring
 
-# Which layers have experts: all; all where `enable_moe_block` is set, else none; every
-# `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from `first_k_dense_replace` on; those that
-# `mlp_layer_types` says, or else the same; or every `moe_layer_interval`-th from `moe_layer_start_index` to
-# `moe_layer_end_index`.
-ExpertLayers = Literal["all", "enabled", "stepped", "after_first", "named", "interval"]
+# Which layers have experts: all; all where `enable_moe_block` is set, else none; all where the number of
+# experts is not 0; every `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from
+# `first_k_dense_replace` on; those that `mlp_layer_types` says, or else the same; or every
+# `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`.
+ExpertLayers = Literal["all", "enabled", "if_any", "stepped", "after_first", "named", "interval"]
 # What an expert does between its products: the activation of the family's other feed-forwards, or
 # `clamped_swiglu`, which has keys of its own.
 ExpertGate = Literal["activation", "clamped_swiglu"]
@@ -45,6 +45,9 @@ class ExpertNames:
     # states whose sigmoid multiplies its result.
     shared: str = ""
     shared_gate: str = ""
+    # The rows of gate and up in one tensor, "": there are two; and the product of what is between.
+    shared_gate_up: str = ""
+    shared_down: str = "down_proj"
     # The weight of the norm of what the router takes, which is divided by the square root of the hidden size;
     # and the factors of the weights of chosen experts, one for each.
     router_norm: str = ""

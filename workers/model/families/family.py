@@ -18,8 +18,9 @@ Windows = Literal["none", "all", "switched", "alternating", "pattern"]
 # or each head by a LayerNorm with weights of its own.
 QkNorm = Literal["none", "head", "row", "own"]
 # Which layers have no rotary embedding: none; those with a 0 in `no_rope_layers`, else every
-# `no_rope_layer_interval`-th; or, where some layers have a window, those without.
-NoRope = Literal["none", "listed", "unless_sliding"]
+# `no_rope_layer_interval`-th; or, where some layers have a window, those without; all, unless
+# `position_embedding_type` is "rope"; or all.
+NoRope = Literal["none", "listed", "unless_sliding", "unless_rope", "all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Rotary:
     sliding_theta: str = ""
     # Or there is a set of `rope_parameters` for each kind of layers, and no key beside these.
     is_by_kind: bool = False
+    # Dimensions are rotated by positions in time, height and width, which are all the same for text.
+    has_sections: bool = False
     # With linear scaling, `max_position_embeddings` is the stretched context already.
     is_context_stretched: bool = False
     without: NoRope = "none"
@@ -112,6 +115,9 @@ class Family:
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     # Each head of values has an RMS norm without weights.
     has_value_norm: bool = False
+    # Each query head has a gate, whose sigmoid multiplies what the head mixes: `q_proj` has the rows of a
+    # head's gate behind those of its query.
+    has_output_gate: bool = False
     # Each query head has a learned score without a key and a value, in `self_attn.sinks`.
     has_sinks: bool = False
     windows: Windows = "none"
@@ -136,6 +142,8 @@ class Family:
     activation: str = "hidden_act"
     # Values of this key that mean another one.
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The key of the columns of a feed-forward that is no expert's.
+    feed_forward_key: str = "intermediate_size"
     # The activation multiplies another product of the same inputs; else there is only the activated one.
     is_gated: bool = True
     # Queries, keys and values are one tensor `qkv_proj`; gate and up are one tensor `gate_up_proj`.
@@ -167,3 +175,5 @@ class Family:
     # The key of the number of layers behind the last, which predict further tokens and are passed over; "":
     # there are none.
     extra_layers_key: str = ""
+    # What the names of other tensors begin with that are passed over.
+    passed_over: tuple[str, ...] = ()

@@ -16,6 +16,11 @@ class StateTraits(ABC):
 
     block: str
 
+    def num_layers(self, values: ConfigValues) -> int | None:
+        """Return the number of layers where other keys than `num_hidden_layers` say it."""
+        return None
+
     @abstractmethod
-    def read(self, values: ConfigValues, num_layers: int) -> StateShape:
-        """Read the keys. Raises `CheckpointError`, naming the key, for what is not supported."""
+    def read(self, values: ConfigValues, num_layers: int) -> StateShape | None:
+        """Read the keys; None where no layer keeps a state. Raises `CheckpointError`, naming the key, for
+        what is not supported."""

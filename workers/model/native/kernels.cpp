@@ -4,7 +4,9 @@
 // Elements are float or bfloat16 (kept as uint16_t); arithmetic is float. Rounding follows the torch code:
 // a bfloat16 intermediate is rounded wherever torch would store one.
 
+#include "causal_conv.h"
 #include "decoder_layer.h"
+#include "delta_rule.h"
 #include "gate.h"
 #include "head_products.h"
 #include "mixture.h"

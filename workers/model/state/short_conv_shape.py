@@ -53,10 +53,12 @@ class ShortConvTraits(StateTraits):
     kernel_key: str = "conv_L_cache"
     bias_key: str = "conv_bias"
 
-    def read(self, values: ConfigValues, num_layers: int) -> ShortConvShape:
+    def read(self, values: ConfigValues, num_layers: int) -> ShortConvShape | None:
         kinds = named_kinds(values, "layer_types", num_layers, {"conv": "state"})
         if kinds is None:
             kinds = _numbered_kinds(values, num_layers)
+        if "state" not in kinds:
+            return None
         kernel_size = values.count(self.kernel_key)
         if kernel_size < 2:
             values.refuse(self.kernel_key, "is a convolution without a state")

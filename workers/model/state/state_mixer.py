@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,17 @@ class LayerStates(NamedTuple):
 
 class StateMixer(ABC):
     """Mixes the tokens of each sequence of a step by its state."""
+
+    @property
+    def num_summed(self) -> int:
+        """The float32 columns that ranks which share the layer add up for each token meanwhile; 0: none."""
+        return 0
+
+    def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
+        """Compute with the other of `tp` ranks, which have the other parts of the state: `all_reduce` adds up
+        over them what no rank has whole. Called once, before the first step. Most kinds of layers need nothing
+        of each other's parts."""
+        assert tp > 1
 
     @abstractmethod
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:

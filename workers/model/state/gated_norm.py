@@ -1,0 +1,77 @@
+"""Normalize what the heads of a layer give, group by group, after a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.sizes import kv_heads
+
+
+class NormGroups(NamedTuple):
+    """The groups of columns that are normalized together, `num_groups` of `size` columns each, and where each
+    of them that a rank has columns of ends there; `first` is the number of the first."""
+
+    num_groups: int
+    size: int
+    first: int
+    widths: tuple[int, ...]
+    num_parts: int
+
+    @staticmethod
+    def of(num_columns: int, num_groups: int, held: range, num_parts: int) -> NormGroups:
+        """Return the groups of the columns of these of `num_parts` parts."""
+        size, part = num_columns // num_groups, num_columns // num_parts
+        start, stop = held.start * part, held.stop * part
+        groups = range(start // size, -(-stop // size))
+        widths = tuple(min(stop, (it + 1) * size) - max(start, it * size) for it in groups)
+        return NormGroups(num_groups, size, groups.start, widths, num_parts)
+
+    def are_cut_by(self, tp: int) -> bool:
+        """Whether some of so many ranks have a part of a group."""
+        starts = (kv_heads(self.num_parts, rank, tp).start for rank in range(tp))
+        return any(start * self.num_groups % self.num_parts for start in starts)
+
+
+class GatedNorm:
+    """An RMS norm of each group of columns of x * silu(gate), in float32, times a weight."""
+
+    def __init__(self, weight: Tensor, eps: float, groups: NormGroups) -> None:
+        """`weight` float32 [num_columns] of the rank."""
+        self._weight, self._eps, self._groups = weight, eps, groups
+        self._all_reduce: Callable[[Tensor], None] | None = None
+
+    @property
+    def num_summed(self) -> int:
+        """The columns of what ranks add up for each token; 0: nothing."""
+        return 0 if self._all_reduce is None else self._groups.num_groups
+
+    def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
+        """Add up squares over `tp` ranks, where some of these have a part of a group."""
+        if self._groups.are_cut_by(tp):
+            self._all_reduce = all_reduce
+
+    def normalize(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize float32 x [num_tokens, num_columns], which is overwritten. Returns the result in the
+        dtype of `gate`, of the same shape."""
+        x = x.mul_(F.silu(gate.float()))
+        squares = self._squares(x)
+        factors = torch.rsqrt(squares / self._groups.size + self._eps)
+        for part, factor in zip(torch.split(x, list(self._groups.widths), 1), factors.unbind(1), strict=True):
+            part *= factor[:, None]
+        return x.mul_(self._weight).to(gate.dtype)
+
+    def _squares(self, x: Tensor) -> Tensor:
+        """Return the sums of the squares of each of the rank's groups, [num_tokens, num_own_groups]."""
+        widths, first = self._groups.widths, self._groups.first
+        sums = torch.stack([part.square().sum(1) for part in torch.split(x, list(widths), 1)], 1)
+        if self._all_reduce is None:
+            return sums
+        of_all = sums.new_zeros(len(x), self._groups.num_groups)
+        of_all[:, first : first + len(widths)] = sums
+        self._all_reduce(of_all)
+        return of_all[:, first : first + len(widths)]
