@@ -106,8 +106,8 @@ class ModelOwner:
             self.written[self.next_offset] = self.records[key]
             blocks.append((Source(0, self.next_offset, SHARD, SHARD, 512, 0),))
             self.next_offset += 4096
-        tiers: tuple[Tier, ...] = ("dram",) * num_found
-        return FetchedBlocks(request.number, b"a", 0, tuple(blocks), tiers, True)
+        tier: Tier = "dram"
+        return FetchedBlocks(request.number, b"a", 0, tuple(blocks), (tier,) * num_found, True)
 
 
 class StoreGroups(RuleBasedStateMachine):
