@@ -295,12 +295,15 @@ class DevicePool(KvPool):
 
 
 def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
-    """View the piece of the blocks, uint8 [num_blocks, num_layers, num_kinds, num_heads, head_bytes]."""
-    shard = blocks.layout.shard
-    sizes = shard.num_layers, blocks.layout.num_kinds, shard.num_heads, blocks.layout.head_bytes
+    """View the piece of the blocks, with those of its layers that they have, uint8
+    [num_blocks, num_layers, num_kinds, num_heads, head_bytes]."""
+    layout, shard = blocks.layout, blocks.layout.shard
+    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.head_bytes
     whole = blocks.data.view(len(blocks.data), *sizes)
-    layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
-    return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
+    first = layout.num_layers(Shard(shard.layer_start, piece.layer_start, 0, 0))
+    layers = slice(first, first + layout.num_layers(piece))
+    heads = slice(piece.head_start - shard.head_start, piece.head_end - shard.head_start)
+    return whole[:, layers, :, heads]
 
 
 def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tensor:

@@ -161,6 +161,8 @@ class GetWork(CopyWork):
         parts = RecordParts.of(pools, is_state=reads[0].is_state)
         sums: list[int] = []
         for number, pool in parts.held():
+            if not pool.piece_bytes(piece):
+                continue  # the record has no layers of this group, or none for this rank
             named = [(read.block_id, *read.windows)[number] for read in reads]
             wanted = [
                 (block_id, offset) for block_id, offset in zip(named, offsets, strict=True) if block_id >= 0
