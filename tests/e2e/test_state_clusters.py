@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, move, prompt, started, until
-from family_checkpoints import write_family_checkpoint
 from paged_model import continued
+from state_families import STATE_FAMILIES, write_state_checkpoint
 
 from workers.config import Parallel
 
@@ -19,18 +19,6 @@ NUM_TOKENS = 60
 PROMPT = prompt(5)
 # As long, and the same up to the middle of a block.
 OTHER = [*PROMPT[:70], *prompt(6)[:30]]
-SHAPES: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]},
-}
-SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 101,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "num_hidden_layers": 5,
-    "vocab_size": 251,
-}
 
 
 class StateCluster:
@@ -46,10 +34,10 @@ class StateCluster:
 
     async def start(self) -> None:
         cpus = ("cpu",) * 3
-        mixed = Parallel(tp=2, pp=2, devices=cpus[:2], layers=(2, 3))
+        mixed = Parallel(tp=2, pp=2, devices=cpus[:2], layers=(2, 2))
         self.prefill = await self.harness.add("p", "prefill", parallel=mixed)
         self.decode = await self.harness.add(
-            "d", "decode", parallel=Parallel(pp=3, devices=cpus, layers=(1, 2, 2))
+            "d", "decode", parallel=Parallel(pp=3, devices=cpus, layers=(1, 1, 2))
         )
         self.single = await self.harness.add("s")
         for replica in self.replicas:
@@ -124,10 +112,10 @@ class StateCluster:
             assert not any(pool.num_references for pool in replica.core.window_pools)
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 async def test_a_state_goes_where_its_sequence_goes(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    write_family_checkpoint(model_dir, family, seed=7, **(SIZES | SHAPES[family]))
+    write_state_checkpoint(model_dir, family)
     harness = E2eHarness(model_dir)
     async with harness:
         cluster = StateCluster(harness, model_dir)

@@ -1,10 +1,9 @@
-"""Models whose layers partly keep states, and a store: what was evicted, was written to NVMe and outlived a
+"""Models of every family whose layers partly keep states, and a store: what was evicted, was written to NVMe and outlived a
 restart continues exactly, as `transformers` does."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from e2e_harness import (
@@ -18,8 +17,8 @@ from e2e_harness import (
     raw,
     until,
 )
-from family_checkpoints import write_family_checkpoint
 from paged_model import continued
+from state_families import STATE_FAMILIES, write_state_checkpoint
 from store_harness import StoreHarness
 
 from kvtransfer.blocks.keys import extend_keys
@@ -33,19 +32,6 @@ NUM_TOKENS = 60
 PROMPT = prompt(5)
 # As long, and the same for 70 tokens: four blocks, behind which no chunk ends.
 OTHER = [*PROMPT[:70], *prompt(6)[:30]]
-SHAPE: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 101,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-    "vocab_size": 251,
-    "pad_token_id": 0,
-}
-HYBRID: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
-}
 # The first stage has no attention, the second no state.
 THREE_STAGES = Parallel(pp=3, devices=("cpu", "cpu", "cpu"), layers=(2, 1, 1))
 
@@ -95,13 +81,13 @@ def known_blocks(replica: Replica, tokens: list[int]) -> int:
     return num_device + sum(in_store)
 
 
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 @pytest.mark.parametrize("readers", [Parallel(tp=2), THREE_STAGES], ids=["tp", "pp"])
 async def test_a_chat_continues_where_another_replica_has_left_it(
     family: str, readers: Parallel, tmp_path: Path
 ) -> None:
     model_dir = tmp_path / "model"
-    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    write_state_checkpoint(model_dir, family)
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
         await store.start()
@@ -124,10 +110,10 @@ async def test_a_chat_continues_where_another_replica_has_left_it(
         assert loaded(heard) == {"dram": (len(PROMPT) + NUM_TOKENS - 1) // 16 * 16}
 
 
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 async def test_states_on_nvme_outlive_a_restart(family: str, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    write_state_checkpoint(model_dir, family)
     harness = E2eHarness(model_dir)
     nvme = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 64 << 20, "segment_bytes": 4 << 20}
     async with StoreHarness(tmp_path, harness.trust, **nvme) as store, harness:
@@ -144,11 +130,11 @@ async def test_states_on_nvme_outlive_a_restart(family: str, tmp_path: Path) -> 
         assert loaded(await chats.run(second, "second", PROMPT)) == {"nvme": 96}
 
 
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 async def test_what_a_small_device_evicts_comes_back(family: str, tmp_path: Path) -> None:
     """Ten chats in turns, and KV and states for a few of them."""
     model_dir = tmp_path / "model"
-    write_family_checkpoint(model_dir, family, seed=7, **(SHAPE | HYBRID[family]))
+    write_state_checkpoint(model_dir, family)
     harness = E2eHarness(model_dir)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
         await store.start()

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from family_checkpoints import write_family_checkpoint
 from local_engine import BLOCK, LocalEngine, draw, packed, submitted
 from paged_model import continued
 from slow_cases import slow_but
+from state_families import STATE_FAMILIES, write_state_checkpoint
 
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.messages.link import Submission
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, GroupLimit, StateCapacity, group_limits, kv_groups
 from workers.model.model_config import read_model_config
@@ -26,15 +25,6 @@ from workers.scheduler.step import StepOutcome
 
 CONFIG = EngineConfig(block_tokens=BLOCK, max_batch_tokens=96, chunk_tokens=64, max_sequences=4)
 NUM_LAYERS = 4
-SHAPE: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 101,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "vocab_size": 251,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-}
 SHARED = [token % 250 for token in draw(80, seed=1)]
 
 
@@ -45,10 +35,17 @@ def _keep_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=slow_but(tuple(STATE_FAMILIES), "lfm2"))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_family_checkpoint(path, "lfm2", seed=7, **SHAPE)
+    write_state_checkpoint(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def convolution_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_state_checkpoint(path, "lfm2")
     return path
 
 
@@ -158,6 +155,33 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(model_dir: Path) -> N
     engine.close()
 
 
+def test_log_probabilities_are_the_same_bit_for_bit_behind_a_snapshot(model_dir: Path) -> None:
+    """Whatever the chunks were, and whether the state was computed or found."""
+    config = CONFIG.model_copy(update={"deterministic": True})
+    engine = PoisonedStates(model_dir, config, 60, stages=STAGES["one"])
+    prompt, sampling = own("long", 150), SamplingParams(max_tokens=20, ignore_eos=True, num_logprobs=3)
+
+    def run(name: str, tokens: Sequence[int]) -> tuple[int, list[TokenLogprob]]:
+        engine.scheduler.submit(submitted(name, packed(tokens), sampling), 0.0)
+        engine.plans.clear()
+        read: list[TokenLogprob] = []
+        while (outcome := engine.step()) is not None:
+            read += [it for delta in outcome.tokens for it in delta.logprobs]
+        return engine.plans[0].entries[0].start, read
+
+    first, whole = run("first", prompt)
+    again, found = run("again", prompt)
+    assert (first, again) == (0, 144)
+    assert found == whole
+    for pool in engine.window_pools:
+        pool.purge(None)
+    engine.scheduler.config = engine.scheduler.config.model_copy(update={"max_batch_tokens": 23})
+    third, recomputed = run("third", prompt)
+    assert third == 0
+    assert recomputed == whole
+    engine.close()
+
+
 # -------------------------------------------------------------------------------------------- failures
 
 
@@ -226,10 +250,10 @@ def test_a_poison_request_fails_alone_all_the_same(
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def test_states_have_blocks_for_sequences_and_snapshots(model_dir: Path) -> None:
-    config = read_model_config(model_dir)
+def test_states_have_blocks_for_sequences_and_snapshots(convolution_dir: Path) -> None:
+    config = read_model_config(convolution_dir)
     groups, form = kv_groups(config), KvForm(4)
-    assert [(group.layers, group.window > 0) for group in groups] == [((1,), False), ((0, 2, 3), True)]
+    assert [(group.layers, group.window > 0) for group in groups] == [((2,), False), ((0, 1, 3), True)]
     counted = group_limits(config, groups, form, None, StateCapacity(4, 2, 5), BLOCK)
     assert counted == [GroupLimit(2 * 6 + 3 + 5, has_states=True)]
     (limit,) = group_limits(config, groups, form, None, StateCapacity(4), BLOCK)
