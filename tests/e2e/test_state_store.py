@@ -1,4 +1,4 @@
-"""Models of every family whose layers partly keep states, and a store: what was evicted, was written to NVMe and outlived a
+"""Every family whose layers partly keep states, and a store: what was evicted, written to NVMe and outlived a
 restart continues exactly, as `transformers` does."""
 
 from __future__ import annotations
