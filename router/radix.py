@@ -101,15 +101,16 @@ class _Holder:
     num_expecting: dict[bytes, int] = field(default_factory=dict)
     # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
     marks_needed: int = 0
-    # The marked blocks that it reported, and how many predictions and expectations end in a block, which the
-    # replica will mark then.
+    # The marked blocks that it reported, and how many predictions and expectations there are of a mark.
     marked: set[bytes] = field(default_factory=set)
-    num_ending: dict[bytes, int] = field(default_factory=dict)
+    num_foreseen: dict[bytes, int] = field(default_factory=dict)
 
-    def ends(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Return the blocks of a prompt that the replica will have marked when it has computed it. Of those
-        before, its windows and states may be gone."""
-        return keys[-self.marks_needed :] if self.marks_needed else ()
+    def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have
+        passed stays while there is space; of states, which one block marks, only the last is certain."""
+        if self.marks_needed == 1:
+            return keys[-1:]
+        return keys if self.marks_needed else ()
 
     @property
     def mark_bit(self) -> int:
@@ -129,7 +130,7 @@ class _Prediction(NamedTuple):
     until: float
     holder: _Holder
     keys: tuple[bytes, ...]
-    ends: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
 
 
 class Expectation(NamedTuple):
@@ -137,7 +138,7 @@ class Expectation(NamedTuple):
 
     holder: _Holder
     keys: tuple[bytes, ...]
-    ends: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
 
 
 class PrefixTree:
@@ -210,9 +211,9 @@ class PrefixTree:
         _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
         self._unstore(holder, tuple(holder.stored))
-        _clear_bit(self._key_to_mask, holder.mark_bit, (*holder.marked, *holder.num_ending))
+        _clear_bit(self._key_to_mask, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
         holder.marked.clear()
-        holder.num_ending.clear()
+        holder.num_foreseen.clear()
         holder.held.clear()
         holder.predicted_until.clear()
         holder.num_expecting.clear()
@@ -289,8 +290,8 @@ class PrefixTree:
             return
         self._expire()
         unconfirmed = tuple(filterfalse(holder.held.__contains__, keys))
-        ends = holder.ends(keys)
-        if not unconfirmed and holder.marked.issuperset(ends):
+        marks = holder.foreseen(keys)
+        if not unconfirmed and holder.marked.issuperset(marks):
             return
         until = self._clock.now() + self._prediction_ttl_s
         bit, masks = holder.device_bit, self._key_to_mask
@@ -298,8 +299,8 @@ class PrefixTree:
         holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
         new_masks = map(or_, map(get_mask, unconfirmed, repeat(0)), repeat(bit))
         masks.update(zip(unconfirmed, new_masks, strict=True))
-        self._begin_ends(holder, ends)
-        self._predictions.append(_Prediction(until, holder, unconfirmed, ends))
+        self._foresee(holder, marks)
+        self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
 
     def expect(self, replica_id: str, keys: tuple[bytes, ...]) -> Expectation | None:
         """Count these blocks as held by the replica until `withdraw`: a request waits that will compute them
@@ -312,13 +313,13 @@ class PrefixTree:
         for key in keys:
             numbers[key] = numbers.get(key, 0) + 1
         _set_bit(self._key_to_mask, holder.device_bit, new)
-        ends = holder.ends(keys)
-        self._begin_ends(holder, ends)
-        return Expectation(holder, keys, ends)
+        marks = holder.foreseen(keys)
+        self._foresee(holder, marks)
+        return Expectation(holder, keys, marks)
 
     def withdraw(self, expectation: Expectation) -> None:
         """Do not expect these blocks any more. Whatever else says that the replica holds them stays."""
-        holder, keys, ends = expectation
+        holder, keys, marks = expectation
         numbers = holder.num_expecting
         if self._holders.get(holder.identity.replica_id) is not holder:
             return
@@ -328,7 +329,7 @@ class PrefixTree:
         for key in over:
             del numbers[key]
         self._clear_device(holder, over)
-        self._finish_ends(holder, ends)
+        self._unforesee(holder, marks)
 
     def match(self, keys: Sequence[bytes], most_blocks: int | None = None) -> Match:
         """Count for each replica how many of the leading keys it has, and where: it continues in the store
@@ -384,8 +385,8 @@ class PrefixTree:
                 expected[key] = expected.get(key, 0) | holder.device_bit
             for key, tier in holder.stored.items():
                 expected[key] = expected.get(key, 0) | holder.store_bit(tier)
-            assert all(number > 0 for number in holder.num_ending.values())
-            for key in (*holder.marked, *holder.num_ending):
+            assert all(number > 0 for number in holder.num_foreseen.values())
+            for key in (*holder.marked, *holder.num_foreseen):
                 expected[key] = expected.get(key, 0) | holder.mark_bit
         assert expected == self._key_to_mask
         assert self._id_to_slot.keys() == self._holders.keys()
@@ -440,7 +441,7 @@ class PrefixTree:
             for key in over:
                 del predicted_until[key]
             self._clear_device(prediction.holder, over)
-            self._finish_ends(prediction.holder, prediction.ends)
+            self._unforesee(prediction.holder, prediction.marks)
 
     def _note_marks(self) -> None:
         """Note the marks that each replica needs."""
@@ -457,23 +458,23 @@ class PrefixTree:
         holder.marked.difference_update(keys)
         self._clear_mark(holder, keys)
 
-    def _begin_ends(self, holder: _Holder, ends: Iterable[bytes]) -> None:
-        """Count these blocks as marked until `_finish_ends`."""
-        for key in ends:
-            holder.num_ending[key] = holder.num_ending.get(key, 0) + 1
-        _set_bit(self._key_to_mask, holder.mark_bit, ends)
+    def _foresee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        """Count these blocks as marked until `_unforesee`."""
+        for key in keys:
+            holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1
+        _set_bit(self._key_to_mask, holder.mark_bit, keys)
 
-    def _finish_ends(self, holder: _Holder, ends: Iterable[bytes]) -> None:
+    def _unforesee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         if self._holders.get(holder.identity.replica_id) is not holder:
             return
-        for key in ends:
-            holder.num_ending[key] -= 1
-            if not holder.num_ending[key]:
-                del holder.num_ending[key]
-        self._clear_mark(holder, ends)
+        for key in keys:
+            holder.num_foreseen[key] -= 1
+            if not holder.num_foreseen[key]:
+                del holder.num_foreseen[key]
+        self._clear_mark(holder, keys)
 
     def _clear_mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        gone = [key for key in keys if key not in holder.marked and key not in holder.num_ending]
+        gone = [key for key in keys if key not in holder.marked and key not in holder.num_foreseen]
         _clear_bit(self._key_to_mask, holder.mark_bit, gone)
 
     def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:

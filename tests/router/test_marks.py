@@ -97,7 +97,8 @@ class MarkModel:
     expected: list[tuple[tuple[bytes, ...], tuple[bytes, ...]]] = field(default_factory=list)
 
     def ends(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        return keys[max(0, len(keys) - self.needed) :]
+        """The blocks that are marked when the prompt is computed: of states the last, of windows all."""
+        return {0: (), 1: keys[-1:]}.get(self.needed, keys)
 
 
 class MarksAgainstModel(RuleBasedStateMachine):

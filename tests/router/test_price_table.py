@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from hypothesis import given, settings
@@ -150,8 +151,8 @@ def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_sh
             BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
             BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
         )
-        marked = it["marked"]
-        has_groups = isinstance(marked, set)
+        marked: Any = it["marked"]
+        has_groups = marked is not None
         marks = tuple(KEYS[index] for index in sorted(marked) if index < len(KEYS)) if has_groups else ()
         router.tree.apply_snapshot(KvSnapshot(identity, 1, chains, marks, 2 if has_groups else 0))
         router.loads.on_load(
