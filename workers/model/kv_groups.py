@@ -50,9 +50,10 @@ class WindowCapacity(NamedTuple):
 
 class StateCapacity(NamedTuple):
     """What decides how many blocks a group with a recurrent state gets: two for each of `max_sequences`
-    sequences, which read one and write another where they cross a border, and a part of as many again that
-    are on their way here or away; one for each chunk of a prompt that is computed at once, at each stage; and
-    `snapshots` (None: as many as take a quarter of the memory that layers without a window have)."""
+    sequences, which keep the state at the last border that they passed, and a part of as many again for
+    those that cross a border, and that are on their way here or away; one for each chunk of a prompt that is
+    computed at once, at each stage; and `snapshots` (None: as many as take a quarter of the memory that
+    layers without a window have)."""
 
     max_sequences: int
     num_stages: int = 1
@@ -70,7 +71,7 @@ _SNAPSHOT_SHARE = 0.25
 
 class GroupLimit(NamedTuple):
     """The most blocks that are of use in a group behind the first: `num_fixed`, and `share` of as many as the
-    first has; but no more than that has."""
+    first has; but no more than that has. A sequence needs two states where it crosses a border."""
 
     num_fixed: int
     share: float = 0.0
@@ -78,7 +79,8 @@ class GroupLimit(NamedTuple):
 
     def most_blocks(self, num_blocks: int) -> int:
         """Return the blocks beside `num_blocks` of the first group."""
-        return min(num_blocks, self.num_fixed + int(self.share * num_blocks))
+        most = min(num_blocks, self.num_fixed + int(self.share * num_blocks))
+        return 2 if self.has_states and most == 1 else most
 
 
 def group_limits(
