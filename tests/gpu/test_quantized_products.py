@@ -57,9 +57,13 @@ def draw(
 
 
 def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    parts = {name: getattr(weight, name) for name in ("packed", "scales", "offsets", "order")}
+    """Return the weight on the device."""
     return dataclasses.replace(
-        weight, **{name: part if part is None else part.to(device) for name, part in parts.items()}
+        weight,
+        packed=weight.packed.to(device),
+        scales=weight.scales.to(device),
+        offsets=None if weight.offsets is None else weight.offsets.to(device),
+        order=None if weight.order is None else weight.order.to(device),
     )
 
 
