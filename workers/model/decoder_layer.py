@@ -95,7 +95,7 @@ class DecoderLayer:
             self._projection = linear(weights.qkv)
             if config.traits.has_output_gate:
                 assert weights.output is not None
-                self._output_gate = OutputGate(weights.output.parts[0].shape[1])
+                self._output_gate = OutputGate(weights.output.num_inputs)
         elif weights.latent is not None:
             shape = config.latent
             assert shape is not None

@@ -21,7 +21,6 @@ from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.row_norms import RowNorms
 from workers.model.weights import BlockNorms
 
-
 NativeProduct = PackedLinear | PackedQuantizedLinear
 
 
