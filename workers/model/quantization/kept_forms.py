@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
-from workers.model.quantization.weight_form import QUANTIZED_ON
 
 
 def has_products(weight: QuantizedWeight) -> bool:
     """Whether there are kernels that compute products with weights of this form, where the weight is."""
-    device = weight.packed.device.type
-    if device not in QUANTIZED_ON or (device == "cpu" and native.load() is None):
+    device = weight.packed.device
+    if not cuda.serves(device) and (device.type != "cpu" or native.load() is None):
         return False
     return weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
 

@@ -15,7 +15,7 @@ _ROUNDED = {
     "fp8": StoredFormat(Layout.PLAIN, CodeType.FP8),
 }
 # The devices with kernels for products of quantized weights.
-QUANTIZED_ON = ("cpu",)
+QUANTIZED_ON = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
