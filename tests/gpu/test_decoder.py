@@ -211,8 +211,8 @@ def test_logits_are_those_of_a_cpu(
 @pytest.mark.parametrize("how", ["awq", "gptq in another order", "int8", "fp8 in blocks"])
 def test_logits_of_quantized_weights(device: torch.device, tmp_path: Path, how: str) -> None:
     """They are those of what the weights are worth, up to the rounding of inputs where that is meant."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB}
-    write_random_checkpoint(tmp_path / "source", "llama", seed=4, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS}
+    write_random_checkpoint(tmp_path / "source", "llama", seed=4, vocab_size=VOCAB, **sizes)
     plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
     spans = [SequenceSpan(0, 11, (5, 0)), SequenceSpan(4, 1, (3,))]
     with recorded_launches() as launches:
