@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -133,6 +134,26 @@ def test_weights_are_counted_as_they_are_kept(how: str, source: Path, tmp_path: 
                 num_panels = -(-whole.num_outputs // PANEL)
                 saved += 2 * whole.num_outputs * whole.num_inputs - num_panels * form.num_panel_bytes
     assert counted == pytest.approx(saved, rel=0.2)
+
+
+@uses_compiler
+@pytest.mark.parametrize("how", ["awq", "fp8 in blocks"])
+def test_experts_are_counted_as_they_are_kept(how: str, tmp_path: Path) -> None:
+    keys = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
+    names = {name for name in checkpoint.name_to_size if ".experts." in name}
+    of_experts = Checkpoint(
+        {name: checkpoint.name_to_size[name] for name in names}, checkpoint.name_to_format
+    )
+    rank, split = RankShape(config, 0, 2), RankShape(config, 0, 2, 1, 2, 2)
+    num_weights = 2 * 5 * 3 * 64 * 64
+    assert of_experts.weight_bytes(rank, 2) == 2 * num_weights
+    assert 0.5 * num_weights < of_experts.weight_bytes(rank, 2, AS_STORED) < 1.2 * num_weights
+    assert of_experts.weight_bytes(split, 2, AS_STORED) < of_experts.weight_bytes(rank, 2, AS_STORED)
+    copied = dataclasses.replace(split, expert_copies=1)
+    assert of_experts.weight_bytes(copied, 2, AS_STORED) == of_experts.weight_bytes(copied, 2)
 
 
 def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path) -> None:
