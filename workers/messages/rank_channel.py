@@ -77,6 +77,8 @@ class RankSpec(Message, frozen=True):
     kv_dtype: str = "auto"
     # The snapshots of recurrent states for which there are blocks; None: as many as KV leaves memory for.
     state_snapshots: int | None = None
+    # The form of weights in products, as a pool's `weight_dtype`.
+    weight_dtype: str = "auto"
 
     @property
     def num_ranks(self) -> int:

@@ -19,11 +19,13 @@ from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
-from workers.model.native_layers import PackedLayer
+from workers.model.native_layers import NativeProduct, PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
-from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
+from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
@@ -93,7 +95,7 @@ class DecoderLayer:
             self._projection = linear(weights.qkv)
             if config.traits.has_output_gate:
                 assert weights.output is not None
-                self._output_gate = OutputGate(weights.output.parts[0].shape[1])
+                self._output_gate = OutputGate(weights.output.num_inputs)
         elif weights.latent is not None:
             shape = config.latent
             assert shape is not None
@@ -153,7 +155,7 @@ class DecoderLayer:
         return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
 
     def _packed_mixture(
-        self, qkv: PackedLinear, output: PackedLinear, row_norms: RowNorms | None
+        self, qkv: NativeProduct, output: NativeProduct, row_norms: RowNorms | None
     ) -> PackedLayer | None:
         """Return a layer with experts as `packed` does."""
         mixture = self.mixture
@@ -325,7 +327,7 @@ def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) ->
     return None
 
 
-def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[PackedLinear]:
+def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[NativeProduct]:
     """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
     is no such."""
-    return isinstance(product, PackedLinear) and not product.is_padded
+    return isinstance(product, PackedLinear | PackedQuantizedLinear) and not product.is_padded

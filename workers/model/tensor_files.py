@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,28 @@ from torch import Tensor
 
 from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
+from workers.model.linear_weights import Parts
 from workers.model.model_config import weight_files
+from workers.model.quantization.kept_forms import are_alike, has_products
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
+from workers.model.quantization.weight_parts import columns_of
 
+_ALL = slice(None)
 _BYTES = ("U8",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class WeightSlice(NamedTuple):
+    """Rows and columns of the tensor of this name, which is a product's weight of this shape; or of that of
+    one expert, where the tensor has those of all [num_experts, num_outputs, num_inputs]."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice = _ALL
+    columns: slice = _ALL
+    expert: int | None = None
 
 
 @dataclass
@@ -32,8 +50,15 @@ class TensorFiles:
     Tensors may be views of the mapped files: a serving model must not change with its files, so they are to
     be packed or copied once."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightForm = AS_STORED,
+    ) -> None:
+        """`form` is that of the weights of linear products."""
+        self.dtype, self.device, self.form = dtype, device, form
         self._amount = _Amount()
         # The names of the tensors that were read.
         self.read: set[str] = set()
@@ -79,6 +104,10 @@ class TensorFiles:
         """Return the file that the tensor is in."""
         return self._name_to_file[name][0]
 
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor is a quantized weight, which is dequantized where it is read."""
+        return False
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the tensor is stored; None if there is none or it is none of floats."""
         if name not in self._name_to_file:
@@ -91,20 +120,58 @@ class TensorFiles:
             return 0
         return len(self._name_to_file[name][1].get_slice(name).get_shape())
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the tensor; None if there is none of this name."""
+        if name not in self._name_to_file:
+            return None
+        return tuple(self._name_to_file[name][1].get_slice(name).get_shape())
+
+    def stored_type_of(self, name: str) -> str:
+        """Return the dtype of the tensor as safetensors names it, such as `BF16`; "" if there is none."""
+        if name not in self._name_to_file:
+            return ""
+        return str(self._name_to_file[name][1].get_slice(name).get_dtype())
+
     def bytes_of(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
         """Map slices of a tensor of bytes, [shape], where it is, after checking its shape and dtype."""
-        return self._mapped(name, shape, slices, _BYTES)
+        return self.mapped(name, shape, slices, _BYTES)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
-        return self._mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+        return self.mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
 
-    def _mapped(
+    def product_parts(self, slices: Sequence[WeightSlice]) -> Parts:
+        """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of
+        weights says so and there are such products; else as tensors."""
+        parts = [self.quantized(part) for part in slices] if self.may_quantize else []
+        kept = tuple(part for part in parts if part is not None and has_products(part))
+        if kept and len(kept) == len(slices) and are_alike(kept):
+            return kept
+        return tuple(self.tensor(it.name, it.shape, it.rows, it.columns) for it in slices)
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether some products may have quantized weights."""
+        return self.form.rounded is not None
+
+    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
+        """Read a part of a weight as it is kept quantized; None where it is not. Rows are rounded whole, so
+        that ranks that share them have the same weights."""
+        if (form := self.form.rounded) is None:
+            return None
+        slices = (part.rows,) if part.expert is None else (slice(part.expert, part.expert + 1), part.rows)
+        rows = self.tensor(part.name, part.shape, *slices, dtype=torch.float32)
+        weight = rounded(rows if part.expert is None else rows[0], form)
+        return None if weight is None else columns_of(weight, part.columns)
+
+    def mapped(
         self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]
     ) -> Tensor:
+        """Map slices of a tensor where it is, after checking that it has this shape and one of these dtypes,
+        by their names in safetensors."""
         if name not in self._name_to_file:
             raise CheckpointError(
                 f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"

@@ -16,9 +16,11 @@ from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
+from workers.model.experts.quantized_experts import QuantizedExperts, QuantizedExpertWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
-from workers.model.products import GatedActivation, PackedLinear, make_linear
+from workers.model.make_linear import make_linear
+from workers.model.products import GatedActivation, PackedLinear
 
 
 class ExpertRouter:
@@ -26,7 +28,7 @@ class ExpertRouter:
 
     def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
         router = weights.router
-        self._dtype = router.parts[0].dtype
+        self._dtype = router.tensors[0].dtype
         self.logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic)
         self._rule, self._correction = rule, weights.correction
         self._norm, self._scale = weights.router_norm, weights.expert_scale
@@ -81,7 +83,7 @@ class Mixture:
         self._first, self._num_owned = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
-        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
+        device = weights.router.tensors[0].device  # that of the hidden states, also with an offload
         self.counts = torch.zeros(self._experts.num_experts, dtype=torch.int64, device=device)
         if isinstance(self._experts, CountingExperts):
             self.counts = self._experts.counts
@@ -172,12 +174,14 @@ class Mixture:
 
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if isinstance(experts := weights.experts, QuantizedExpertWeights):
+        return QuantizedExperts(experts, is_deterministic=is_deterministic)
     if weights.copies is not None:
-        with_copies = with_slots(weights.experts, weights.copies.num_slots)
+        with_copies = with_slots(experts, weights.copies.num_slots)
         return make_experts(with_copies, is_deterministic=is_deterministic)
     if (offload := weights.offload) is None:
-        return make_experts(weights.experts, is_deterministic=is_deterministic)
-    return split_experts(weights.experts, offload.device, offload.num_in_host)
+        return make_experts(experts, is_deterministic=is_deterministic)
+    return split_experts(experts, offload.device, offload.num_in_host)
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:

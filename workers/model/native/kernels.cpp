@@ -11,6 +11,7 @@
 #include "head_products.h"
 #include "mamba2.h"
 #include "mixture.h"
+#include "quantized_products.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

@@ -1,0 +1,64 @@
+"""Declare the form of a model's weights in memory, as a pool's `weight_dtype` asks for it. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from workers.model.quantization.stored_format import CodeType, Layout, QuantizationScheme, StoredFormat
+
+WeightDtype = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "fp8"]
+# The formats to which weights are rounded as they are read.
+_ROUNDED = {
+    "int8": StoredFormat(Layout.PLAIN, CodeType.INT8),
+    "int4": StoredFormat(Layout.PACKED, CodeType.INT4, 32),
+    "fp8": StoredFormat(Layout.PLAIN, CodeType.FP8),
+}
+# The devices with kernels for products of quantized weights.
+QUANTIZED_ON = ("cpu", "cuda")
+# Those on which experts have such weights as well.
+EXPERTS_ON = ("cpu",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightForm:
+    """`auto`: weights of products are kept as they are stored, where there are products for them; the name of
+    a dtype: quantized ones are dequantized as they are read; or all are rounded to the nearest code.
+    `has_experts`: experts have this form too, where memory is computed."""
+
+    name: str = "auto"
+    has_experts: bool = True
+
+    @property
+    def rounded(self) -> StoredFormat | None:
+        """The format to which weights are rounded; None: to none."""
+        return _ROUNDED.get(self.name)
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether quantized weights stay so."""
+        return self.name == "auto"
+
+    def on(self, device: str) -> WeightForm:
+        """Return the form that products on the device have."""
+        if device not in QUANTIZED_ON:
+            return DEQUANTIZED
+        return dataclasses.replace(self, has_experts=device in EXPERTS_ON)
+
+    def bytes_each(self, stored: StoredFormat | None, item_bytes: int) -> float:
+        """Return the bytes of a product's weight that is stored in this format (None: as floats), where
+        floats are kept with `item_bytes`."""
+        kept = self.rounded or (stored if self.keeps_stored else None)
+        return item_bytes if kept is None else kept.bytes_each
+
+    def identity(self, scheme: QuantizationScheme | None, dtype: str) -> str:
+        """Return what distinguishes weights in the identity of KV, for a checkpoint of this scheme in a pool
+        of this dtype."""
+        if (rounded := self.rounded) is not None:
+            return f"{rounded.name}, rounded"
+        return dtype if scheme is None or not self.keeps_stored else scheme.name
+
+
+AS_STORED = WeightForm()
+# Of products on devices without such kernels.
+DEQUANTIZED = WeightForm("bf16")
