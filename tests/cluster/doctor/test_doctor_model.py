@@ -82,6 +82,15 @@ def test_it_says_what_becomes_of_quantized_weights(
     assert said_of_weights in weights.seen
 
 
+def test_rounded_weights_need_less_memory() -> None:
+    needed = [
+        needs_of(config_of(TINY, ({"name": "p", "role": "both", "dtype": "bf16", "weight_dtype": form},)))
+        for form in ("bf16", "int8", "int4")
+    ]
+    floats, eights, fours = (sum(rank.weight_bytes for rank in need.pools[0].ranks) for need in needed)
+    assert fours < eights < floats
+
+
 def test_weights_that_were_cut_short_are_named(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     whole = file.read_bytes()
