@@ -3,12 +3,10 @@ memory does not depend on the size of the model or of its largest tensor."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedWriter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from gguf.quants import dequantize
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_file import GgufFile, GgufTensor, cut_short
 from workers.model.gguf.gguf_names import WrittenTensor, written_tensors
+from workers.model.safetensors_stream import StoredTensor, file_header, index_text, shard_name
 
 _MAX_SHARD_BYTES = 4 << 30
 # Of one piece, as 32-bit floats.
@@ -55,14 +54,11 @@ def write_weights(
     num_tensors, num_done = sum(map(len, shards)), 0
     tensor_to_file: dict[str, str] = {}
     for index, shard in enumerate(shards):
-        name = (
-            f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) > 1
-            else "model.safetensors"
-        )
+        name = shard_name(index, len(shards))
         tensor_to_file |= {tensor.name: name for tensor in shard}
         with (folder / name).open("wb") as stream:
-            stream.write(_header(shard, dtype))
+            stored = _SAFETENSORS_DTYPE[dtype]
+            stream.write(file_header([StoredTensor(it.name, stored, it.shape) for it in shard]))
             for tensor in shard:
                 progress(f"converting {file.path.name}, {num_done} of {num_tensors} tensors")
                 _write_tensor(stream, tensor, dtype)
@@ -71,8 +67,7 @@ def write_weights(
             os.fsync(stream.fileno())
     if len(shards) > 1:
         total = sum(tensor.num_items for shard in shards for tensor in shard) * _ITEM_BYTES[dtype]
-        index_json = {"metadata": {"total_size": total}, "weight_map": tensor_to_file}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+        (folder / "model.safetensors.index.json").write_text(index_text(tensor_to_file, total))
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -95,21 +90,6 @@ def _shards(
         shard.append(tensor)
         num_bytes += size
     yield shard
-
-
-def _header(shard: Sequence[WrittenTensor], dtype: str) -> bytes:
-    """Return the beginning of a safetensors file: the length of its header, and the header."""
-    ends = np.cumsum([0, *(tensor.num_items * _ITEM_BYTES[dtype] for tensor in shard)]).tolist()
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for tensor, offsets in zip(shard, pairwise(ends), strict=True):
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPE[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": list(offsets),
-        }
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw
 
 
 def _write_tensor(stream: BufferedWriter, tensor: WrittenTensor, dtype: str) -> None:
