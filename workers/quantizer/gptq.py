@@ -1,0 +1,101 @@
+"""Round weights so that products of the inputs of a text change least, as GPTQ does: what rounding a column
+changes is taken up by the columns that are not rounded yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.quantizer.rounding import Rounded, best_scales, joined
+from workers.quantizer.target import QuantizationTarget
+
+# Columns whose changes reach the later ones together.
+_BLOCK = 128
+# Is added to the diagonal, as a part of its mean.
+_DAMPING = 0.01
+# Of one piece of the outputs, as 32-bit floats.
+_PIECE_BYTES = 64 << 20
+
+
+class InputProducts:
+    """Sums up x xT of the inputs x of a product: `total` float32 [num_inputs, num_inputs]."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.total = torch.zeros(num_inputs, num_inputs)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add the inputs of some tokens, [num_tokens, num_inputs]."""
+        wide = inputs.float()
+        self.total.addmm_(wide.t(), wide)
+
+
+class _Factors(NamedTuple):
+    """The order in which columns are rounded, those of large inputs first, and the upper Cholesky factor of
+    the inverse of x xT in this order."""
+
+    order: Tensor
+    upper: Tensor
+
+
+def gptq_rounded(
+    weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
+) -> Rounded:
+    """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded.
+    The squares that are returned are of the products with the inputs rather than of the weights."""
+    factors = _factors(inputs.total)
+    step = max(1, _PIECE_BYTES // (4 * weight.shape[1]))
+    return joined(
+        [_rounded(rows.float(), inputs.total, factors, target, dtype) for rows in weight.split(step)]
+    )
+
+
+def _factors(total: Tensor) -> _Factors:
+    diagonal = total.diagonal()
+    order = diagonal.argsort(descending=True, stable=True)
+    damped = total[order][:, order].double()
+    # Inputs that are always zero need some value, too.
+    added = _DAMPING * float(diagonal.double().mean()) or 1.0
+    damped.diagonal().add_(added)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
+def _rounded(
+    weight: Tensor, total: Tensor, factors: _Factors, target: QuantizationTarget, dtype: torch.dtype
+) -> Rounded:
+    num_outputs, num_inputs = weight.shape
+    order, upper = factors
+    scales = best_scales(weight.view(num_outputs, target.num_groups(num_inputs), -1), target, dtype)
+    step_of = scales.float().repeat_interleave(num_inputs // scales.shape[1], 1)[:, order]
+    left, codes = weight[:, order], torch.empty(num_outputs, num_inputs)
+    for begin in range(0, num_inputs, _BLOCK):
+        held = slice(begin, min(begin + _BLOCK, num_inputs))
+        changes = _round_block(left[:, held], upper[held, held], step_of[:, held], codes[:, held], target)
+        left[:, held.stop :].addmm_(changes, upper[held, held.stop :], alpha=-1)
+    placed = torch.empty_like(codes).index_copy_(1, order, codes)
+    steps = torch.empty_like(step_of).index_copy_(1, order, step_of)
+    error = placed * steps - weight
+    return Rounded(placed.to(torch.int8), scales, _of_products(error, total), _of_products(weight, total))
+
+
+def _round_block(
+    left: Tensor, upper: Tensor, steps: Tensor, codes: Tensor, target: QuantizationTarget
+) -> Tensor:
+    """Round the columns `left` of a block, in place, into `codes`; return what they change of the later
+    ones, in units of the rows of `upper`."""
+    changes = torch.empty_like(left)
+    for column in range(left.shape[1]):
+        values = left[:, column]
+        code = (values / steps[:, column]).round_().clamp_(-target.largest - 1, target.largest)
+        codes[:, column] = code
+        change = (values - code * steps[:, column]) / upper[column, column]
+        left[:, column:].addr_(change, upper[column, column:], alpha=-1)
+        changes[:, column] = change
+    return changes
+
+
+def _of_products(weight: Tensor, total: Tensor) -> float:
+    """Return the sum of the squares of the products of a weight with all inputs."""
+    return float(((weight @ total) * weight).double().sum())
