@@ -119,6 +119,6 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(keys | {"intermediate_size": 90}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"config.json says \[5, 180, 2, 16\]"):
         load_decoder(tmp_path, torch.float32, CPU)
-    config.write_text(json.dumps(keys | {"quantization_config": {"quant_method": "awq"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"quantized \(awq\)"):
+    config.write_text(json.dumps(keys | {"quantization_config": {"quant_method": "hqq"}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"quantized \(hqq\)"):
         load_decoder(tmp_path, torch.float32, CPU)

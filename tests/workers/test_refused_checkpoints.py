@@ -82,7 +82,73 @@ def _eight_bits(folder: Path) -> Path:
     return folder
 
 
-QUANTIZED = ("awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
+UNREAD = ("bitsandbytes", "hqq", "torchao", "quark", "mxfp4", "modelopt")
+_GROUPS: dict[str, Any] = {"group_0": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4}}}
+_COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": _GROUPS,
+}
+# Configurations of formats of which others are read, and what is said of them.
+UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("no method", {"bits": 4}, ("is there without a quant_method",)),
+    ("GPTQ of 3 bits", {"quant_method": "gptq", "bits": 3}, ("has GPTQ weights of 3 bits, and 4 and 8 are",)),
+    (
+        "GPTQ for Marlin",
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        ("has the checkpoint_format 'marlin', which is not read",),
+    ),
+    (
+        "odd groups",
+        {"quant_method": "gptq", "bits": 4, "group_size": 33},
+        ("has the group_size 33, which is no even number",),
+    ),
+    (
+        "AWQ for gemv",
+        {"quant_method": "awq", "bits": 4, "version": "GEMV"},
+        ("has AWQ weights of version 'gemv', and gemm is read",),
+    ),
+    ("AWQ of 8 bits", {"quant_method": "awq", "bits": 8}, ("has AWQ weights of 8 bits, and 4 are read",)),
+    ("experts of FP4", {"quant_method": "fp8", "expert_dtype": "fp4"}, ("has experts of 'fp4'",)),
+    (
+        "no block",
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        ("has the weight_block_size [128], which is no pair",),
+    ),
+    ("no groups", {"quant_method": "compressed-tensors"}, ("has no config_groups",)),
+    (
+        "no weights in a group",
+        _COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        ("says nothing of the weights of config_groups.group_0",),
+    ),
+    (
+        "no targets",
+        _COMPRESSED | {"config_groups": {"group_0": {"weights": {}}}},
+        ("has no list of targets in config_groups.group_0",),
+    ),
+    (
+        "a bad pattern",
+        _COMPRESSED | {"config_groups": {"group_0": {"weights": {}, "targets": ["re:("]}}},
+        ("has a pattern in config_groups.group_0.targets that cannot be read: '('",),
+    ),
+    (
+        "sparse",
+        _COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        ("has sparse weights (sparse-24-bitmask)",),
+    ),
+    (
+        "transforms",
+        _COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}},
+        ("has transforms of activations",),
+    ),
+    ("marlin-24", _COMPRESSED | {"format": "marlin-24"}, ("has the format 'marlin-24', which is not read",)),
+    (
+        "2 bits",
+        _COMPRESSED
+        | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 2}}}},
+        ("has pack-quantized weights of type int and 2 bits, which are not read",),
+    ),
+)
 REFUSALS = {
     "missing": _Refusal(lambda folder: folder / "none", ("none: no such folder; name a folder", "org/name")),
     "a file": _Refusal(
@@ -242,9 +308,16 @@ REFUSALS = {
             (
                 f"config.json: quantization_config says that the weights are quantized ({method})",
                 "take the checkpoint in 16 or 32 bits",
+                "or one in compressed-tensors, GPTQ, AWQ or FP8",
             ),
         )
-        for method in QUANTIZED
+        for method in UNREAD
+    },
+    **{
+        name: _Refusal(
+            _configured(quantization_config=config), ("config.json: quantization_config", *parts, "16 or 32")
+        )
+        for name, config, parts in UNREAD_FORMS
     },
 }
 

@@ -81,6 +81,8 @@ def _fields_of_kv(config: ModelConfig) -> dict[str, Any]:
         ]
     if config.state is not None:
         fields["state"] = [type(config.state).__name__, dataclasses.asdict(config.state)]
+    if config.quantization is not None:
+        fields["quantization"] = dataclasses.asdict(config.quantization)
     return fields | {"rope": _told(config.rope, _FIRST_ROPE_FIELDS)}
 
 

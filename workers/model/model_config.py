@@ -35,6 +35,8 @@ from workers.model.layer_shapes import (
     head_dim_problem,
     kv_sources,
 )
+from workers.model.quantization.scheme_reader import SchemeReader
+from workers.model.quantization.stored_format import QuantizationScheme
 from workers.model.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeReader
 from workers.model.state.state_shape import StateShape
 from workers.model.window_reader import WindowReader
@@ -113,6 +115,9 @@ class ModelConfig:
     num_extra_layers: int = 0
     # What some layers keep in place of keys and values; None: all layers attend.
     state: StateShape | None = None
+    # How weights are quantized in the checkpoint; None: they are not, or experts alone in a form of their
+    # family.
+    quantization: QuantizationScheme | None = None
 
     @property
     def traits(self) -> Family:
@@ -414,6 +419,7 @@ class _ConfigReader(ConfigValues):
             latent=latent,
             num_extra_layers=self._num_extra_layers(),
             state=state,
+            quantization=self._quantization(),
         )
 
     def _num_layers(self) -> int:
@@ -535,8 +541,6 @@ class _ConfigReader(ConfigValues):
         raise CheckpointError(f"{self.file}: {problem}; docs/models.md lists the supported models")
 
     def _refuse_unsupported(self) -> None:
-        if self.raw.get("quantization_config"):
-            self._refuse_quantized(self.raw["quantization_config"])
         # Of text and images, only images attend to what follows them.
         if self.raw.get("use_bidirectional_attention") not in (None, False, "vision"):
             self.refuse("use_bidirectional_attention", "is not supported")
@@ -546,16 +550,14 @@ class _ConfigReader(ConfigValues):
                 "supported; take the checkpoint of this model without 1M in its name"
             )
 
-    def _refuse_quantized(self, config: Any) -> None:
+    def _quantization(self) -> QuantizationScheme | None:
+        config, experts = self.raw.get("quantization_config"), self.family.experts
+        if not config:
+            return None
         method = config.get("quant_method") if isinstance(config, dict) else None
-        experts = self.family.experts
         if method and experts is not None and method == experts.quantization:
-            return
-        what = f"says that the weights are quantized ({method})" if method else "is there"
-        raise CheckpointError(
-            f"{self.file}: quantization_config {what}, and quantized weights are not supported; take the "
-            "checkpoint in 16 or 32 bits of which this one was made"
-        )
+            return None
+        return SchemeReader(self.file, config).read()
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Read the ids of generation_config.json, as `generate` does, or else of config.json."""

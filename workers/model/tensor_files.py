@@ -79,6 +79,10 @@ class TensorFiles:
         """Return the file that the tensor is in."""
         return self._name_to_file[name][0]
 
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor is a quantized weight, which is dequantized where it is read."""
+        return False
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the tensor is stored; None if there is none or it is none of floats."""
         if name not in self._name_to_file:
@@ -91,20 +95,34 @@ class TensorFiles:
             return 0
         return len(self._name_to_file[name][1].get_slice(name).get_shape())
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the tensor; None if there is none of this name."""
+        if name not in self._name_to_file:
+            return None
+        return tuple(self._name_to_file[name][1].get_slice(name).get_shape())
+
+    def stored_type_of(self, name: str) -> str:
+        """Return the dtype of the tensor as safetensors names it, such as `BF16`; "" if there is none."""
+        if name not in self._name_to_file:
+            return ""
+        return str(self._name_to_file[name][1].get_slice(name).get_dtype())
+
     def bytes_of(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
         """Map slices of a tensor of bytes, [shape], where it is, after checking its shape and dtype."""
-        return self._mapped(name, shape, slices, _BYTES)
+        return self.mapped(name, shape, slices, _BYTES)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
-        return self._mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+        return self.mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
 
-    def _mapped(
+    def mapped(
         self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]
     ) -> Tensor:
+        """Map slices of a tensor where it is, after checking that it has this shape and one of these dtypes,
+        by their names in safetensors."""
         if name not in self._name_to_file:
             raise CheckpointError(
                 f"{self._dir}: tensor {name} is missing; take the whole checkpoint in 16 or 32 bits"

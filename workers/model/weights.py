@@ -15,6 +15,7 @@ from workers.model.latent_weights import LatentWeightReader, LatentWeights
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
+from workers.model.quantization.quantized_files import QuantizedTensorFiles
 from workers.model.rope import rotary_order
 from workers.model.sizes import kv_heads, layer_heads, part, refuse_split
 from workers.model.split_products import ProductRows, SplitProducts, fused_rows
@@ -167,7 +168,12 @@ class WeightReader:
         of each layer may be copied to this rank from others."""
         self._config = config
         self._shard = shard
-        self._files = TensorFiles(model_dir, dtype, device)
+        scheme = config.quantization
+        self._files = (
+            TensorFiles(model_dir, dtype, device)
+            if scheme is None
+            else QuantizedTensorFiles(model_dir, dtype, device, scheme)
+        )
         self._tensor = self._files.tensor
         self._names = TensorNames.of((), config)
         self._products = SplitProducts(self._files, config, shard.tp_rank)

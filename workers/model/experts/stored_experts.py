@@ -99,9 +99,12 @@ class StoredExperts:
         self._leave_others()
         inner, outer = (self._size, self._hidden_size), (self._hidden_size, self._size)
 
-        def each(name: str, shape: tuple[int, int], *slices: slice) -> list[Tensor]:
+        def each(name: str, shape: tuple[int, int], *slices: slice) -> Sequence[Tensor]:
             names = [f"{self._block}{name.format(expert=expert)}" for expert in self._held]
-            return [self._files.tensor(it, shape, *slices) for it in names]
+            if not any(map(self._files.is_quantized, names)):
+                return [self._files.tensor(it, shape, *slices) for it in names]
+            self._files.read.update(names)
+            return ReadWhenTaken(len(names), lambda place: self._files.tensor(names[place], shape, *slices))
 
         return ExpertProducts(
             each(self._names.each_gate, inner, self._columns),
@@ -116,20 +119,35 @@ class StoredExperts:
                 self._files.left.add(f"{self._block}{name.format(expert=expert)}")
 
     def _together(self) -> ExpertProducts:
-        gate_up = self._files.tensor(
-            f"{self._block}{self._names.gate_up}",
-            (self._num_experts, 2 * self._size, self._hidden_size),
-            self._experts,
-        )
-        down = self._files.tensor(
-            f"{self._block}{self._names.down}",
-            (self._num_experts, self._hidden_size, self._size),
-            self._experts,
-            slice(None),
-            self._columns,
-        )
+        names = (f"{self._block}{self._names.gate_up}", f"{self._block}{self._names.down}")
+        gate_up_shape = (self._num_experts, 2 * self._size, self._hidden_size)
+        down_shape = (self._num_experts, self._hidden_size, self._size)
+        if any(map(self._files.is_quantized, names)):
+            return self._dequantized_together(names, gate_up_shape, down_shape)
+        gate_up = self._files.tensor(names[0], gate_up_shape, self._experts)
+        down = self._files.tensor(names[1], down_shape, self._experts, slice(None), self._columns)
         gates, ups = gate_up[:, self._columns], gate_up[:, self._size :][:, self._columns]
         return ExpertProducts(list(gates), list(ups), list(down))
+
+    def _dequantized_together(
+        self, names: tuple[str, str], gate_up_shape: tuple[int, ...], down_shape: tuple[int, ...]
+    ) -> ExpertProducts:
+        """Read experts of which each is dequantized when it is taken."""
+        self._files.read.update(names)
+        held, columns, size = self._held, self._columns, self._size
+
+        def read(name: str, shape: tuple[int, ...], *slices: slice) -> ReadWhenTaken:
+            def of(place: int) -> Tensor:
+                return self._files.tensor(name, shape, slice(held[place], held[place] + 1), *slices)[0]
+
+            return ReadWhenTaken(len(held), of)
+
+        of_ups = slice(size + columns.start, size + columns.stop)
+        return ExpertProducts(
+            read(names[0], gate_up_shape, columns),
+            read(names[0], gate_up_shape, of_ups),
+            read(names[1], down_shape, slice(None), columns),
+        )
 
     def _with_inputs_as_rows(self) -> ExpertProducts:
         """Read experts whose outputs of gate and up are columns that take turns."""

@@ -1,0 +1,145 @@
+"""Models of many families give, with quantized weights, the logits of what their weights are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import latent, write_family_checkpoint
+from optional_programs import uses_compiler
+from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
+from parallel_ranks import ParallelCase, RankProcesses, form, run_case
+from quantized_checkpoints import FORMATS, quantize
+from safetensors.torch import load_file
+
+from workers.model.decoder import load_decoder
+from workers.model.weights import ShardSpec, WeightReader
+
+pytestmark = uses_compiler
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# A format, and what the family has beside the shape.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with biases": ("gptq with zero points", {"family": "llama", "attention_bias": True}),
+    "llama without a head": ("int4", {"family": "llama", "tie_word_embeddings": True}),
+    "phi3": ("awq", {"family": "phi3"}),
+    "qwen2": ("int8", {"family": "qwen2"}),
+    "glm4": ("fp8 of channels", {"family": "glm4"}),
+    "gemma2": ("fp8 in blocks", {"family": "gemma2", "sliding_window": 20}),
+    "granite": ("gptq in another order", {"family": "granite", "residual_multiplier": 0.5}),
+    "cohere": ("int4 with zero points", {"family": "cohere"}),
+    "qwen3_moe": ("awq", {"family": "qwen3_moe", **_EXPERTS}),
+    "mixtral": ("gptq", {"family": "mixtral", "num_local_experts": 5}),
+    "qwen3_next": (
+        "fp8 in blocks",
+        {
+            "family": "qwen3_next",
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "deepseek_v3": (
+        "fp8 in blocks",
+        {
+            "family": "deepseek_v3",
+            **latent(
+                q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16
+            ),
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_dequantized_weights(model: str, tmp_path: Path) -> None:
+    how, keys = MODELS[model]
+    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    prompt = tokens_of(1, 70)
+    found = PagedModel(load_decoder(tmp_path, torch.float32, CPU), torch.float32).chunked(0, prompt, 32)
+    same = PagedModel(load_decoder(plain, torch.float32, CPU), torch.float32).chunked(0, prompt, 32)
+    assert torch.equal(found, same)
+    expected = reference_logits(reference_of(plain), prompt)
+    assert expected.std() >= 0.1
+    assert error_of(found, expected) <= 1e-3
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("model", ["granite", "qwen3_moe", "phi3", "qwen3_next"])
+def test_ranks_hold_their_parts(model: str, tp: int, tmp_path: Path) -> None:
+    """Also where a border between ranks cuts a group, or where the groups are not of neighbors."""
+    how, keys = MODELS[model]
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3} if tp == 3 else {}
+    if tp == 3 and model == "qwen3_next":
+        pytest.skip("states are divided by the heads of keys")
+    write_family_checkpoint(tmp_path / "source", **SHAPE | shape | keys)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    config = load_decoder(plain, torch.float32, CPU).config
+    quantized_config = load_decoder(tmp_path, torch.float32, CPU).config
+    for rank in range(tp):
+        shard = ShardSpec(0, 2, rank, tp)
+        with (
+            WeightReader(tmp_path, quantized_config, shard, torch.float32, CPU) as found,
+            WeightReader(plain, config, shard, torch.float32, CPU) as expected,
+        ):
+            for layer in range(2):
+                ours, theirs = found.layer(layer), expected.layer(layer)
+                for name in ("qkv", "output", "gate_up", "down"):
+                    part, other = getattr(ours, name), getattr(theirs, name)
+                    assert (part is None) == (other is None)
+                    assert part is None or torch.equal(part.weight, other.weight)
+                if ours.mixture is not None:
+                    assert theirs.mixture is not None
+                    for kind in ("gates", "ups", "downs"):
+                        parts, others = (getattr(it.mixture.experts, kind) for it in (ours, theirs))
+                        assert all(map(torch.equal, parts, others))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses(2) as started:
+        yield started
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x2"])
+@pytest.mark.parametrize("model", ["llama with biases", "granite", "deepseek_v3"])
+def test_ranks_together_equal_one(model: str, layout: str, processes: RankProcesses, tmp_path: Path) -> None:
+    """Logits and tokens of two ranks are those of the dequantized weights on two ranks."""
+    how, keys = MODELS[model]
+    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    tp, stages = (2, [(0, 2)]) if layout == "2x1" else (1, [(0, 1), (1, 2)])
+    found: list[dict[str, torch.Tensor]] = []
+    for folder in (tmp_path, plain):
+        name = f"{model} {layout} {folder.name}"
+        case = ParallelCase(name, str(folder), tp, stages, [tokens_of(1, 50)], [[32, 18]], 6, str(folder))
+        processes.run(case)
+        found.append(load_file(folder / f"{len(stages) - 1}.safetensors"))
+    assert found[0]["logits"].std() >= 0.1
+    assert torch.equal(found[0]["logits"], found[1]["logits"])
+    if layout == "2x1":
+        alone = ParallelCase("alone", str(plain), 1, [(0, 2)], [tokens_of(1, 50)], [[32, 18]], 6, str(plain))
+        assert error_of(found[0]["logits"], run_case(alone, form(alone, None, 0))["logits"]) <= 1e-4

@@ -1,0 +1,147 @@
+"""Declare in which format the weights of a checkpoint's products are stored. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+# The class by which configurations mean all linear products.
+_LINEAR = "Linear"
+
+
+class Layout(enum.StrEnum):
+    """The tensors that hold a weight, `weight` being its plain name and `product` that without `.weight`."""
+
+    # `weight` with a code for each element, and `weight_scale` or `weight_scale_inv`.
+    PLAIN = "plain"
+    # `weight_packed` with the codes of a row one after another, `weight_scale` and `weight_zero_point`.
+    PACKED = "packed"
+    # `product.qweight` with the codes of an output in a column, `qzeros`, `scales` and `g_idx`.
+    GPTQ = "gptq"
+    # `product.qweight` with the codes of an input in a row, eight outputs interleaved, `qzeros` and `scales`.
+    AWQ = "awq"
+
+
+class CodeType(enum.StrEnum):
+    """The codes of the elements."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP4 = "fp4"
+
+    @property
+    def num_bits(self) -> int:
+        """The bits of a code."""
+        return 4 if self in (CodeType.INT4, CodeType.FP4) else 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """The format of a product's weight: a scale belongs to `group` inputs of `num_rows` outputs; 0: to all.
+    `is_one_less`: zero points are stored less one. `quantizes_inputs`: the product is meant to be computed
+    with quantized inputs as well."""
+
+    layout: Layout
+    codes: CodeType
+    group: int = 0
+    num_rows: int = 1
+    is_one_less: bool = False
+    quantizes_inputs: bool = False
+
+    @property
+    def name(self) -> str:
+        """What identifies weights of this format, such as `int4 group 128`."""
+        if self.num_rows > 1:
+            return f"{self.codes} block {self.num_rows}x{self.group}"
+        return f"{self.codes} group {self.group}" if self.group else str(self.codes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetedFormat:
+    """A format, and the products that have it: by names, by regular expressions behind `re:`, or by their
+    class."""
+
+    targets: tuple[str, ...]
+    format: StoredFormat
+
+    def names(self, product: str) -> bool:
+        """Whether a target names the product itself."""
+        return any(_matches(target, product) for target in self.targets)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it is that of all linear products which no target names."""
+        return _LINEAR in self.targets
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizationScheme:
+    """The quantization of a checkpoint: its method, and the formats of its products. Which products are
+    quantized at all is seen by their tensors."""
+
+    method: str
+    formats: tuple[TargetedFormat, ...]
+
+    def format_of(self, product: str) -> StoredFormat | None:
+        """Return the format of the product of this name, without `.weight`; None where nothing says it."""
+        for targeted in self.formats:
+            if targeted.names(product):
+                return targeted.format
+        return next((targeted.format for targeted in self.formats if targeted.has_all), None)
+
+    @property
+    def name(self) -> str:
+        """What identifies weights of this scheme: the names of their formats."""
+        return " and ".join(dict.fromkeys(targeted.format.name for targeted in self.formats))
+
+
+def of_all(method: str, stored: StoredFormat) -> QuantizationScheme:
+    """Return the scheme in which all quantized products have one format."""
+    return QuantizationScheme(method, (TargetedFormat((_LINEAR,), stored),))
+
+
+def _matches(target: str, product: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), product) is not None
+    return target == product
+
+
+# What stands behind the plain name of a weight in the names of the tensors that hold it.
+_OF_WEIGHTS = (
+    "_packed",
+    "_scale",
+    "_scale_inv",
+    "_scale_2",
+    "_global_scale",
+    "_zero_point",
+    "_shape",
+    "_g_idx",
+)
+# What stands behind the name of a product in the names of such tensors.
+_OF_PRODUCTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+# Factors of inputs, outputs and KV, which are computed as they come.
+_PASSED_OVER = re.compile(
+    r".*\.((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|activation_scale)"
+)
+
+
+def plain_name(name: str) -> str:
+    """Return the name that the weight which the tensor belongs to would have if it were not quantized; "" of
+    a tensor that is passed over."""
+    if _PASSED_OVER.fullmatch(name):
+        return ""
+    for ending in _OF_PRODUCTS:
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}.weight"
+    for ending in _OF_WEIGHTS:
+        if name.endswith(f".weight{ending}"):
+            return name.removesuffix(ending)
+    # Of experts in one tensor, whose name is that of their product.
+    return name.removesuffix("_scale_inv")
+
+
+def product_of(weight: str) -> str:
+    """Return the name of the product that has the weight of this plain name."""
+    return weight.removesuffix(".weight")
