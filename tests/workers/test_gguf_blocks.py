@@ -10,8 +10,15 @@ from gguf.quants import dequantize
 
 from workers.model.gguf.gguf_blocks import FORMS, QuantizedRows, quantized_rows
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+from workers.model.quantization.stored_format import CodeType
 
 NUM_ROWS, ROW_BLOCKS = 37, 3
+CODES = {
+    CodeType.INT4: Codes.UINT4,
+    CodeType.INT8: Codes.INT8,
+    CodeType.FP4: Codes.E2M1,
+    CodeType.IQ4_NL: Codes.IQ4_NL,
+}
 # Where a block of each type has its 16-bit floats.
 HALVES = {
     "Q4_0": (0,),
@@ -49,7 +56,7 @@ def _weight(rows: QuantizedRows, kind: GGMLQuantizationType) -> QuantizedWeight:
     offsets = None if rows.offsets is None else torch.from_numpy(rows.offsets)
     assert (offsets is not None) == form.has_offsets
     packed, scales = torch.from_numpy(rows.packed), torch.from_numpy(rows.scales)
-    return QuantizedWeight(Codes(form.codes), packed, scales, form.group, offsets)
+    return QuantizedWeight(CODES[form.codes], packed, scales, form.group, offsets)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from workers.model.quantization.stored_format import CodeType
+
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -40,18 +42,13 @@ class _Parts(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """What the blocks of a type are in memory: the name of the codes (`Codes`), the inputs of a group, and
-    whether groups have offsets."""
+    """What the blocks of a type are in memory: the codes, those of 4 bits without a sign; the inputs of a
+    group; and whether groups have offsets."""
 
-    codes: str
+    codes: CodeType
     group: int
     has_offsets: bool
     take_apart: Callable[[Bytes], _Parts]
-
-    @property
-    def num_bits(self) -> int:
-        """The bits of a code."""
-        return 8 if self.codes == "int8" else 4
 
 
 def quantized_rows(stored: Bytes, kind: GGMLQuantizationType) -> QuantizedRows:
@@ -59,7 +56,7 @@ def quantized_rows(stored: Bytes, kind: GGMLQuantizationType) -> QuantizedRows:
     form, (_, block_bytes) = FORMS[kind], GGML_QUANT_SIZES[kind]
     num_rows = len(stored)
     codes, scales, offsets = form.take_apart(np.ascontiguousarray(stored).reshape(-1, block_bytes))
-    packed = codes if form.num_bits == 8 else codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
+    packed = codes if form.codes.num_bits == 8 else codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
     return QuantizedRows(
         packed.reshape(num_rows, -1),
         scales.reshape(num_rows, -1),
@@ -180,17 +177,17 @@ def _planes(stored: Bytes, width: int, shifts: tuple[int, ...]) -> Bytes:
 
 _Kind = GGMLQuantizationType
 FORMS = {
-    _Kind.Q4_0: BlockForm("uint4", 32, True, _q4_0),
-    _Kind.Q4_1: BlockForm("uint4", 32, True, _q4_1),
-    _Kind.Q5_0: BlockForm("int8", 32, False, _q5_0),
-    _Kind.Q5_1: BlockForm("int8", 32, True, _q5_1),
-    _Kind.Q8_0: BlockForm("int8", 32, False, _q8_0),
-    _Kind.Q2_K: BlockForm("uint4", 16, True, _q2_k),
-    _Kind.Q3_K: BlockForm("uint4", 16, True, _q3_k),
-    _Kind.Q4_K: BlockForm("uint4", 32, True, _q4_k),
-    _Kind.Q5_K: BlockForm("int8", 32, True, _q5_k),
-    _Kind.Q6_K: BlockForm("int8", 16, False, _q6_k),
-    _Kind.IQ4_NL: BlockForm("iq4_nl", 32, False, _iq4_nl),
-    _Kind.IQ4_XS: BlockForm("iq4_nl", 32, False, _iq4_xs),
-    _Kind.MXFP4: BlockForm("e2m1", 32, False, _mxfp4),
+    _Kind.Q4_0: BlockForm(CodeType.INT4, 32, True, _q4_0),
+    _Kind.Q4_1: BlockForm(CodeType.INT4, 32, True, _q4_1),
+    _Kind.Q5_0: BlockForm(CodeType.INT8, 32, False, _q5_0),
+    _Kind.Q5_1: BlockForm(CodeType.INT8, 32, True, _q5_1),
+    _Kind.Q8_0: BlockForm(CodeType.INT8, 32, False, _q8_0),
+    _Kind.Q2_K: BlockForm(CodeType.INT4, 16, True, _q2_k),
+    _Kind.Q3_K: BlockForm(CodeType.INT4, 16, True, _q3_k),
+    _Kind.Q4_K: BlockForm(CodeType.INT4, 32, True, _q4_k),
+    _Kind.Q5_K: BlockForm(CodeType.INT8, 32, True, _q5_k),
+    _Kind.Q6_K: BlockForm(CodeType.INT8, 16, False, _q6_k),
+    _Kind.IQ4_NL: BlockForm(CodeType.IQ4_NL, 32, False, _iq4_nl),
+    _Kind.IQ4_XS: BlockForm(CodeType.IQ4_NL, 32, False, _iq4_xs),
+    _Kind.MXFP4: BlockForm(CodeType.FP4, 32, False, _mxfp4),
 }
