@@ -28,7 +28,7 @@ from workers.model.attention.interface import (
     SequenceSpan,
     StepInput,
 )
-from workers.model.products import make_linear
+from workers.model.make_linear import make_linear
 from workers.rank.runner_settings import read_dtype
 
 DECODES = [(batch, context) for context in (128, 2048, 8192) for batch in (1, 16)]

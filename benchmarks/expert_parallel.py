@@ -50,8 +50,8 @@ from workers.model.experts.mixture_weights import MixtureWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import choose_experts
 from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
 from workers.model.norm import Norm
-from workers.model.products import make_linear
 from workers.model.sizes import held_experts
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.replica.copy_placement import CopyRules, place_copies

@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import cuda, native
-from workers.model.products import (
-    InvariantLinear,
-    Linear,
-    ScaledLinear,
-    TorchLinear,
-    make_linear,
-    refuse_nondeterministic,
-)
+from workers.model.make_linear import make_linear, refuse_nondeterministic
+from workers.model.products import InvariantLinear, Linear, ScaledLinear, TorchLinear
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 # The interpreter's products of bfloat16 are wrong.

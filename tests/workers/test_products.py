@@ -17,15 +17,9 @@ from optional_programs import needs_compiler
 from torch import Tensor
 
 from workers.model import native
+from workers.model.make_linear import make_linear
 from workers.model.native.isa import Isa, available_isas
-from workers.model.products import (
-    GatedActivation,
-    Linear,
-    PackedLinear,
-    TorchLinear,
-    Workspace,
-    make_linear,
-)
+from workers.model.products import GatedActivation, Linear, PackedLinear, TorchLinear, Workspace
 
 DTYPES = [torch.float32, torch.bfloat16]
 MOST_ROWS = 70

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cache_bytes
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
-from workers.model.products import make_linear
 from workers.model.sizes import ModelWork, attention_products
 from workers.rank.probe import DeviceLimits, best_s
 

@@ -25,9 +25,11 @@ from workers.model.experts.host_experts import SplitExperts
 from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
-from workers.model.products import Workspace, make_linear
+from workers.model.products import Workspace
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rank_attention import attention_shape, layer_attention, value_norm
 from workers.model.weights import ShardSpec, WeightReader
 
@@ -42,18 +44,19 @@ def load_decoder(
     is_deterministic: bool = False,
     expert_offload: int = 0,
     expert_copies: int = 0,
+    form: WeightForm = AS_STORED,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
     called after each layer. `is_deterministic`: products of a row shall not depend on the rows beside it.
     `expert_offload`: so many experts of each layer are computed by the CPU. `expert_copies`: so many of each
-    layer may be copied to this rank from others.
+    layer may be copied to this rank from others. `form` is that of the weights of products.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
     in_experts = {"expert_offload": expert_offload, "expert_copies": expert_copies}
-    with WeightReader(model_dir, config, shard, dtype, device, **in_experts) as reader:
+    with WeightReader(model_dir, config, shard, dtype, device, **in_experts, form=form) as reader:
         decoder = Decoder(config, reader, shard, progress, is_deterministic=is_deterministic)
         reader.finish()
     return decoder

@@ -20,11 +20,12 @@ from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
-from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace, make_linear
+from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
@@ -94,7 +95,7 @@ class DecoderLayer:
             self._projection = linear(weights.qkv)
             if config.traits.has_output_gate:
                 assert weights.output is not None
-                self._output_gate = OutputGate(weights.output.parts[0].shape[1])
+                self._output_gate = OutputGate(weights.output.num_inputs)
         elif weights.latent is not None:
             shape = config.latent
             assert shape is not None

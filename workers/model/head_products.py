@@ -27,7 +27,7 @@ class HeadProducts(ABC):
 
 def make_head_products(weights: Tensor, *, is_deterministic: bool = False) -> HeadProducts:
     """Return the products with `weights` [num_heads, num_outputs, num_inputs], packed if there are CPU
-    kernels for them. `is_deterministic` is as in `workers.model.products.make_linear`."""
+    kernels for them. `is_deterministic` is as in `workers.model.make_linear`."""
     if native.serves(weights.device, weights.dtype):
         kernels = native.load()
         assert kernels is not None

@@ -9,7 +9,8 @@ from workers.model.apply_norm import apply_norm
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_weights import LatentWeights
 from workers.model.linear_weights import LinearWeights
-from workers.model.products import Linear, Workspace, make_linear
+from workers.model.make_linear import make_linear
+from workers.model.products import Linear, Workspace
 
 
 class LatentProjection:

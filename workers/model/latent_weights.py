@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from workers.model.latent_shape import LatentShape
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, as_parts
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.weight_parts import rows_at
 from workers.model.rope import rotary_order
 from workers.model.sizes import layer_heads
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 
 # What the norms of latents add to the mean square, whatever config.json says of other norms.
 _NORM_EPS = 1e-6
@@ -65,43 +68,67 @@ class LatentWeightReader:
     def layer(self, prefix: str) -> LatentWeights:
         """Read the attention whose tensors begin with `prefix`."""
         shape = self._shape
-        latents, q_norm = [self._shared_latents(f"{prefix}kv_a_proj_with_mqa")], None
+        names, q_norm = [f"{prefix}kv_a_proj_with_mqa"], None
         queries, num_inputs = f"{prefix}q_proj", self._hidden_size
         if shape.q_lora_rank:
-            latents.insert(0, self._latents(f"{prefix}q_a_proj", shape.q_lora_rank))
+            names.insert(0, f"{prefix}q_a_proj")
             q_norm = self._norm(f"{prefix}q_a_layernorm", shape.q_lora_rank)
             queries, num_inputs = f"{prefix}q_b_proj", shape.q_lora_rank
-        parts, biases = zip(*latents, strict=True)
         return LatentWeights(
-            LinearWeights(parts, torch.cat(biases) if self._has_bias else None),
+            self._latents(names),
             q_norm,
-            LinearWeights((self._queries(queries, num_inputs),), None),
+            self._queries(queries, num_inputs),
             self._norm(f"{prefix}kv_a_layernorm", shape.kv_lora_rank),
-            LinearWeights((self._heads(f"{prefix}kv_b_proj", shape.expanded_dim, shape.kv_lora_rank),), None),
+            self._expansion(f"{prefix}kv_b_proj"),
         )
 
-    def _latents(self, name: str, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Read a product of the hidden states, [num_rows, hidden_size], and its bias, [0] if it has none."""
-        weight = self._files.tensor(f"{name}.weight", (num_rows, self._hidden_size))
+    def _latents(self, names: list[str]) -> LinearWeights:
+        """Read the products of the hidden states, of which the last has the part of keys that heads share."""
+        sizes = [self._shape.q_lora_rank, len(self._kv_order)][-len(names) :]
+        slices = [
+            WeightSlice(f"{name}.weight", (size, self._hidden_size))
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        parts = list[Tensor | QuantizedWeight](self._files.product_parts(slices))
+        parts[-1] = _rows_at(parts[-1], self._kv_order)
         if not self._has_bias:
-            return weight, weight.new_empty(0)
-        return weight, self._files.tensor(f"{name}.bias", (num_rows,)).clone()
+            return LinearWeights(as_parts(parts), None)
+        biases = [
+            self._files.tensor(f"{name}.bias", (size,)) for name, size in zip(names, sizes, strict=True)
+        ]
+        biases[-1] = _rows_at(biases[-1], self._kv_order)
+        return LinearWeights(as_parts(parts), torch.cat(biases))
 
-    def _shared_latents(self, name: str) -> tuple[Tensor, Tensor]:
-        """Read the product of the latent of keys and values, and of the part of keys that heads share."""
-        weight, bias = self._latents(name, len(self._kv_order))
-        order = self._kv_order.to(weight.device)
-        return weight.index_select(0, order), bias.index_select(0, order) if self._has_bias else bias
+    def _held_rows(self, dim: int) -> slice:
+        """Return the rows of the rank's heads of a product with `dim` rows a head."""
+        return slice(self._held.start * dim, self._held.stop * dim)
 
-    def _heads(self, name: str, dim: int, num_inputs: int) -> Tensor:
-        """Read the rows of the rank's heads of a product, [num_heads * dim, num_inputs]."""
-        rows = slice(self._held.start * dim, self._held.stop * dim)
-        return self._files.tensor(f"{name}.weight", (self._num_heads * dim, num_inputs), rows)
+    def _queries(self, name: str, num_inputs: int) -> LinearWeights:
+        dim = self._shape.head_dim
+        shape = (self._num_heads * dim, num_inputs)
+        (rows,) = self._files.product_parts([WeightSlice(f"{name}.weight", shape, self._held_rows(dim))])
+        order = torch.arange(rows.shape[0]).view(-1, dim)[:, self._order].flatten()
+        return LinearWeights(as_parts([_rows_at(rows, order)]), None)
 
-    def _queries(self, name: str, num_inputs: int) -> Tensor:
-        rows = self._heads(name, self._shape.head_dim, num_inputs)
-        by_head = rows.view(-1, self._shape.head_dim, num_inputs)
-        return by_head.index_select(1, self._order.to(rows.device)).view(rows.shape)
+    def _expansion(self, name: str) -> LinearWeights:
+        """Read the rank's heads of keys and values, as a tensor, which is computed with in other ways."""
+        dim = self._shape.expanded_dim
+        shape = (self._num_heads * dim, self._shape.kv_lora_rank)
+        return LinearWeights((self._files.tensor(f"{name}.weight", shape, self._held_rows(dim)),), None)
 
     def _norm(self, name: str, size: int) -> Norm:
         return Norm(self._files.tensor(f"{name}.weight", (size,), dtype=torch.float32).clone(), _NORM_EPS)
+
+
+@overload
+def _rows_at(part: Tensor, rows: Tensor) -> Tensor: ...
+
+
+@overload
+def _rows_at(part: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight: ...
+
+
+def _rows_at(part: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
+    if isinstance(part, Tensor):
+        return part.index_select(0, rows.to(part.device))
+    return rows_at(part, rows)

@@ -19,9 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.errors import WorkerError
 from workers.model import cuda, native
-from workers.model.native.isa import usable_isas
 
 PANEL = 32
 _HUGE_PAGE = 2 << 20
@@ -42,7 +40,7 @@ class Epilogue(enum.IntEnum):
 
 # The activations of a gate.
 GatedActivation = Literal["silu", "gelu_tanh"]
-_GATES: dict[GatedActivation, Epilogue] = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
+GATES: dict[GatedActivation, Epilogue] = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
 
 
 class Workspace:
@@ -107,46 +105,7 @@ class Linear(ABC):
 Weight = Tensor | Sequence[Tensor]
 
 
-def make_linear(
-    weight: Weight,
-    bias: Tensor | None = None,
-    *,
-    gate: GatedActivation | None = None,
-    is_deterministic: bool = False,
-) -> Linear:
-    """Return the product with `weight` and `bias` [num_outputs], packed if there are CPU kernels for it.
-    Parts are copied; those of a product with the activation of a `gate` are gate and up. `is_deterministic`:
-    a row's result shall not depend on the other rows, where `refuse_nondeterministic` lets it be had."""
-    parts = (weight,) if isinstance(weight, Tensor) else weight
-    if native.serves(parts[0].device, parts[0].dtype):
-        kernels = native.load()
-        assert kernels is not None
-        return PackedLinear(kernels, weight, bias, gate=gate)
-    whole = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
-    if is_deterministic and cuda.serves(whole.device):
-        return InvariantLinear(whole, bias, gate=gate)
-    return TorchLinear(whole, bias, gate=gate)
-
-
-def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise WorkerError, naming the remedy, where a row's product may depend on the other rows."""
-    name = str(dtype).removeprefix("torch.")
-    if cuda.serves(device):
-        return
-    if device.type != "cpu":
-        problem = f"there are no such products on {device.type}; set device: cpu or cuda"
-    elif dtype not in native.DTYPES:
-        problem = f"there are no such products of {name}; set dtype: bf16 or fp32"
-    elif not usable_isas():
-        problem = "there are no such products for this CPU, which has no AVX2"
-    elif native.load() is None:
-        problem = "the kernels could not be compiled; install a C++ compiler (Debian: g++)"
-    else:
-        return
-    raise WorkerError(f"deterministic: {problem}, or set deterministic: false")
-
-
-class _UnpackedLinear(Linear):
+class UnpackedLinear(Linear):
     """A product whose weight is a tensor as it was given."""
 
     # The activation of its gate, of those that are gated.
@@ -174,7 +133,7 @@ def gate_mul(gate_up: Tensor, activation: GatedActivation, out: Tensor | None = 
     return torch.mul(activated, up, out=out)
 
 
-class TorchLinear(_UnpackedLinear):
+class TorchLinear(UnpackedLinear):
     """A product by torch, on any device and of any dtype."""
 
     def __init__(
@@ -204,7 +163,7 @@ class TorchLinear(_UnpackedLinear):
         return F.embedding(ids, self._weight)
 
 
-class InvariantLinear(_UnpackedLinear):
+class InvariantLinear(UnpackedLinear):
     """A product by Triton in which a row's result depends on nothing else."""
 
     def __init__(
@@ -233,7 +192,7 @@ class InvariantLinear(_UnpackedLinear):
         return F.embedding(ids, self._weight)
 
 
-class ScaledLinear(_UnpackedLinear):
+class ScaledLinear(UnpackedLinear):
     """A product of float8 weights, `weight` [num_outputs, num_inputs] times a scale for each output, `scales`
     float32 [num_outputs], with inputs that are scaled to float8 row by row. Sizes are multiples of 16."""
 
@@ -263,7 +222,7 @@ class ScaledLinear(_UnpackedLinear):
         return self._weight[ids].float() * self._scales[0, ids, None]
 
 
-class _Weights(ctypes.Structure):
+class PackedWeights(ctypes.Structure):
     """`LinearWeights` of `native/products.h`."""
 
     _fields_ = [
@@ -272,6 +231,7 @@ class _Weights(ctypes.Structure):
         ("num_outputs", ctypes.c_int64),
         ("num_inputs", ctypes.c_int64),
         ("is_bf16", ctypes.c_int64),
+        ("quantized", ctypes.c_void_p),
     ]
 
 
@@ -291,7 +251,7 @@ class PackedLinear(Linear):
         self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         is_gated = gate is not None
         # What the kernels do with the sums of a product that is not added to anything.
-        self.epilogue = Epilogue.STORE if gate is None else _GATES[gate]
+        self.epilogue = Epilogue.STORE if gate is None else GATES[gate]
         self._dtype = dtype = parts[0].dtype
         self._run, self._gather = kernels.library.tandem_linear, kernels.library.tandem_gather_outputs
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
@@ -328,7 +288,7 @@ class PackedLinear(Linear):
             padding = num_panels * half - self.num_outputs // 2
             halves = F.pad(bias.view(2, -1), (0, padding)).view(2, num_panels, half)
             self._bias = halves.transpose(0, 1).reshape(-1).contiguous()
-        self._weights = _Weights(
+        self._weights = PackedWeights(
             self._panels.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.num_outputs,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, Parts
 from workers.model.model_config import ModelConfig
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 
 
 class ProductRows(NamedTuple):
@@ -34,30 +34,36 @@ class SplitProducts:
     """Reads products of a layer for one rank of a stage, of which the first alone holds the biases of those
     that are split by inputs."""
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, tp_rank: int) -> None:
-        self.files = files
+    def __init__(
+        self, files: TensorFiles, config: ModelConfig, tp_rank: int, *, keeps_quantized: bool = True
+    ) -> None:
+        """Without `keeps_quantized`, all weights are read as tensors."""
+        self.files, self._keeps_quantized = files, keeps_quantized
         self._hidden_size, self._factor = config.hidden_size, config.residual_multiplier
         self._tp_rank = tp_rank
 
     def of_outputs(self, parts: Sequence[ProductRows], *, has_bias: bool) -> LinearWeights:
         """Join the given rows of several products of the hidden states."""
         hidden = self._hidden_size
-        weights = [self.files.tensor(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
+        slices = [WeightSlice(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
         biases = [self._vector(f"{it.name}.bias", (it.num_rows,), it.rows) for it in parts if has_bias]
-        return LinearWeights(tuple(weights), torch.cat(biases) if has_bias else None)
+        return LinearWeights(self._parts(slices), torch.cat(biases) if has_bias else None)
 
     def of_inputs(self, name: str, size: int, columns: slice, *, has_bias: bool) -> LinearWeights:
         """Read a product whose result is added to the hidden states, times what the family scales it by."""
         hidden, factor = self._hidden_size, self._factor
         bias = self._vector(f"{name}.bias", (hidden,)) if has_bias else None
-        weight = self.files.tensor(f"{name}.weight", (hidden, size), slice(None), columns)
-        if factor != 1:
-            weight, bias = weight * factor, None if bias is None else bias * factor
-        return LinearWeights((weight,), bias if self._tp_rank == 0 else None)
+        parts = self._parts([WeightSlice(f"{name}.weight", (hidden, size), columns=columns)])
+        return LinearWeights(parts, bias if self._tp_rank == 0 else None).times(factor)
 
     def floats(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> Tensor:
         """Read rows of a tensor in float32."""
         return self.files.tensor(name, shape, rows, dtype=torch.float32).clone()
+
+    def _parts(self, slices: Sequence[WeightSlice]) -> Parts:
+        if self._keeps_quantized:
+            return self.files.product_parts(slices)
+        return tuple(self.files.tensor(it.name, it.shape, it.rows, it.columns) for it in slices)
 
     def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
         return self.files.tensor(name, shape, *slices).clone()

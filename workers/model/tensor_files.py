@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,26 @@ from torch import Tensor
 
 from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
+from workers.model.linear_weights import Parts
 from workers.model.model_config import weight_files
+from workers.model.quantization.kept_forms import are_alike, has_products
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
+from workers.model.quantization.weight_parts import columns_of
 
+_ALL = slice(None)
 _BYTES = ("U8",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class WeightSlice(NamedTuple):
+    """Rows and columns of the tensor of this name, which is a product's weight of this shape."""
+
+    name: str
+    shape: tuple[int, int]
+    rows: slice = _ALL
+    columns: slice = _ALL
 
 
 @dataclass
@@ -32,8 +48,15 @@ class TensorFiles:
     Tensors may be views of the mapped files: a serving model must not change with its files, so they are to
     be packed or copied once."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightForm = AS_STORED,
+    ) -> None:
+        """`form` is that of the weights of linear products."""
+        self.dtype, self.device, self.form = dtype, device, form
         self._amount = _Amount()
         # The names of the tensors that were read.
         self.read: set[str] = set()
@@ -117,6 +140,28 @@ class TensorFiles:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
         return self.mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+
+    def product_parts(self, slices: Sequence[WeightSlice]) -> Parts:
+        """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of
+        weights says so and there are such products; else as tensors."""
+        parts = [self.quantized(part) for part in slices] if self.may_quantize else []
+        kept = tuple(part for part in parts if part is not None and has_products(part))
+        if kept and len(kept) == len(slices) and are_alike(kept):
+            return kept
+        return tuple(self.tensor(it.name, it.shape, it.rows, it.columns) for it in slices)
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether some products may have quantized weights."""
+        return self.form.rounded is not None
+
+    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
+        """Read a part of a weight as it is kept quantized; None where it is not. Rows are rounded whole, so
+        that ranks that share them have the same weights."""
+        if (form := self.form.rounded) is None:
+            return None
+        weight = rounded(self.tensor(part.name, part.shape, part.rows, dtype=torch.float32), form)
+        return None if weight is None else columns_of(weight, part.columns)
 
     def mapped(
         self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]

@@ -12,16 +12,19 @@ from torch import Tensor
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_weights import MixtureWeightReader, MixtureWeights
 from workers.model.latent_weights import LatentWeightReader, LatentWeights
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, as_parts
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.quantization.quantized_files import QuantizedTensorFiles
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
+from workers.model.quantization.weight_parts import rows_at
 from workers.model.rope import rotary_order
 from workers.model.sizes import kv_heads, layer_heads, part, refuse_split
 from workers.model.split_products import ProductRows, SplitProducts, fused_rows
 from workers.model.state.make_readers import state_reader
 from workers.model.state.state_weights import StateWeightReader, StateWeights
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 from workers.model.xielu import Xielu
 
@@ -163,16 +166,17 @@ class WeightReader:
         *,
         expert_offload: int = 0,
         expert_copies: int = 0,
+        form: WeightForm = AS_STORED,
     ) -> None:
         """`expert_offload`: so many experts of each layer are computed by the CPU. `expert_copies`: so many
-        of each layer may be copied to this rank from others."""
+        of each layer may be copied to this rank from others. `form` is that of the weights of products."""
         self._config = config
         self._shard = shard
         scheme = config.quantization
         self._files = (
-            TensorFiles(model_dir, dtype, device)
+            TensorFiles(model_dir, dtype, device, form)
             if scheme is None
-            else QuantizedTensorFiles(model_dir, dtype, device, scheme)
+            else QuantizedTensorFiles(model_dir, dtype, device, scheme, form)
         )
         self._tensor = self._files.tensor
         self._names = TensorNames.of((), config)
@@ -180,7 +184,9 @@ class WeightReader:
         self._states: StateWeightReader | None = None
         if (state := config.state) is not None:
             held = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-            self._states = state_reader(self._products, state, held, config)
+            # Their mixers take the dtype of their weights for that of what they mix.
+            dequantized = SplitProducts(self._files, config, shard.tp_rank, keeps_quantized=False)
+            self._states = state_reader(dequantized, state, held, config)
         self._mixtures = MixtureWeightReader(
             self._files,
             config,
@@ -308,9 +314,9 @@ class WeightReader:
         size = config.num_layers * shapes.input_size
         rows = self._part(shapes.input_vocab_size)
         table = self._tensor(names.input_embedding, (shapes.input_vocab_size, size), rows)
-        projection = self._tensor(names.input_projection, (size, config.hidden_size))
+        projection = self._product(names.input_projection, (size, config.hidden_size))
         norm = self._norm(names.input_norm, shapes.input_size)
-        return InputEmbeddingWeights(table, LinearWeights((projection,), None), norm)
+        return InputEmbeddingWeights(table, projection, norm)
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
@@ -365,12 +371,16 @@ class WeightReader:
 
     def _in_rotary_order(self, weights: LinearWeights, num_rotated: int) -> LinearWeights:
         """Reorder the first parts, which are rotated."""
-        rotated = [self._reordered(it) for it in weights.parts[:num_rotated]]
-        parts, bias = (*rotated, *weights.parts[num_rotated:]), weights.bias
+        bias, size, parts = weights.bias, 0, list[Tensor | QuantizedWeight](weights.parts)
+        for number, rows in enumerate(parts[:num_rotated]):
+            size += rows.shape[0]
+            if isinstance(rows, Tensor):
+                parts[number] = self._reordered(rows)
+            else:
+                parts[number] = rows_at(rows, self._reordered(torch.arange(rows.num_outputs)))
         if bias is not None:
-            size = sum(map(len, rotated))
             bias = torch.cat((self._reordered(bias[:size]), bias[size:]))
-        return LinearWeights(parts, bias)
+        return LinearWeights(as_parts(parts), bias)
 
     def _reordered(self, rows: Tensor) -> Tensor:
         """Bring rows of heads [num_heads * head_dim, ...] into the order of `rotary_order`."""
@@ -454,10 +464,14 @@ class WeightReader:
 
     def _input_gate(self, prefix: str) -> InputGateWeights:
         hidden, size = self._config.hidden_size, self._config.layer_shapes.input_size
-        gate = self._tensor(f"{prefix}per_layer_input_gate.weight", (size, hidden))
-        projection = self._tensor(f"{prefix}per_layer_projection.weight", (hidden, size))
+        gate = self._product(f"{prefix}per_layer_input_gate.weight", (size, hidden))
+        projection = self._product(f"{prefix}per_layer_projection.weight", (hidden, size))
         norm = self._norm(f"{prefix}post_per_layer_input_norm.weight", hidden)
-        return InputGateWeights(LinearWeights((gate,), None), LinearWeights((projection,), None), norm)
+        return InputGateWeights(gate, projection, norm)
+
+    def _product(self, name: str, shape: tuple[int, int]) -> LinearWeights:
+        """Read all of a product without a bias."""
+        return LinearWeights(self._files.product_parts([WeightSlice(name, shape)]), None)
 
     def _scalar(self, name: str) -> float:
         return float(self._tensor(name, (1,)))

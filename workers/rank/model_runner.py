@@ -33,8 +33,8 @@ from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, kv_groups
+from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
-from workers.model.products import refuse_nondeterministic
 from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec

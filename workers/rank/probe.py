@@ -30,9 +30,10 @@ from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_weights import LatentWeights
 from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
-from workers.model.products import Workspace, make_linear
+from workers.model.products import Workspace
 from workers.model.rope import rotation_of
 from workers.model.sizes import held_experts, layer_heads, part
 from workers.model.weights import BlockNorms, LayerWeights

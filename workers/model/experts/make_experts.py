@@ -10,7 +10,7 @@ from workers.model.experts.native_routing import choose_by
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing, choose_experts
-from workers.model.products import refuse_nondeterministic
+from workers.model.make_linear import refuse_nondeterministic
 
 
 def make_experts(weights: ExpertWeights, *, is_deterministic: bool = False) -> Experts:

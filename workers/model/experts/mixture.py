@@ -18,7 +18,8 @@ from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
-from workers.model.products import GatedActivation, PackedLinear, make_linear
+from workers.model.make_linear import make_linear
+from workers.model.products import GatedActivation, PackedLinear
 
 
 class ExpertRouter:
@@ -26,7 +27,7 @@ class ExpertRouter:
 
     def __init__(self, weights: MixtureWeights, rule: RouterRule, *, is_deterministic: bool) -> None:
         router = weights.router
-        self._dtype = router.parts[0].dtype
+        self._dtype = router.tensors[0].dtype
         self.logits = make_linear(router.parts, router.bias, is_deterministic=is_deterministic)
         self._rule, self._correction = rule, weights.correction
         self._norm, self._scale = weights.router_norm, weights.expert_scale
@@ -81,7 +82,7 @@ class Mixture:
         self._first, self._num_owned = weights.held.start, len(weights.held)
         self._holds_all = len(weights.held) == rule.num_experts
         self._packed = self._packed_mixture(weights, rule)
-        device = weights.router.parts[0].device  # that of the hidden states, also with an offload
+        device = weights.router.tensors[0].device  # that of the hidden states, also with an offload
         self.counts = torch.zeros(self._experts.num_experts, dtype=torch.int64, device=device)
         if isinstance(self._experts, CountingExperts):
             self.counts = self._experts.counts

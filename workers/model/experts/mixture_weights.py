@@ -18,7 +18,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.sizes import HeldExperts, held_experts, part
 from workers.model.split_products import ProductRows, fused_rows
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,15 +168,16 @@ class MixtureWeightReader:
         parts = [ProductRows(f"{prefix}{it}", size, columns) for it in ("gate_proj", "up_proj")]
         if names.shared_gate_up:
             parts = fused_rows(f"{prefix}{names.shared_gate_up}", parts)
-        gate, up = (self._files.tensor(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts)
+        gate_up = self._files.product_parts(
+            [WeightSlice(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
+        )
         name = f"{prefix}{names.shared_down}.weight"
-        down = self._files.tensor(name, (hidden, size), slice(None), columns)
-        factor = self._config.residual_multiplier
+        down = self._files.product_parts([WeightSlice(name, (hidden, size), columns=columns)])
         shared_gate = None
         if names.shared_gate:
             shared_gate = self._files.tensor(f"{block}{names.shared_gate}", (1, hidden))
         return SharedWeights(
-            LinearWeights((gate, up), None),
-            LinearWeights((down if factor == 1 else down * factor,), None),
+            LinearWeights(gate_up, None),
+            LinearWeights(down, None).times(self._config.residual_multiplier),
             shared_gate,
         )

@@ -10,6 +10,7 @@
 #include "gate.h"
 #include "head_products.h"
 #include "mixture.h"
+#include "quantized_products.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

@@ -27,12 +27,15 @@ enum Epilogue : int64_t {
 
 constexpr bool is_gated(Epilogue epilogue) { return epilogue == GATED || epilogue == GATED_GELU; }
 
+struct QuantizedPanels;  // of `quantized_products.h`
+
 struct LinearWeights {
   const void* panels;
   const void* bias;  // [num_outputs] in the order of the panels' outputs, or null
   int64_t num_outputs;
   int64_t num_inputs;
-  int64_t is_bf16;
+  int64_t is_bf16;  // of rows, and of panels unless these are quantized
+  const QuantizedPanels* quantized;  // the form of panels of codes, or null
 };
 
 // Memory that grows to what was needed most, aligned to a cache line.
@@ -281,8 +284,15 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
 }
 
 template <typename T>
+void quantized_linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue,
+                      T* out, int64_t out_stride);
+template <typename T>
+void gather_quantized(const LinearWeights& weights, const int64_t* ids, int64_t count, T* out, int64_t out_stride);
+
+template <typename T>
 void linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue, T* out,
             int64_t out_stride) {
+  if (weights.quantized) return quantized_linear(weights, x, x_stride, num_rows, epilogue, out, out_stride);
   using A = Operand<T>;
   constexpr bool widens = sizeof(A) != sizeof(T);
   int64_t num_panels = (weights.num_outputs + PANEL - 1) / PANEL, k = weights.num_inputs;
@@ -332,6 +342,7 @@ void pack_rows(const T* rows, int64_t row_stride, int64_t count, int64_t k, int6
 // out[i, num_inputs] = output ids[i] of the weights: an embedding that is tied to the head.
 template <typename T>
 void gather_outputs(const LinearWeights& weights, const int64_t* ids, int64_t count, T* out, int64_t out_stride) {
+  if (weights.quantized) return gather_quantized(weights, ids, count, out, out_stride);
   constexpr int64_t pair = 4 / sizeof(T);
   const T* panels = static_cast<const T*>(weights.panels);
 #pragma omp parallel for schedule(static) if (count > 4)

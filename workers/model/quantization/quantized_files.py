@@ -12,8 +12,9 @@ from workers.errors import CheckpointError
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.stored_format import QuantizationScheme, plain_name, product_of
 from workers.model.quantization.stored_weights import StoredWeight
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.quantization.weight_parts import columns_of, to_device
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 
 _ALL = slice(None)
 
@@ -23,9 +24,14 @@ class QuantizedTensorFiles(TensorFiles):
     weight is dequantized where it is read as a tensor."""
 
     def __init__(
-        self, model_dir: Path, dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: QuantizationScheme,
+        form: WeightForm = AS_STORED,
     ) -> None:
-        super().__init__(model_dir, dtype, device)
+        super().__init__(model_dir, dtype, device, form)
         self._scheme = scheme
 
     def __contains__(self, name: str) -> bool:
@@ -52,11 +58,16 @@ class QuantizedTensorFiles(TensorFiles):
         each = [self._dequantized(name, shape, slices[1:], it, dtype or self.dtype) for it in of_experts]
         return torch.stack(each)
 
-    def quantized(self, name: str, shape: tuple[int, int], *slices: slice) -> QuantizedWeight | None:
-        if not self.is_quantized(name):
+    @property
+    def may_quantize(self) -> bool:
+        return self.form.keeps_stored or super().may_quantize
+
+    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
+        if not self.form.keeps_stored:
+            return super().quantized(part)
+        if not self.is_quantized(part.name):
             return None
-        rows, columns = (*slices, _ALL, _ALL)[:2]
-        return columns_of(self._rows(name, shape, rows, None), columns)
+        return columns_of(self._rows(part.name, part.shape, part.rows, None), part.columns)
 
     def _dequantized(
         self,

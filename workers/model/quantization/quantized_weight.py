@@ -96,6 +96,11 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets[held]
         return dataclasses.replace(self, packed=self.packed[held], scales=self.scales[held], offsets=offsets)
 
+    def at(self, ids: Tensor) -> QuantizedWeight:
+        """Return the outputs `ids` [num_ids], in their order."""
+        offsets = None if self.offsets is None else self.offsets[ids]
+        return dataclasses.replace(self, packed=self.packed[ids], scales=self.scales[ids], offsets=offsets)
+
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [num_outputs, num_inputs], rounded once to `dtype`."""
         packed = self.packed

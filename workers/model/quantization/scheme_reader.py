@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ class SchemeReader:
     def read(self) -> QuantizationScheme:
         """Return the scheme. Raises `CheckpointError` with the method's name where it is not read."""
         method = self._config.get("quant_method")
-        readers = {
+        readers: dict[str, Callable[[], QuantizationScheme]] = {
             "compressed-tensors": self._compressed,
             "gptq": self._gptq,
             "awq": self._awq,
@@ -156,15 +156,14 @@ class SchemeReader:
         size = config.get("group_size", config.get("q_group_size", 128))
         if size in (None, -1, 0):
             return 0
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0 or size % 2:
+        if not isinstance(size, int) or not _is_size(size) or size % 2:
             self._refuse(f"has the group_size {shown(size)}, which is no even number")
         return size
 
     def _block(self, config: Mapping[str, Any], key: str) -> tuple[int, int]:
         """Return the outputs and inputs of a block."""
         block = config.get(key)
-        is_right = isinstance(block, list) and len(block) == 2
-        if not is_right or not all(isinstance(size, int) and size > 0 for size in block):
+        if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
             self._refuse(f"has the {key} {shown(block)}, which is no pair of positive integers")
         return block[0], block[1]
 
@@ -177,3 +176,7 @@ class SchemeReader:
 
 def _row_wise_fp8() -> StoredFormat:
     return StoredFormat(Layout.PLAIN, CodeType.FP8, quantizes_inputs=True)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -97,13 +97,11 @@ class StoredWeight:
         scales = parts.scales
         if self._num_inputs % group:  # the last group is cut short
             finer = math.gcd(self._num_inputs, group)
-            num_kept = self._num_inputs // finer
-            scales, offsets = (
-                None if it is None else it.repeat_interleave(group // finer, 1)[:, :num_kept]
-                for it in (scales, offsets)
-            )
+            factor, num_kept = group // finer, self._num_inputs // finer
+            scales = scales.repeat_interleave(factor, 1)[:, :num_kept]
+            if offsets is not None:
+                offsets = offsets.repeat_interleave(factor, 1)[:, :num_kept]
             group = finer
-            assert scales is not None
         return QuantizedWeight(
             _CODES[self._stored.codes],
             packed,

@@ -1,0 +1,29 @@
+"""The forms of quantized weights that products are computed with as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.model import native
+from workers.model.quantization.packed_codes import STEP_INPUTS
+from workers.model.quantization.quantized_weight import QuantizedWeight
+
+
+def has_products(weight: QuantizedWeight) -> bool:
+    """Whether there are kernels that compute products with weights of this form, where the weight is."""
+    if weight.packed.device.type != "cpu" or native.load() is None:
+        return False
+    return weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
+
+
+def are_alike(parts: Sequence[QuantizedWeight]) -> bool:
+    """Whether the parts of a weight have one form, as `QuantizedWeight.joined` needs it."""
+    first = parts[0]
+    forms = {(it.codes, it.group, it.num_inputs, it.quantizes_inputs, it.offsets is None) for it in parts}
+    if len(forms) > 1 or any((it.order is None) != (first.order is None) for it in parts):
+        return False
+    return first.order is None or all(
+        it.order is not None and torch.equal(it.order, first.order) for it in parts
+    )
