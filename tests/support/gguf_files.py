@@ -18,7 +18,7 @@ from gguf import (
     get_tensor_name_map,
 )
 from gguf.quants import dequantize, quantize
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -56,7 +56,8 @@ def write_gguf(
     family = str(config["model_type"])
     tensors: list[tuple[str, Floats]] = []
     for file in sorted(checkpoint.glob("*.safetensors")):
-        for name, values in load_file(file).items():
+        for name, tensor in load_file(file).items():
+            values = tensor.float().numpy()
             tensors.append((_gguf_name(name), _permuted(name, values, family, config)))
     numbers = np.array_split(np.arange(len(tensors)), parts)
     names = (

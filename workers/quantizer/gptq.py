@@ -3,6 +3,7 @@ changes is taken up by the columns that are not rounded yet."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,14 @@ _DAMPING = 0.01
 _PIECE_BYTES = 64 << 20
 
 
+class _Factors(NamedTuple):
+    """The order in which columns are rounded, those of large inputs first, and the upper Cholesky factor of
+    the inverse of x xT in this order."""
+
+    order: Tensor
+    upper: Tensor
+
+
 class InputProducts:
     """Sums up x xT of the inputs x of a product: `total` float32 [num_inputs, num_inputs]."""
 
@@ -30,44 +39,36 @@ class InputProducts:
         wide = inputs.float()
         self.total.addmm_(wide.t(), wide)
 
-
-class _Factors(NamedTuple):
-    """The order in which columns are rounded, those of large inputs first, and the upper Cholesky factor of
-    the inverse of x xT in this order."""
-
-    order: Tensor
-    upper: Tensor
+    @functools.cached_property
+    def factors(self) -> _Factors:
+        """Those of the sum, to which nothing is added any more."""
+        diagonal = self.total.diagonal()
+        order = diagonal.argsort(descending=True, stable=True)
+        damped = self.total[order][:, order].double()
+        # Inputs that are always zero need some value, too.
+        damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) or 1.0)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
 
 
 def gptq_rounded(
     weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
 ) -> Rounded:
-    """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded.
-    The squares that are returned are of the products with the inputs rather than of the weights."""
-    factors = _factors(inputs.total)
-    step = max(1, _PIECE_BYTES // (4 * weight.shape[1]))
-    return joined(
-        [_rounded(rows.float(), inputs.total, factors, target, dtype) for rows in weight.split(step)]
-    )
-
-
-def _factors(total: Tensor) -> _Factors:
-    diagonal = total.diagonal()
-    order = diagonal.argsort(descending=True, stable=True)
-    damped = total[order][:, order].double()
-    # Inputs that are always zero need some value, too.
-    added = _DAMPING * float(diagonal.double().mean()) or 1.0
-    damped.diagonal().add_(added)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
+    """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded,
+    where large inputs count more. The squares that are returned are of the products with the inputs rather
+    than of the weights."""
+    pieces = weight.split(max(1, _PIECE_BYTES // (4 * weight.shape[1])))
+    return joined([_rounded(rows.float(), inputs, target, dtype) for rows in pieces])
 
 
 def _rounded(
-    weight: Tensor, total: Tensor, factors: _Factors, target: QuantizationTarget, dtype: torch.dtype
+    weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
 ) -> Rounded:
-    num_outputs, num_inputs = weight.shape
-    order, upper = factors
-    scales = best_scales(weight.view(num_outputs, target.num_groups(num_inputs), -1), target, dtype)
+    (num_outputs, num_inputs), total = weight.shape, inputs.total
+    order, upper = inputs.factors
+    num_groups = target.num_groups(num_inputs)
+    importance = total.diagonal().view(num_groups, -1)
+    scales = best_scales(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
     step_of = scales.float().repeat_interleave(num_inputs // scales.shape[1], 1)[:, order]
     left, codes = weight[:, order], torch.empty(num_outputs, num_inputs)
     for begin in range(0, num_inputs, _BLOCK):

@@ -63,16 +63,20 @@ def joined(pieces: list[Rounded]) -> Rounded:
     )
 
 
-def best_scales(grouped: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> Tensor:
+def best_scales(
+    grouped: Tensor, target: QuantizationTarget, dtype: torch.dtype, importance: Tensor | None = None
+) -> Tensor:
     """Return a scale in `dtype` for each group of `grouped` float32 [num_outputs, num_groups, group]: of 8
-    bits that which reaches the largest magnitude, of 4 bits that with the least error."""
+    bits that which reaches the largest magnitude, of 4 bits that with the least square error, each input
+    counting by its `importance` [num_groups, group]."""
     largest = grouped.abs().amax(-1)
     if target.num_bits == 8:
         return _scale(largest / target.largest, dtype)
     found, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
     for step in _STEPS:
         scales = _scale(largest / step, dtype).float()
-        error = (codes_of(grouped, scales, target) * scales[..., None] - grouped).square_().sum(-1)
+        squares = (codes_of(grouped, scales, target) * scales[..., None] - grouped).square_()
+        error = (squares if importance is None else squares.mul_(importance)).sum(-1)
         is_better = error < least
         found, least = torch.where(is_better, scales, found), torch.where(is_better, error, least)
     return found.to(dtype)
