@@ -46,6 +46,7 @@ from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineSettings, PaceConfig, Parallel
 from workers.model.model_config import ModelConfig
+from workers.model.quantization.weight_form import WeightDtype
 
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
@@ -115,9 +116,9 @@ class PoolConfig(_Settings):
     # The dtype of activations and KV. `auto`: that of the checkpoint, but on CPUs bf16 for 16 bits where all
     # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
-    # supported yet.
-    weight_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    # The form of weights in products, which is part of the KV's identity. `auto`: as they are stored, where
+    # the device has kernels for it; `dtype`: dequantized; int8, int4, fp8: rounded to it as they are read.
+    weight_dtype: WeightDtype = "auto"
     # CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`).
     cpus_per_rank: float | None = Field(default=None, gt=0)
     # GPUs that each rank asks of Ray; None: 1 with device cuda, else 0.
@@ -172,10 +173,15 @@ class PoolConfig(_Settings):
                 raise ValueError(
                     f"{field} needs one entry for each of the pp = {self.pp} stages, not {len(entries)}"
                 )
-        if self.weight_dtype not in ("auto", self.dtype):
+        if self.weight_dtype in ("fp32", "bf16", "fp16") and self.weight_dtype != self.dtype:
             raise ValueError(
-                f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot have another "
-                "form than KV; leave weight_dtype out, or name the same dtype"
+                f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights of floats have the dtype "
+                "of KV; leave weight_dtype out, or name the same dtype, or int8, int4 or fp8"
+            )
+        if self.weight_dtype in ("int8", "int4", "fp8") and "cuda" in self.stage_devices:
+            raise ValueError(
+                f"weight_dtype {self.weight_dtype} on cuda: there are no products of such weights there yet; "
+                "leave weight_dtype out, or set device: cpu"
             )
         if self.engine.deterministic:
             self._refuse_nondeterministic()

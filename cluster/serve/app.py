@@ -185,6 +185,7 @@ class ReplicaActor:
             role=self._pool.role,
             model_dir=str(model_dir),
             dtype=dtype,
+            weight_dtype=self._pool.weight_dtype,
             parallel=self._pool.parallel,
             engine=engine,
             kv_share=self._pool.device_kv_share,

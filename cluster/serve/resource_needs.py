@@ -16,6 +16,7 @@ from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
@@ -211,7 +212,9 @@ def _pool_need(
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],
-                    weight_bytes=checkpoint.weight_bytes(shape, item_bytes),
+                    weight_bytes=checkpoint.weight_bytes(
+                        shape, item_bytes, WeightForm(pool.weight_dtype).on(pool.stage_devices[stage])
+                    ),
                     activation_bytes=activation_bytes(
                         shape,
                         item_bytes,

@@ -109,7 +109,7 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
     problems = []
     if old.model != new.model:
         problems.append(f"model: {old.model} serves now, the file says {new.model}; {_BESIDE}")
-    for field in ("block_tokens", "kv_dtype", "dtype"):
+    for field in ("block_tokens", "kv_dtype", "dtype", "weight_dtype"):
         before, after = _kv_form(old, field), _kv_form(new, field)
         if before != after:
             problems.append(
@@ -209,6 +209,8 @@ def _model(config: ClusterConfig) -> str | list[str]:
 def _kv_form(config: ClusterConfig, field: str) -> int | str:
     """Return a setting that is equal in all pools."""
     engine = config.pools[0].engine
+    if field == "weight_dtype":
+        return config.pools[0].weight_dtype
     if field != "dtype":
         return engine.block_tokens if field == "block_tokens" else engine.kv_dtype
     return resolve_dtype(config.pools, described_model(config))

@@ -37,13 +37,14 @@ class Rounded:
         return (self.codes - self.zeros[:, self.groups]) * self.scales[:, self.groups]
 
 
-def rounded(weight: Tensor, group: int, bits: int, *, has_zeros: bool, has_order: bool = False) -> Rounded:
-    """Round a weight to codes without a sign, with scales that float16 holds."""
+def rounded(weight: Tensor, group: int, bits: int, *, has_zeros: bool, order: int | None = None) -> Rounded:
+    """Round a weight to codes without a sign, with scales that float16 holds. With an `order`, groups are
+    not of neighbors, but drawn by this number."""
     wide, (num_outputs, num_inputs) = weight.double().numpy(), weight.shape
     size = group or num_inputs
     groups = np.arange(num_inputs) // size
-    if has_order:
-        groups = np.random.default_rng(num_outputs).permutation(groups)
+    if order is not None:
+        groups = np.random.default_rng(order).permutation(groups)
     middle, largest = 1 << (bits - 1), (1 << bits) - 1
     shape = num_outputs, groups.max() + 1
     scales, zeros = np.empty(shape), np.full(shape, middle, dtype=np.int64)
@@ -91,7 +92,8 @@ def compressed(bits: int, group: int, *, has_zeros: bool = False, has_order: boo
     }
 
     def write(name: str, weight: Tensor) -> tuple[Tensors, NDArray[np.float64]]:
-        found = rounded(weight, group, bits, has_zeros=has_zeros, has_order=has_order)
+        order = weight.shape[1] if has_order else None
+        found = rounded(weight, group, bits, has_zeros=has_zeros, order=order)
         tensors = {
             f"{name}_packed": words(found.codes, bits),
             f"{name}_scale": torch.from_numpy(found.scales).to(_HALF),
@@ -131,8 +133,17 @@ def plain_int8(*, has_zeros: bool = False, bits: int = 8, group: int = 0) -> For
     return Format(_compressed_config(how, weights, {"num_bits": 8, "dynamic": True}), write)
 
 
-def gptq(bits: int, group: int, *, version: int = 1, has_order: bool = False, sym: bool = True) -> Format:
-    """GPTQ; in its first version zero points are stored less one."""
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    version: int = 1,
+    has_order: bool = False,
+    sym: bool = True,
+    has_own_orders: bool = False,
+) -> Format:
+    """GPTQ; in its first version zero points are stored less one. Products of the same inputs have one order
+    of them, unless each `has_own_orders`."""
     config = {
         "quant_method": "gptq",
         "bits": bits,
@@ -143,7 +154,8 @@ def gptq(bits: int, group: int, *, version: int = 1, has_order: bool = False, sy
     }
 
     def write(name: str, weight: Tensor) -> tuple[Tensors, NDArray[np.float64]]:
-        found = rounded(weight, group, bits, has_zeros=not sym, has_order=has_order)
+        order = (len(weight) if has_own_orders else weight.shape[1]) if has_order else None
+        found = rounded(weight, group, bits, has_zeros=not sym, order=order)
         stored_zeros = (found.zeros - (version == 1)) % (1 << bits)
         product = name.removesuffix(".weight")
         tensors = {
@@ -264,6 +276,8 @@ def _compressed_config(how: str, weights: dict[str, Any], inputs: Any = None) ->
     }
 
 
+# That in which products cannot be computed together as they are.
+OWN_ORDERS = "gptq in orders of their own"
 FORMATS: dict[str, Format] = {
     "int4": compressed(4, 32),
     "int4 with zero points": compressed(4, 32, has_zeros=True),
@@ -277,6 +291,7 @@ FORMATS: dict[str, Format] = {
     "gptq with zero points": gptq(4, 32, sym=False),
     "gptq 2": gptq(4, 32, version=2, sym=False),
     "gptq in another order": gptq(4, 32, has_order=True),
+    OWN_ORDERS: gptq(4, 32, has_order=True, has_own_orders=True),
     "gptq of 8 bits": gptq(8, 32, sym=False),
     "gptq of channels": gptq(4, 0),
     "awq": awq(32),

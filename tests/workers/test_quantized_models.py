@@ -12,7 +12,7 @@ from family_checkpoints import latent, write_family_checkpoint
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case
-from quantized_checkpoints import FORMATS, quantize
+from quantized_checkpoints import FORMATS, OWN_ORDERS, quantize
 from safetensors.torch import load_file
 
 from workers.model.decoder import load_decoder
@@ -34,6 +34,7 @@ _EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_int
 # A format, and what the family has beside the shape.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("gptq with zero points", {"family": "llama", "attention_bias": True}),
+    "llama in many orders": (OWN_ORDERS, {"family": "llama"}),
     "llama without a head": ("int4", {"family": "llama", "tie_word_embeddings": True}),
     "phi3": ("awq", {"family": "phi3"}),
     "qwen2": ("int8", {"family": "qwen2"}),

@@ -75,6 +75,8 @@ class RankSpec(Message, frozen=True):
     expert_copies: int = 0
     # As `engine.kv_dtype`.
     kv_dtype: str = "auto"
+    # The form of weights in products, as a pool's `weight_dtype`.
+    weight_dtype: str = "auto"
 
     @property
     def num_ranks(self) -> int:

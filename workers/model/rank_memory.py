@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.families.family import TensorTraits
-from workers.model.model_config import ModelConfig, read_header, weight_files
+from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
+from workers.model.quantization.stored_format import (
+    QuantizationScheme,
+    StoredFormat,
+    num_weights,
+    plain_name,
+    product_of,
+)
+from workers.model.quantization.weight_form import DEQUANTIZED, WeightForm
 from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 
@@ -57,6 +65,13 @@ _SENT_COPIES = 4
 _FLOAT_BYTES = 4
 # What stands before the name of a tensor within its layer.
 _LAYER_PREFIX = re.compile(r"^.*?layers\.\d+\.")
+# The bits of the elements, by their names in safetensors, that codes of quantized weights lie in.
+_CODE_BITS = {"I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
+_OF_FEED_FORWARD = tuple(f".{name}_proj.weight" for name in ("gate", "up", "down", "gate_up"))
+# How the plain names of products end whose weights may be quantized.
+_KEPT_PRODUCT = re.compile(
+    r"\.(q|k|v|o|qkv|q_a|q_b|gate|up|down|gate_up)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$"
+)
 # What stands before the names of tensors of layers with a state where their shares are computed.
 _OF_STATES = "state:"
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
@@ -112,9 +127,11 @@ class RankShape:
 
 
 class Checkpoint(NamedTuple):
-    """The number of elements of each tensor of a checkpoint, from the headers of its files."""
+    """The number of elements of each tensor of a checkpoint, from the headers of its files, and of quantized
+    weights the formats; these are named as if they were not quantized."""
 
     name_to_size: dict[str, int]
+    name_to_format: dict[str, StoredFormat] = {}
 
     def _names(self, model: ModelConfig) -> TensorNames:
         return TensorNames.of(self.name_to_size, model)
@@ -123,20 +140,44 @@ class Checkpoint(NamedTuple):
     def read(cls, model_dir: Path) -> Checkpoint:
         """Read the headers. Raises `CheckpointError`, naming the file, for one that cannot be read."""
         sizes: dict[str, int] = {}
+        dtypes: dict[str, str] = {}
         for file in weight_files(model_dir):
             _, header = read_header(file)
-            shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-            sizes |= {name: math.prod(shape) for name, shape in shapes.items()}
-        return cls(sizes)
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            sizes |= {name: math.prod(entry["shape"]) for name, entry in entries.items()}
+            dtypes |= {name: entry["dtype"] for name, entry in entries.items()}
+        if not any(dtype in _CODE_BITS for dtype in dtypes.values()):
+            return cls(sizes)
+        scheme = read_model_config(model_dir).quantization
+        return cls(sizes) if scheme is None else cls._quantized(sizes, dtypes, scheme)
 
-    def weight_bytes(self, rank: RankShape, item_bytes: int) -> int:
+    @classmethod
+    def _quantized(
+        cls, name_to_size: dict[str, int], name_to_dtype: dict[str, str], scheme: QuantizationScheme
+    ) -> Checkpoint:
+        sizes: dict[str, int] = {}
+        formats: dict[str, StoredFormat] = {}
+        for name, size in name_to_size.items():
+            plain, num_bits = plain_name(name), _CODE_BITS.get(name_to_dtype[name], 0)
+            if not plain:
+                continue
+            sizes[plain] = sizes.get(plain, 0) + num_weights(name, size, num_bits, scheme)
+            stored = scheme.format_of(product_of(plain))
+            if num_bits and stored is not None:
+                formats[plain] = stored
+        return cls(sizes, formats)
+
+    def weight_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm = DEQUANTIZED) -> int:
         """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
-        the head too."""
-        known, num_items = self._names(rank.model), 0.0
+        the head too. Products have weights of this form, and all others floats of `item_bytes`."""
+        known, num_bytes = self._names(rank.model), 0.0
         for name, size in self._kept(rank):
-            layer, _ = known.layer_of(name) or (0, name)
-            num_items += size * self._share(_plain_name(name, layer, rank.model), layer, rank)
-        return round(item_bytes * num_items)
+            layer, inner = known.layer_of(name) or (0, "")
+            plain, each = _plain_name(name, layer, rank.model), float(item_bytes)
+            if inner and _is_kept_quantized(plain, layer, rank.model):
+                each = form.bytes_each(self.name_to_format.get(name), item_bytes)
+            num_bytes += each * size * self._share(plain, layer, rank)
+        return round(num_bytes)
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
         """Return the size of the weights of experts in host memory: of all where the CPU computes some."""
@@ -213,6 +254,14 @@ class Checkpoint(NamedTuple):
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
         return 1.0
+
+
+def _is_kept_quantized(plain: str, layer: int, model: ModelConfig) -> bool:
+    """Whether the tensor of this plain name is the weight of a product that may have a quantized one: not of
+    experts, nor of a state, nor what latents are expanded by."""
+    if model.has_state(layer) and not plain.endswith(_OF_FEED_FORWARD):
+        return False
+    return _KEPT_PRODUCT.search(plain) is not None and ".experts." not in plain
 
 
 def _plain_name(name: str, layer: int, model: ModelConfig) -> str:

@@ -35,6 +35,7 @@ from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, kv_groups
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
+from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
@@ -109,6 +110,7 @@ class ModelRunner:
         self._clock = clock
         self._faults = faults or Faults()
         self._is_deterministic = compute.is_deterministic
+        self._weights = compute.weights
         self._max_sequences = capacity.max_sequences
         self._device = device
         self._dtype = dtype
@@ -132,6 +134,7 @@ class ModelRunner:
                 is_deterministic=compute.is_deterministic,
                 expert_offload=compute.expert_offload,
                 expert_copies=compute.expert_copies,
+                form=compute.weights,
             )
             if_it_fails.pop_all()
         if decoder.split_experts and self._queue is not None:
@@ -185,7 +188,13 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             backend=self.attention.name,
             compatibility=_compatibility(
-                config, model_fingerprint, self._dtype, self._block_tokens, self._form, self._kv_groups
+                config,
+                model_fingerprint,
+                self._dtype,
+                self._weights,
+                self._block_tokens,
+                self._form,
+                self._kv_groups,
             ),
         )
 
@@ -352,6 +361,7 @@ def _compatibility(
     config: ModelConfig,
     fingerprint: bytes,
     dtype: torch.dtype,
+    weights: WeightForm,
     block_tokens: int,
     form: KvForm,
     groups: tuple[KvGroup, ...],
@@ -361,7 +371,7 @@ def _compatibility(
         protocol=PROTOCOL_VERSION,
         model_fingerprint=fingerprint,
         dtype=name,
-        weight_dtype=name,
+        weight_dtype=weights.identity(config.quantization, name),
         block_tokens=block_tokens,
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,

@@ -63,6 +63,7 @@ from workers.model.kv_form import refuse_kv_dtype
 from workers.model.kv_groups import WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
+from workers.model.quantization.weight_form import WeightForm
 from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
@@ -239,6 +240,7 @@ class _Rank:
                 is_deterministic=spec.deterministic,
                 expert_offload=spec.expert_offload,
                 expert_copies=spec.expert_copies,
+                weights=WeightForm(spec.weight_dtype),
             ),
             RankCapacity(
                 spec.block_tokens,

@@ -12,6 +12,7 @@ from workers.errors import WorkerError
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
 from workers.model.kv_groups import WindowCapacity
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.device_queue import DeviceQueue
@@ -48,7 +49,7 @@ class ComputeSettings(NamedTuple):
     (default: on CUDA, unless stages are on several ranks) tokens stay on the device and steps that decode are
     graphs, also on a CPU, where Triton then runs in its interpreter. `expert_offload` experts of each layer
     are computed by the CPU, also where `device` is one, as tests have it. The rank has slots for copies of
-    `expert_copies` experts of each layer.
+    `expert_copies` experts of each layer. `weights` is the form of weights in products.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class ComputeSettings(NamedTuple):
     queue: DeviceQueue | None = None
     expert_offload: int = 0
     expert_copies: int = 0
+    weights: WeightForm = AS_STORED
 
 
 class AutoKv(NamedTuple):

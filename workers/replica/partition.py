@@ -39,6 +39,8 @@ class ReplicaSpec:
     # The folder of the model's checkpoint.
     model_dir: str
     dtype: str
+    # As in `RankSpec`.
+    weight_dtype: str = "auto"
     parallel: Parallel
     engine: EngineConfig
     # Above 0, `engine.kv_tokens` is the most, and ranks on CUDA take what is left of this share of their
@@ -106,6 +108,7 @@ class Shape:
                 frees_windows=spec.frees_windows,
                 expert_copies=engine.expert_copies,
                 kv_dtype=engine.kv_dtype,
+                weight_dtype=spec.weight_dtype,
             )
             for rank in range(parallel.num_ranks)
         ]

@@ -9,11 +9,13 @@ import torch
 from workers.model import native
 from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.weight_form import QUANTIZED_ON
 
 
 def has_products(weight: QuantizedWeight) -> bool:
     """Whether there are kernels that compute products with weights of this form, where the weight is."""
-    if weight.packed.device.type != "cpu" or native.load() is None:
+    device = weight.packed.device.type
+    if device not in QUANTIZED_ON or (device == "cpu" and native.load() is None):
         return False
     return weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
 

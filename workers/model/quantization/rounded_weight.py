@@ -11,42 +11,48 @@ from workers.model.quantization.weight_parts import packed_nibbles
 
 _LARGEST_FP8 = 448.0
 _LARGEST_INT8 = 127.0
-_LARGEST_UINT4 = 15.0
+# The code of zero among those of 4 bits, and by what the largest weight of a group may be divided for a
+# scale: that with the least error is taken. A smaller scale is finer for the others, and clips that one.
+_ZERO = 8
+_STEPS = (7.0, 7.5, 8.0, 8.5)
 # The scale of a group of zeros, which has none of its own.
 _LEAST_SCALE = 1e-12
 
 
 def rounded(weight: Tensor, form: StoredFormat) -> QuantizedWeight | None:
-    """Round float32 `weight` [num_outputs, num_inputs] to the nearest codes of the form; None where its
-    groups are no whole ones. Codes of 4 bits reach from the least to the largest weight of a group; those of
-    8 bits are symmetric."""
-    num_outputs, num_inputs = weight.shape
+    """Round float32 `weight` [num_outputs, num_inputs] to the nearest codes of the form, which has no zero
+    points; None where its groups are no whole ones."""
+    num_inputs = weight.shape[1]
     group = form.group or num_inputs
     if num_inputs % group:
         return None
-    grouped = weight.view(num_outputs, -1, group)
+    grouped = weight.view(len(weight), -1, group)
     if form.codes is CodeType.INT4:
-        return _to_uint4(grouped)
+        return _to_int4(grouped)
     largest = grouped.abs().amax(-1, keepdim=True)
     if form.codes is CodeType.INT8:
         scales = (largest / _LARGEST_INT8).clamp_(min=_LEAST_SCALE)
-        codes = (grouped / scales).round_().to(torch.int8)
-        return _weight(Codes.INT8, codes.view(torch.uint8), scales, group)
+        bytes_of_codes = (grouped / scales).round_().to(torch.int8).view(torch.uint8)
+        return QuantizedWeight(Codes.INT8, bytes_of_codes.flatten(1), scales.squeeze(-1), group)
     scales = (largest / _LARGEST_FP8).clamp_(min=_LEAST_SCALE)
     eights = (grouped / scales).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
-    return _weight(Codes.E4M3, eights.view(torch.uint8), scales, group)
+    return QuantizedWeight(Codes.E4M3, eights.view(torch.uint8).flatten(1), scales.squeeze(-1), group)
 
 
-def _to_uint4(grouped: Tensor) -> QuantizedWeight:
-    low = grouped.amin(-1, keepdim=True).clamp_(max=0)
-    high = grouped.amax(-1, keepdim=True).clamp_(min=0)
-    scales = ((high - low) / _LARGEST_UINT4).clamp_(min=_LEAST_SCALE)
-    zeros = (-low / scales).round_().clamp_(0, _LARGEST_UINT4)
-    codes = (grouped / scales).round_().add_(zeros).clamp_(0, _LARGEST_UINT4).to(torch.uint8)
-    packed = packed_nibbles(codes.flatten(1))
-    offsets = (-zeros * scales).squeeze(-1)
-    return QuantizedWeight(Codes.UINT4, packed, scales.squeeze(-1), grouped.shape[-1], offsets)
+def _to_int4(grouped: Tensor) -> QuantizedWeight:
+    """Round groups [num_outputs, num_groups, group], with scales that bfloat16 holds."""
+    largest = grouped.abs().amax(-1)
+    best = torch.empty_like(largest)
+    least = torch.full_like(largest, torch.inf)
+    for step in _STEPS:
+        scales = (largest / step).clamp_(min=_LEAST_SCALE).bfloat16().float()
+        error = (_int4_codes(grouped, scales) * scales[..., None]).sub_(grouped).square_().sum(-1)
+        is_better = error < least
+        best, least = torch.where(is_better, scales, best), torch.where(is_better, error, least)
+    codes = _int4_codes(grouped, best).add_(_ZERO).to(torch.uint8)
+    offsets = best * -_ZERO
+    return QuantizedWeight(Codes.UINT4, packed_nibbles(codes.flatten(1)), best, grouped.shape[-1], offsets)
 
 
-def _weight(codes: Codes, bytes_of_codes: Tensor, scales: Tensor, group: int) -> QuantizedWeight:
-    return QuantizedWeight(codes, bytes_of_codes.flatten(1), scales.squeeze(-1), group)
+def _int4_codes(grouped: Tensor, scales: Tensor) -> Tensor:
+    return (grouped / scales[..., None]).round_().clamp_(-_ZERO, _ZERO - 1)

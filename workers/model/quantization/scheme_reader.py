@@ -97,7 +97,8 @@ class SchemeReader:
         codes = _INT_CODES[kind[1]] if kind[0] == "int" else CodeType.FP8 if kind[1] == 8 else CodeType.FP4
         num_rows, size = self._compressed_sizes(weights, name)
         quantizes_inputs = bool(group.get("input_activations")) and codes in (CodeType.INT8, CodeType.FP8)
-        stored = StoredFormat(layout, codes, size, num_rows, quantizes_inputs=quantizes_inputs)
+        has_zeros = kind[0] == "int" and not weights.get("symmetric", True)
+        stored = StoredFormat(layout, codes, size, num_rows, has_zeros, quantizes_inputs=quantizes_inputs)
         return TargetedFormat(tuple(targets), stored)
 
     def _compressed_sizes(self, weights: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -131,7 +132,10 @@ class SchemeReader:
         codes = _INT_CODES.get(config.get("bits", 0))
         if codes is None:
             self._refuse(f"has GPTQ weights of {shown(config.get('bits'))} bits, and 4 and 8 are read")
-        return StoredFormat(Layout.GPTQ, codes, self._group(config), is_one_less=how == "gptq")
+        has_zeros, is_one_less = not config.get("sym", True), how == "gptq"
+        return StoredFormat(
+            Layout.GPTQ, codes, self._group(config), has_zeros=has_zeros, is_one_less=is_one_less
+        )
 
     def _awq(self) -> QuantizationScheme:
         config = self._config
@@ -140,7 +144,7 @@ class SchemeReader:
             self._refuse(f"has AWQ weights of version {shown(version)}, and gemm is read")
         if config.get("bits", config.get("w_bit", 4)) != 4:
             self._refuse(f"has AWQ weights of {shown(config.get('bits'))} bits, and 4 are read")
-        return of_all("awq", StoredFormat(Layout.AWQ, CodeType.INT4, self._group(config)))
+        return of_all("awq", StoredFormat(Layout.AWQ, CodeType.INT4, self._group(config), has_zeros=True))
 
     def _fp8(self) -> QuantizationScheme:
         if self._config.get("expert_dtype", "fp8") != "fp8":

@@ -8,6 +8,8 @@ import re
 
 # The class by which configurations mean all linear products.
 _LINEAR = "Linear"
+# No row of a product's weight is taken for shorter, where memory is computed.
+_ROW = 256
 
 
 class Layout(enum.StrEnum):
@@ -43,13 +45,14 @@ class CodeType(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredFormat:
     """The format of a product's weight: a scale belongs to `group` inputs of `num_rows` outputs; 0: to all.
-    `is_one_less`: zero points are stored less one. `quantizes_inputs`: the product is meant to be computed
-    with quantized inputs as well."""
+    `has_zeros`: groups have zero points; `is_one_less`: these are stored less one. `quantizes_inputs`: the
+    product is meant to be computed with quantized inputs as well."""
 
     layout: Layout
     codes: CodeType
     group: int = 0
     num_rows: int = 1
+    has_zeros: bool = False
     is_one_less: bool = False
     quantizes_inputs: bool = False
 
@@ -59,6 +62,12 @@ class StoredFormat:
         if self.num_rows > 1:
             return f"{self.codes} block {self.num_rows}x{self.group}"
         return f"{self.codes} group {self.group}" if self.group else str(self.codes)
+
+    @property
+    def bytes_each(self) -> float:
+        """The bytes of a weight in memory, with its part of a scale and of an offset."""
+        scale_bytes = 4 if self.codes is CodeType.FP8 else 2
+        return self.codes.num_bits / 8 + (scale_bytes + 4 * self.has_zeros) / (self.group or _ROW)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +155,20 @@ def plain_name(name: str) -> str:
             return name.removesuffix(ending)
     # Of experts in one tensor, whose name is that of their product.
     return name.removesuffix("_scale_inv")
+
+
+def num_weights(name: str, num_items: int, num_item_bits: int, scheme: QuantizationScheme) -> int:
+    """Return how many weights are in a tensor of this name, with so many items: none where it has but scales
+    or the like."""
+    plain = plain_name(name)
+    if not plain:
+        return 0
+    if name == plain:
+        return num_items
+    if not name.endswith(("_packed", ".qweight")):
+        return 0
+    stored = scheme.format_of(product_of(plain))
+    return num_items if stored is None else num_items * num_item_bits // stored.codes.num_bits
 
 
 def product_of(weight: str) -> str:

@@ -14,7 +14,8 @@ _ROUNDED = {
     "int4": StoredFormat(Layout.PACKED, CodeType.INT4, 32),
     "fp8": StoredFormat(Layout.PLAIN, CodeType.FP8),
 }
-_SCALE_BYTES = 4
+# The devices with kernels for products of quantized weights.
+QUANTIZED_ON = ("cpu",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +35,16 @@ class WeightForm:
         """Whether quantized weights stay so."""
         return self.name == "auto"
 
+    def on(self, device: str) -> WeightForm:
+        """Return the form that products on the device have."""
+        return self if device in QUANTIZED_ON else DEQUANTIZED
+
+    def bytes_each(self, stored: StoredFormat | None, item_bytes: int) -> float:
+        """Return the bytes of a product's weight that is stored in this format (None: as floats), where
+        floats are kept with `item_bytes`."""
+        kept = self.rounded or (stored if self.keeps_stored else None)
+        return item_bytes if kept is None else kept.bytes_each
+
     def identity(self, scheme: QuantizationScheme | None, dtype: str) -> str:
         """Return what distinguishes weights in the identity of KV, for a checkpoint of this scheme in a pool
         of this dtype."""
@@ -43,10 +54,5 @@ class WeightForm:
 
 
 AS_STORED = WeightForm()
-
-
-def bytes_each(stored: StoredFormat, num_inputs: int) -> float:
-    """Return the most that a weight of a product of `num_inputs` takes in memory, with its part of a scale
-    and an offset."""
-    group = stored.group or num_inputs
-    return stored.codes.num_bits / 8 + 2 * _SCALE_BYTES / group
+# Of products on devices without such kernels.
+DEQUANTIZED = WeightForm("bf16")

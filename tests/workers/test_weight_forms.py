@@ -1,0 +1,191 @@
+"""What a pool's `weight_dtype` makes of weights, what they take in memory, and how they are told apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import write_family_checkpoint
+from optional_programs import uses_compiler
+from paged_model import PagedModel, error_of, tokens_of
+from quantized_checkpoints import FORMATS, OWN_ORDERS, is_product, quantize
+from safetensors.torch import load_file, save_file
+
+from kvtransfer.common.clock import SystemClock
+from workers.errors import CheckpointError
+from workers.model.decoder import load_decoder
+from workers.model.fingerprint import DigestCache, model_fingerprint
+from workers.model.linear_weights import LinearWeights, are_quantized
+from workers.model.model_config import read_model_config
+from workers.model.quantization.packed_codes import PANEL, PackedForm
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
+from workers.model.rank_memory import Checkpoint, RankShape
+from workers.model.weights import ShardSpec, WeightReader
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "family": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_family_checkpoint(tmp_path / "source", **SHAPE)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.01), ("int4", 0.1), ("fp8", 0.04)])
+def test_rounding_takes_the_nearest_codes(name: str, most: float) -> None:
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    form = WeightForm(name).rounded
+    assert form is not None
+    found = rounded(weight, form)
+    assert found is not None
+    values = found.dequantized()
+    steps = found.scales.repeat_interleave(found.group, 1)
+    error = (values - weight).abs()
+    assert float(error.norm() / weight.norm()) <= most
+    if name == "int8":
+        assert bool((error <= steps * 0.5001).all())
+    assert not values[3].any()
+
+
+def test_groups_that_are_not_whole_are_not_rounded() -> None:
+    assert rounded(torch.randn(4, 48), StoredFormat(Layout.PACKED, CodeType.INT4, 32)) is None
+
+
+@uses_compiler
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_logits_are_those_of_the_rounded_weights(name: str, source: Path, tmp_path: Path) -> None:
+    form = WeightForm(name)
+    assert form.rounded is not None
+    expected = Path(shutil.copytree(source, tmp_path / "expected"))
+    tensors = load_file(source / "model.safetensors")
+    for product in filter(is_product, tensors):
+        weight = rounded(tensors[product], form.rounded)
+        assert weight is not None
+        tensors[product] = weight.dequantized()
+    save_file(tensors, expected / "model.safetensors")
+    prompt = tokens_of(1, 50)
+    found, other, exact = (
+        PagedModel(load_decoder(folder, torch.float32, CPU, form=how), torch.float32).chunked(0, prompt, 32)
+        for folder, how in ((source, form), (expected, AS_STORED), (source, AS_STORED))
+    )
+    assert error_of(found, other) <= 1e-4
+    assert error_of(found, exact) >= 1e-3
+
+
+def _parts_of(folder: Path, rank: int, tp: int, form: WeightForm, name: str) -> list[QuantizedWeight]:
+    config = read_model_config(folder)
+    with WeightReader(folder, config, ShardSpec(0, 1, rank, tp), torch.float32, CPU, form=form) as reader:
+        weights: LinearWeights = getattr(reader.layer(0), name)
+        assert are_quantized(weights.parts)
+        return list(weights.parts)
+
+
+@uses_compiler
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_ranks_round_as_one_does(name: str, source: Path) -> None:
+    form = WeightForm(name)
+    (whole,) = (it.dequantized() for it in _parts_of(source, 0, 1, form, "down"))
+    parts = [_parts_of(source, rank, 2, form, "down")[0].dequantized() for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    gate, up = (it.dequantized() for it in _parts_of(source, 0, 1, form, "gate_up"))
+    ranks = [[it.dequantized() for it in _parts_of(source, rank, 2, form, "gate_up")] for rank in range(2)]
+    assert torch.equal(torch.cat([rank[0] for rank in ranks]), gate)
+    assert torch.equal(torch.cat([rank[1] for rank in ranks]), up)
+
+
+@uses_compiler
+@pytest.mark.parametrize("how", sorted(FORMATS.keys() - {OWN_ORDERS}))
+def test_weights_are_counted_as_they_are_kept(how: str, source: Path, tmp_path: Path) -> None:
+    plain = quantize(source, tmp_path, FORMATS[how])
+    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
+    rank = RankShape(config, 0, 2)
+    dequantized = Checkpoint.read(plain).weight_bytes(rank, 2)
+    # GPTQ has biases of zeros that are not kept.
+    assert 0 <= checkpoint.weight_bytes(rank, 2) - dequantized <= 2 * 2 * 64
+    counted = checkpoint.weight_bytes(rank, 2) - checkpoint.weight_bytes(rank, 2, AS_STORED)
+    saved = 0.0
+    with WeightReader(tmp_path, config, ShardSpec(0, 2), torch.float32, CPU) as reader:
+        for layer in map(reader.layer, range(2)):
+            for weights in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                assert weights is not None
+                assert are_quantized(weights.parts)
+                whole = QuantizedWeight.joined(weights.parts)
+                assert whole is not None
+                form = PackedForm.of([whole])
+                assert form is not None
+                num_panels = -(-whole.num_outputs // PANEL)
+                saved += 2 * whole.num_outputs * whole.num_inputs - num_panels * form.num_panel_bytes
+    assert counted == pytest.approx(saved, rel=0.2)
+
+
+def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path, FORMATS["awq"])
+    scheme = read_model_config(tmp_path).quantization
+    found = [WeightForm(name).identity(scheme, "bfloat16") for name in ("auto", "bf16", "int8", "int4")]
+    assert found == ["int4 group 32", "bfloat16", "int8, rounded", "int4 group 32, rounded"]
+    assert AS_STORED.identity(None, "bfloat16") == "bfloat16"
+
+
+def test_the_fingerprint_has_the_scheme(source: Path, tmp_path: Path) -> None:
+    """The same tensors mean other weights in another version of GPTQ."""
+    quantize(source, tmp_path, FORMATS["gptq"])
+    cache = DigestCache(None, SystemClock())
+    first = model_fingerprint(tmp_path, cache)
+    file = tmp_path / "config.json"
+    keys = json.loads(file.read_text(encoding="utf-8"))
+    keys["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    file.write_text(json.dumps(keys), encoding="utf-8")
+    assert model_fingerprint(tmp_path, cache) != first
+
+
+def test_products_have_the_formats_that_name_them(source: Path, tmp_path: Path) -> None:
+    """By their names first, and then by their class."""
+    weights = {"type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "a": {"targets": ["Linear"], "weights": weights | {"num_bits": 4}},
+            "b": {"targets": ["re:.*down_proj"], "weights": weights | {"num_bits": 8}},
+        },
+    }
+    quantize(source, tmp_path, FORMATS["int4"], config)
+    scheme = read_model_config(tmp_path).quantization
+    assert scheme is not None
+    assert scheme.name == "int4 group 32 and int8 group 32"
+    assert scheme.format_of("model.layers.0.mlp.down_proj") == StoredFormat(Layout.PACKED, CodeType.INT8, 32)
+    assert scheme.format_of("model.layers.0.mlp.up_proj") == StoredFormat(Layout.PACKED, CodeType.INT4, 32)
+
+
+def test_tensors_that_do_not_fit_the_scheme_are_refused(source: Path, tmp_path: Path) -> None:
+    wrong = FORMATS["gptq"].config | {"group_size": 64}
+    quantize(source, tmp_path, FORMATS["gptq"], wrong)
+    with pytest.raises(
+        CheckpointError, match=r"proj\.scales has shape \[2, 192\], config\.json says \[1, 192\]"
+    ):
+        load_decoder(tmp_path, torch.float32, CPU)
+
+
+def test_products_that_no_group_names_are_refused(source: Path, tmp_path: Path) -> None:
+    config = json.loads(json.dumps(FORMATS["int4"].config))
+    config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    quantize(source, tmp_path, FORMATS["int4"], config)
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj is quantized, and quantization_config"):
+        load_decoder(tmp_path, torch.float32, CPU)
