@@ -9,8 +9,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from workers.model.gguf.gguf_blocks import FORMS, QuantizedRows, quantized_rows
+from workers.model.gguf.gguf_forms import rows_in_form
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
-from workers.model.quantization.stored_format import CodeType
+from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 
 NUM_ROWS, ROW_BLOCKS = 37, 3
 CODES = {
@@ -66,6 +67,16 @@ def test_values_are_those_of_the_package(kind: GGMLQuantizationType, seed: int) 
     found = _weight(quantized_rows(stored, kind), kind).dequantized()
     assert torch.equal(found, torch.from_numpy(dequantize(stored, kind)))
     assert found.std() > 0
+
+
+@pytest.mark.parametrize("kind", list(FORMS), ids=lambda kind: str(kind.name))
+def test_values_are_the_same_in_the_form_that_parts_of_a_product_share(kind: GGMLQuantizationType) -> None:
+    stored, form = _drawn(kind, 6), StoredFormat(Layout.OWN, CodeType.INT8, 16, has_zeros=True)
+    packed, scales, offsets = (
+        torch.from_numpy(it) for it in rows_in_form(stored, kind, form) if it is not None
+    )
+    found = QuantizedWeight(Codes.INT8, packed, scales, 16, offsets).dequantized()
+    assert torch.equal(found, torch.from_numpy(dequantize(stored, kind)))
 
 
 def test_rows_that_are_picked_are_those_rows() -> None:

@@ -126,10 +126,7 @@ def test_matrices_that_stay_quantized_are_worth_what_they_were(
     assert plain != quantized
     expected, scheme = _tensors(plain), read_model_config(quantized).quantization
     assert scheme is not None
-    assert (
-        read_model_config(described_folder(file, tmp_path / "cache", keeps_quantized=True)).quantization
-        == scheme
-    )
+    assert read_model_config(described_folder(file, tmp_path / "cache")).quantization == scheme
     with QuantizedTensorFiles(quantized, torch.float32, torch.device("cpu"), scheme) as files:
         assert files.names == expected.keys()
         for name, tensor in expected.items():

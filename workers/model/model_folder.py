@@ -28,6 +28,7 @@ from workers.model.gguf.gguf_config import config_of, generation_config_of
 from workers.model.gguf.gguf_file import GgufFile, is_gguf, model_name_of, part_paths
 from workers.model.gguf.gguf_tokenizer import tokenizer_of
 from workers.model.model_config import read_model_config
+from workers.model.quantization.own_format import own_config
 from workers.model.sentencepiece_tokenizer import (
     CONFIG,
     SOURCES,
@@ -68,12 +69,12 @@ def default_cache() -> Path:
     return home / "tandem" / "models"
 
 
-def described_folder(model: Path, cache: Path | None = None, *, keeps_quantized: bool = False) -> Path:
+def described_folder(model: Path, cache: Path | None = None) -> Path:
     """Return a folder with the configuration and the tokenizer of the model: `model` itself if that is a
-    folder with a tokenizer.json. `keeps_quantized`: that of a GGUF file says that its matrices are
-    quantized. Raises `CheckpointError`. `cache` None: `default_cache`."""
+    folder with a tokenizer.json. That of a GGUF file says how its matrices are quantized. Raises
+    `CheckpointError`. `cache` None: `default_cache`."""
     if is_gguf(model):
-        return _gguf_folder(model, cache, "", lambda phase: None, keeps_quantized=keeps_quantized)
+        return _gguf_folder(model, cache, "", lambda phase: None, keeps_quantized=True)
     if not has_sentencepiece_alone(model):
         return model
     read_model_config(model)  # its errors name the folder, those of a reader of the copy would not
@@ -107,7 +108,7 @@ def _gguf_folder(
             _write_weights(file, folder, dtype, progress, keeps_quantized=keeps_quantized)
 
     try:
-        form = "quantized" if keeps_quantized else ""
+        form = "quantized" if dtype and keeps_quantized else ""
         parts = (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype, form)
     except OSError as error:
         raise CheckpointError(f"{model}: cannot be read: {os_reason(error, has_path=False)}") from error
@@ -230,10 +231,10 @@ def _write_folder(model: Path, folder: Path) -> None:
 def _write_weights(
     file: GgufFile, folder: Path, dtype: str, progress: Progress, *, keeps_quantized: bool
 ) -> None:
-    from workers.model.gguf.gguf_weights import GgufWeights  # here: what it imports
+    from workers.model.gguf.gguf_weights import GgufWeights, check_whole  # here: what it imports
 
-    weights = GgufWeights(file, dtype, keeps_quantized)
-    weights.check_whole()
+    check_whole(file)
+    weights = GgufWeights(file, dtype, keeps_quantized=keeps_quantized)
     _check_space(file, folder.parent, weights.num_bytes)
     weights.write(folder, progress)
 
@@ -243,10 +244,11 @@ def _model_config(file: GgufFile, *, keeps_quantized: bool) -> dict[str, Any]:
     config = config_of(file)
     if not keeps_quantized:
         return config
-    from workers.model.gguf.gguf_weights import quantization_config  # here, as above
+    from workers.model.gguf.gguf_forms import kept_forms  # here, as above
+    from workers.model.gguf.gguf_names import written_tensors
 
-    quantized = quantization_config(file)
-    return config if quantized is None else config | {"quantization_config": quantized}
+    forms = kept_forms(written_tensors(file))
+    return config | {"quantization_config": own_config(forms)} if forms else config
 
 
 def _write_description(file: GgufFile, folder: Path, *, keeps_quantized: bool) -> None:

@@ -4,7 +4,7 @@ in the form of `workers.model.quantization.own_format`."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -19,10 +19,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from workers.errors import CheckpointError
-from workers.model.gguf.gguf_blocks import FORMS, BlockForm, quantized_rows
+from workers.model.gguf.gguf_blocks import Bytes
 from workers.model.gguf.gguf_file import GgufFile, GgufTensor, cut_short
+from workers.model.gguf.gguf_forms import kept_forms, rows_in_form
 from workers.model.gguf.gguf_names import WrittenTensor, written_tensors
-from workers.model.quantization.own_format import own_config
+from workers.model.quantization.stored_format import StoredFormat
 from workers.model.safetensors_stream import StoredTensor, file_header, index_text, shard_name
 
 _MAX_SHARD_BYTES = 4 << 30
@@ -31,27 +32,26 @@ _PIECE_BYTES = 32 << 20
 _SAFETENSORS_DTYPE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def check_whole(file: GgufFile) -> None:
+    """Raise `CheckpointError` where a part ends before its last tensor does, or a tensor's type is not
+    known."""
+    part_to_size = {part: part.stat().st_size for part in file.parts}
+    for tensor in file.name_to_tensor.values():
+        if tensor.offset + _num_stored_bytes(tensor) > part_to_size[tensor.part]:
+            raise cut_short(tensor.part)
+
+
 class GgufWeights:
     """The weights of a file as they are written: in `dtype` (fp32, fp16 or bf16), but for matrices that stay
     quantized, if `keeps_quantized`."""
 
-    file: GgufFile
-    dtype: str
-    keeps_quantized: bool = False
-
-    def check_whole(self) -> None:
-        """Raise `CheckpointError` where a part ends before its last tensor does, or a tensor's type is not
-        known."""
-        part_to_size = {part: part.stat().st_size for part in self.file.parts}
-        for tensor in self.file.name_to_tensor.values():
-            if tensor.offset + _num_stored_bytes(tensor) > part_to_size[tensor.part]:
-                raise cut_short(tensor.part)
+    def __init__(self, file: GgufFile, dtype: str, *, keeps_quantized: bool = False) -> None:
+        self.file, self.dtype, self.keeps_quantized = file, dtype, keeps_quantized
 
     @property
     def num_bytes(self) -> int:
         """The bytes that are written."""
-        return sum(it.num_bytes for tensor in written_tensors(self.file) for it in self._stored(tensor))
+        return sum(it.num_bytes for tensor in self._tensors for it in self._stored(tensor))
 
     def write(
         self, folder: Path, progress: Callable[[str], None], max_shard_bytes: int = _MAX_SHARD_BYTES
@@ -80,7 +80,7 @@ class GgufWeights:
     def _shards(self, max_shard_bytes: int) -> Iterator[list[WrittenTensor]]:
         shard: list[WrittenTensor] = []
         num_bytes = 0
-        for tensor in written_tensors(self.file):
+        for tensor in self._tensors:
             size = sum(it.num_bytes for it in self._stored(tensor))
             if shard and num_bytes + size > max_shard_bytes:
                 yield shard
@@ -91,12 +91,12 @@ class GgufWeights:
 
     def _stored(self, tensor: WrittenTensor) -> list[StoredTensor]:
         """Return what is stored for a tensor."""
-        form = _kept_form(tensor) if self.keeps_quantized else None
+        form = self._forms.get(tensor.name)
         if form is None:
             return [StoredTensor(tensor.name, _SAFETENSORS_DTYPE[self.dtype], tensor.shape)]
         num_rows, num_inputs = tensor.shape
         of_groups = (num_rows, num_inputs // form.group)
-        offsets = [StoredTensor(f"{tensor.name}_offsets", "F32", of_groups)] if form.has_offsets else []
+        offsets = [StoredTensor(f"{tensor.name}_offsets", "F32", of_groups)] if form.has_zeros else []
         return [
             StoredTensor(f"{tensor.name}_codes", "U8", (num_rows, num_inputs * form.codes.num_bits // 8)),
             StoredTensor(f"{tensor.name}_scales", "F32", of_groups),
@@ -107,24 +107,26 @@ class GgufWeights:
         """Write a piece of all that is stored for the tensor after another."""
         sizes = [it.num_bytes for it in self._stored(tensor)]
         *begins, end = accumulate(sizes, initial=stream.tell())
-        is_kept = self.keeps_quantized and _kept_form(tensor) is not None
         for piece in _pieces(tensor):
-            parts = _kept(piece, tensor) if is_kept else [_cast(_values(piece, tensor), self.dtype)]
-            for number, part in enumerate(parts):
+            for number, part in enumerate(self._parts(piece, tensor)):
                 stream.seek(begins[number])
                 begins[number] += stream.write(np.ascontiguousarray(part).tobytes())
         stream.seek(end)
 
+    def _parts(self, piece: Bytes, tensor: WrittenTensor) -> list[npt.NDArray[Any]]:
+        """Return what is stored for rows of the tensor."""
+        form = self._forms.get(tensor.name)
+        if form is None:
+            return [_cast(_values(piece, tensor), self.dtype)]
+        return [part for part in rows_in_form(piece, _kind(tensor.source), form) if part is not None]
 
-def quantization_config(file: GgufFile) -> dict[str, Any] | None:
-    """Return what config.json says of the matrices that can stay quantized; None where there are none."""
-    forms = [(tensor, _kept_form(tensor)) for tensor in written_tensors(file)]
-    products = {
-        tensor.name.removesuffix(".weight"): (str(form.codes), form.group)
-        for tensor, form in forms
-        if form is not None
-    }
-    return own_config(products) if products else None
+    @functools.cached_property
+    def _forms(self) -> dict[str, StoredFormat]:
+        return kept_forms(self._tensors) if self.keeps_quantized else {}
+
+    @functools.cached_property
+    def _tensors(self) -> list[WrittenTensor]:
+        return written_tensors(self.file)
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -134,19 +136,11 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def _kept_form(tensor: WrittenTensor) -> BlockForm | None:
-    """Return the form in which a tensor stays quantized: a matrix whose values are those of the file."""
-    is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
-    if not is_matrix or tensor.shift or tensor.source.type_number not in FORMS:
-        return None
-    return FORMS[_kind(tensor.source)]
-
-
-def _pieces(tensor: WrittenTensor) -> Iterator[npt.NDArray[np.uint8]]:
+def _pieces(tensor: WrittenTensor) -> Iterator[Bytes]:
     """Iterate over the rows that are written, [num_rows, num_stored_bytes], some at a time."""
     source = tensor.source
     num_rows = source.shape[0] if len(source.shape) == 2 else 1
-    stored: npt.NDArray[np.uint8] = np.memmap(
+    stored: Bytes = np.memmap(
         source.part, np.uint8, "r", source.offset, (num_rows, _num_stored_bytes(source) // num_rows)
     )
     if tensor.row is not None:
@@ -157,11 +151,7 @@ def _pieces(tensor: WrittenTensor) -> Iterator[npt.NDArray[np.uint8]]:
         yield stored[rows] if tensor.rows is None or num_rows == 1 else stored[tensor.rows[rows]]
 
 
-def _kept(piece: npt.NDArray[np.uint8], tensor: WrittenTensor) -> list[npt.NDArray[Any]]:
-    return [part for part in quantized_rows(piece, _kind(tensor.source)) if part is not None]
-
-
-def _values(piece: npt.NDArray[np.uint8], tensor: WrittenTensor) -> npt.NDArray[np.float32]:
+def _values(piece: Bytes, tensor: WrittenTensor) -> npt.NDArray[np.float32]:
     """Dequantize rows."""
     try:
         values = dequantize(np.ascontiguousarray(piece), _kind(tensor.source))

@@ -17,21 +17,26 @@ from workers.model.quantization.stored_format import (
     QuantizationScheme,
     StoredFormat,
     TargetedFormat,
+    product_of,
 )
 
 METHOD = "tandem"
 _VERSION = 1
 
 
-def own_config(products: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
-    """Return the `quantization_config` of products, each with the name of its codes and the inputs of a
-    group."""
-    form_to_names: dict[tuple[str, int], list[str]] = {}
-    for name, form in products.items():
-        form_to_names.setdefault(form, []).append(name)
+def own_config(name_to_form: Mapping[str, StoredFormat]) -> dict[str, Any]:
+    """Return the `quantization_config` of weights by their names."""
+    form_to_products: dict[StoredFormat, list[str]] = {}
+    for name, form in name_to_form.items():
+        form_to_products.setdefault(form, []).append(product_of(name))
     formats = [
-        {"codes": codes, "group_size": group, "targets": names}
-        for (codes, group), names in sorted(form_to_names.items())
+        {
+            "codes": str(form.codes),
+            "group_size": form.group,
+            "has_offsets": form.has_zeros,
+            "targets": products,
+        }
+        for form, products in form_to_products.items()
     ]
     return {"quant_method": METHOD, "version": _VERSION, "formats": formats}
 
@@ -47,6 +52,7 @@ def own_scheme(config: Mapping[str, Any], refuse: Callable[[str], NoReturn]) -> 
         group = each.get("group_size") if is_right else None
         if not isinstance(group, int) or group < 2 or not isinstance(each.get("targets"), list):
             refuse(f"has a format that is not understood: {shown(each)}")
-        stored = StoredFormat(Layout.OWN, CodeType(each["codes"]), group)
+        codes, has_zeros = CodeType(each["codes"]), bool(each.get("has_offsets"))
+        stored = StoredFormat(Layout.OWN, codes, group, has_zeros=has_zeros)
         found.append(TargetedFormat(tuple(each["targets"]), stored))
     return QuantizationScheme(METHOD, tuple(found))
