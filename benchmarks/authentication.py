@@ -34,7 +34,7 @@ from cluster.api.authentication import Authentication
 from cluster.api.call_reading import CallReading
 from cluster.config import default_config
 from cluster.identity.access_control import AccessControl
-from cluster.identity.api_keys import add_key
+from cluster.identity.api_key_file import add_key
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import LOCAL

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from cluster.bench.replayed_traces import compare, scaling_json
+from cluster.bench.scaling_bench import compare, scaling_json
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.simulation import Arrival, ServiceModel

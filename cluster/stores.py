@@ -187,7 +187,8 @@ class NvmeFolder:
 def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:
     cells, ends = model.kv_cells, list(itertools.accumulate(pool.layers or equal_stages(model, pool.pp)))
     starts = [0, *ends[:-1]]
-    num_layers = min(min(end, cells.num_layers) - start for start, end in zip(starts, ends, strict=True))
+    stages = [range(start, min(end, cells.num_layers)) for start, end in zip(starts, ends, strict=True)]
+    num_layers = min(sum(map(model.has_attention, stage)) for stage in stages)
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
     form = KvForm.of(pool.engine.kv_dtype, item_bytes)

@@ -1,4 +1,5 @@
-"""Settings of the transfer between pools; composed into the cluster's file under `transfer:`."""
+"""Settings that are composed into the cluster's file: of the transfer between pools under `transfer:`, of the
+tiered store under `store:`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from kvtransfer.common.patterns import Matches
 from kvtransfer.transfer_orders import TransferSettings
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
+Admission = Literal["adaptive", "all", "seen_twice"]
+GRANULE_BYTES = 64 << 10
 
 
 class TransferConfig(BaseModel):
@@ -74,13 +77,6 @@ class TransferConfig(BaseModel):
     def settings(self) -> TransferSettings:
         """Return the settings that a rank's transfer agent needs."""
         return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__struct_fields__})
-
-
-# ----------------------------------------------------------------------------------------------
-# Settings of the tiered store; composed into the cluster's file under `store:`.
-
-GRANULE_BYTES = 64 << 10
-Admission = Literal["adaptive", "all", "seen_twice"]
 
 
 class StoreSettings(Part, frozen=True):

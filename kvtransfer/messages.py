@@ -52,6 +52,8 @@ class KvGroup(Part, frozen=True):
 
 # The token that is computed, and the one before, whose block has the state.
 STATE_WINDOW = 2
+# States are float32, whatever activations are.
+STATE_ITEM_BYTES = 4
 
 
 class WindowBlocks(Part, frozen=True):
@@ -104,8 +106,15 @@ class CompatibilityRecord(Part, frozen=True):
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads, without states, which do not grow with tokens."""
         head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes
-        num_layers = self.num_layers - sum(len(it.layers) for it in self.groups if it.state_size)
+        of_groups = sum(len(group.layers) for group in self.groups if not group.state_size)
+        num_layers = of_groups if self.groups else self.num_layers
         return self.num_kinds * num_layers * self.num_kv_heads * head_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """The recurrent states of a sequence over all layers and heads, however long it is."""
+        sizes = (len(group.layers) * group.state_size for group in self.groups)
+        return sum(sizes) * self.num_kv_heads * STATE_ITEM_BYTES
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
         """Return one line per differing field; no lines when the two may exchange KV."""

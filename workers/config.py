@@ -75,6 +75,7 @@ def _number_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> int | 
 
 
 Tokens = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_number_or_auto)]
+NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], WrapValidator(_number_or_auto)]
 KvTokens = Annotated[
     Annotated[int, Field(ge=MIN_KV_TOKENS)] | Literal["auto"], WrapValidator(_number_or_auto)
 ]
@@ -115,6 +116,14 @@ class EngineSettings(BaseModel):
     # reports itself unhealthy. A rank reports progress up to four times a second.
     stall_s: float = Field(default=5.0, ge=1)
 
+    # Snapshots of the recurrent states of models that have some, behind which prompts with a known prefix
+    # start: how many fit the replica beside what running sequences need. `auto`: as many as a quarter of the
+    # memory for keys and values has space for.
+    state_snapshots: NumberOrAuto = "auto"
+    # A prompt leaves a snapshot after every so many tokens, in addition to its end and to where it leaves the
+    # way of earlier ones (0: nowhere else).
+    snapshot_every_tokens: int = Field(default=0, ge=0)
+
     # The start of a replica fails when none of its ranks comes further for this long. Progress is a new
     # phase, or another layer loaded.
     start_stall_s: float = Field(default=600.0, gt=0)
@@ -136,6 +145,11 @@ class EngineSettings(BaseModel):
     write_queue: int = Field(default=1024, ge=1)
     # Requests whose KV is being loaded from the store at a time; more wait their turn.
     max_loading: int = Field(default=4, ge=1)
+
+    @property
+    def num_state_snapshots(self) -> int | None:
+        """The snapshots of states; None where their number follows from the memory for KV."""
+        return None if self.state_snapshots == "auto" else self.state_snapshots
 
     def step_sizes(self, devices: Collection[str]) -> StepSizes:
         """Return the sizes of steps on these devices, the smallest where they differ."""

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.replayed_traces import bench_scaling, bench_store
+from cluster.bench.scaling_bench import bench_scaling
 from cluster.bench.serving_command import bench_serve_command
+from cluster.bench.store_bench import bench_store
 from cluster.cli.model_download import fetched
 from cluster.cli.terminal import NONE, AsJson, bundled_model, made_table, out
 from cluster.dtypes import auto_dtype

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bench.datasets import Load
+from cluster.bench.dataset_load import Load
 from cluster.bench.overload_curve import OverloadPlan, overload_table, run_overload, verdict
 from cluster.bench.serving_load import (
     MAX_TURN,

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from cluster.bench.bench_runs import BenchRun
-from cluster.bench.datasets import Dataset, DatasetSettings, Load, RunSettings, open_dataset, parse_dataset
+from cluster.bench.dataset_load import DatasetSettings, Load, RunSettings
+from cluster.bench.datasets import Dataset, open_dataset, parse_dataset
 from cluster.bench.serving_load import (
     Workload,
 )

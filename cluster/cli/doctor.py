@@ -239,9 +239,15 @@ def machine_checks() -> tuple[Check[CheckContext], ...]:
 
 def cluster_checks() -> tuple[Check[Live], ...]:
     """Return the checks of a running cluster, in the order in which they run."""
-    from cluster.doctor import kv_cache, members, prefill_share, serving
+    from cluster.doctor import kv_transfers, members, prefill_share, serving, tiered_store
 
-    return (*serving.CHECKS, *prefill_share.CHECKS, *kv_cache.CHECKS, *members.CHECKS)
+    return (
+        *serving.CHECKS,
+        *prefill_share.CHECKS,
+        *kv_transfers.CHECKS,
+        *tiered_store.CHECKS,
+        *members.CHECKS,
+    )
 
 
 def run_checks(checks: Iterable[Check[C]], context: C) -> list[Finding]:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from cluster.cli.terminal import NONE, AsJson, made_table, out
 from cluster.errors import ConfigError
-from cluster.identity.api_keys import KeyEntry, add_key, read_keys, revoke_key, split_key
+from cluster.identity.api_key_file import add_key, read_keys, revoke_key
+from cluster.identity.api_keys import KeyEntry, split_key
 from cluster.identity.identity import ROLES, Role
 from cluster.identity.key_roots import end_rotation, rotate_key_root
 from kvtransfer.common.clock import SystemClock

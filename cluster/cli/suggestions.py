@@ -44,7 +44,7 @@ OPTIONS: Mapping[str, str] = {
     "--chunked-prefill-size": "engine.max_batch_tokens of a pool, in a file",
     "--block-size": "engine.block_tokens of a pool, in a file",
     "--page-size": "engine.block_tokens of a pool, in a file",
-    "--quantization": "quantized weights are not supported",
+    "--quantization": "weight_dtype of a pool, in a file; quantized checkpoints are read as they are",
     "--enable-prefix-caching": "prefixes are always cached",
     "--trust-remote-code": "code of a checkpoint is never run",
     "--config": "use --file",

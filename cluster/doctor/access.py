@@ -11,7 +11,8 @@ from cluster.config import LOOPBACK, ClusterConfig
 from cluster.doctor.check_context import Check, CheckContext
 from cluster.doctor.checks import CheckResult, error, note, ok, warning
 from cluster.errors import ConfigError, StartError
-from cluster.identity.api_keys import KeyEntry, read_keys
+from cluster.identity.api_key_file import read_keys
+from cluster.identity.api_keys import KeyEntry
 from cluster.identity.audit import check_audit_folder
 from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import KEPT_NAME, parse_key_roots

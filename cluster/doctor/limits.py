@@ -154,6 +154,8 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
         seen = f"pool {pool.name}: kv_tokens auto is {need.kv_tokens} a replica, {gb(kv_bytes)}"
         if saved_bytes := need.saved_kv_bytes(need.kv_tokens):
             seen += f" ({gb(saved_bytes)} more if layers with a window kept all tokens)"
+        if state_bytes := need.state_bytes(need.kv_tokens):
+            seen += f" ({gb(state_bytes)} of it for states and their snapshots)"
         figures: Figures = {"pool": pool.name, "kv_tokens": need.kv_tokens, "kv_bytes": kv_bytes}
         least = least_kv_tokens(read_model_config(described_model(context.config)), pool.engine.block_tokens)
         remedy = "lower store.dram_gb, replicas or max_sequences, set surge: false, or use more machines"

@@ -27,6 +27,7 @@ from workers.model.model_config import (
     weight_files,
 )
 from workers.model.model_folder import default_cache
+from workers.model.quantization.weight_form import QUANTIZED_ON, WeightForm
 
 GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
@@ -44,12 +45,33 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
     shape = f"{model.num_layers} layers, {model.num_heads} heads ({kept})"
     name = context.config.model_source.served_name
     yield ok(f"{name}: {model.family}, {shape}, {model.max_context_tokens} tokens of context")
+    yield from _weight_form(context, model)
     for key, why in ignored_keys(described_model(context.config)).items():
         yield warning(
             f"config.json has {key}, which is ignored",
             f"{why}; the model's makers may have measured other results",
             "compare the model's output with its makers' own before you rely on it",
         )
+
+
+def _weight_form(context: CheckContext, model: ModelConfig) -> Iterator[CheckResult]:
+    """Say what becomes of the weights of a quantized checkpoint."""
+    scheme, pools = model.quantization, context.config.pools
+    if scheme is None:
+        return
+    what = f"weights are quantized ({scheme.method}: {scheme.name})"
+    if not WeightForm(pools[0].weight_dtype).keeps_stored:
+        yield ok(f"{what}, and weight_dtype is {pools[0].weight_dtype}")
+        return
+    others = {device for pool in pools for device in pool.stage_devices} - set(QUANTIZED_ON)
+    if others:
+        yield note(
+            f"{what}, and dequantized on {', '.join(sorted(others))}",
+            "there are no products with quantized weights there, and weights take as much memory as in dtype",
+            "",
+        )
+    else:
+        yield ok(f"{what}, and stay so in products")
 
 
 def weights(context: CheckContext) -> Iterator[CheckResult]:

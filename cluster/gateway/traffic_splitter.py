@@ -25,8 +25,8 @@ from cluster.errors import (
 )
 from cluster.gateway.relay_channels import OwnCertificate, RelayChannels
 from cluster.identity.certificates import names_of_auth_context
+from cluster.identity.relay_tokens import RelayedCaller, RelayTokens
 from cluster.identity.request_ids import draw_request_id
-from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cluster.http.chat_prompt import add_messages, add_tools, set_tool_choice, template_args
 from cluster.http.errors import Rename, bad_field
-from cluster.http.prompts import (
-    add_messages,
-    add_tools,
-    chat_renamer,
-    sampled_request,
-    session_id,
-    set_tool_choice,
-    template_args,
-)
+from cluster.http.field_names import chat_renamer
+from cluster.http.sampled_request import sampled_request, session_id
 from cluster.http.schemas import ChatRequest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 

@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.answers import FINISH_NAMES, Maker, encode
 from cluster.http.call_output import CallOutput, SampleAnswer, matched_stop
+from cluster.http.chat_prompt import content_texts
 from cluster.http.errors import HttpProblem, openai_error
 from cluster.http.logprobs import (
     ContentLogprob,
@@ -15,9 +16,6 @@ from cluster.http.logprobs import (
     RankedLogprob,
     RankedLogprobs,
     content_logprobs,
-)
-from cluster.http.prompts import (
-    content_texts,
 )
 from cluster.http.schemas import ChatRequest
 from cluster.http.sse import DONE, event

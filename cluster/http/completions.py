@@ -13,6 +13,7 @@ from cluster.http.answers import FINISH_NAMES, Maker, encode
 from cluster.http.call_output import CallOutput, SampleAnswer, matched_stop
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, bad_field, openai_error
+from cluster.http.field_names import renamer
 from cluster.http.field_types import TokenId
 from cluster.http.logprobs import (
     CompletionLogprobs,
@@ -22,7 +23,7 @@ from cluster.http.logprobs import (
     RankedLogprobs,
     TextOffsets,
 )
-from cluster.http.prompts import renamer, sampled_request
+from cluster.http.sampled_request import sampled_request
 from cluster.http.schemas import CompletionRequest
 from cluster.http.sse import DONE, event
 from cluster.http.usage import Usage, openai_usage

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from cluster.http.answers import encode
+from cluster.http.chat_prompt import add_messages, add_tools, template_args
 from cluster.http.completions import inputs
 from cluster.http.errors import bad_field
-from cluster.http.prompts import add_messages, add_tools, chat_renamer, renamer, template_args
+from cluster.http.field_names import chat_renamer, renamer
 from cluster.http.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import let_others_run

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.chat import Translated
+from cluster.http.chat_prompt import add_function, template_args
 from cluster.http.errors import Rename, bad_field
+from cluster.http.field_names import renamer
 from cluster.http.messages_schemas import (
     ChosenTool,
     ContentBlock,
@@ -14,14 +16,8 @@ from cluster.http.messages_schemas import (
     MessagesRequest,
     TurnMessage,
 )
-from cluster.http.prompts import (
-    DEFAULT_TEMPERATURE,
-    add_function,
-    renamer,
-    schema_text,
-    service_class,
-    template_args,
-)
+from cluster.http.sampled_request import DEFAULT_TEMPERATURE, service_class
+from cluster.http.structured_outputs import schema_text
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _NAMES: Mapping[str, str] = {

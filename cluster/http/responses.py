@@ -8,22 +8,13 @@ from typing import Any
 
 from cluster.http.body_decoding import Body
 from cluster.http.chat import Translated
+from cluster.http.chat_prompt import ROLES, add_function, content_texts, set_tool_choice, template_args
 from cluster.http.errors import bad_field
+from cluster.http.field_names import NAMES, renamer
 from cluster.http.field_types import Ignored, Int32
-from cluster.http.prompts import (
-    DEFAULT_TEMPERATURE,
-    NAMES,
-    ROLES,
-    add_function,
-    content_texts,
-    renamer,
-    schema_text,
-    service_class,
-    session_id,
-    set_tool_choice,
-    template_args,
-)
 from cluster.http.request_parts import ContentPart, NamedTool, StreamOptions
+from cluster.http.sampled_request import DEFAULT_TEMPERATURE, service_class, session_id
+from cluster.http.structured_outputs import schema_text
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _NAMES: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.config import AuthConfig
-from cluster.identity.resume_tokens import RelayTokens
+from cluster.identity.relay_tokens import RelayTokens
 from cluster.identity.sessions import Sessions
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ForbiddenError, UnauthenticatedError
-from cluster.identity.api_keys import KEY_PREFIX, NO_ENTRY, KeyEntry, parse_keys, split_key
+from cluster.identity.api_key_file import parse_keys
+from cluster.identity.api_keys import KEY_PREFIX, NO_ENTRY, KeyEntry, split_key
 from cluster.identity.certificates import CertificateIdentities
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import LOCAL, Identity, Role

@@ -1,10 +1,8 @@
-"""Proofs that gateways of one cluster secret make for each other and for themselves: that a caller may resume
-a request, and which names the certificate of a relayed caller has."""
+"""Proofs that a caller may resume a request, which gateways of one cluster secret make for each other and for
+themselves."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 import struct
@@ -15,21 +13,22 @@ import msgspec
 
 from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
 from cluster.identity.identity import Identity
+from cluster.identity.token_encoding import decode_token, encode_token
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 
-_MAC_BYTES = 32
 # Issuer, time and cap, each in 4 bytes.
 _HEAD = struct.Struct(">III")
 # Seconds since 1970 that a token can hold: until 2106.
 _MAX_TIME = (1 << 32) - 1
 # Bytes of a token's proof: enough to tell the token from all others.
 _KEY_BYTES = 16
-# How long a relayed call may take from one gateway to the next, their clocks' difference included.
-RELAY_S = 60.0
 _FIELD = "resume_token"
+_LENGTH_BYTES = 8
+_PROMPTS = ("text", "token_ids", "chat")
+# Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
+_NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
 
 
 class ResumeToken(NamedTuple):
@@ -77,7 +76,7 @@ class ResumeTokens:
         `max_tokens` was cut to (0: it was not) holds wherever the request is resumed."""
         expires_at = min(int(self._clock.wall() + self._lifetime_s), _MAX_TIME)
         head = _HEAD.pack(self._issuer, expires_at, capped_max_tokens)
-        return _text(head + self._mac(head, identity, tenant, request_id, seed, prompt))
+        return encode_token(head + self._mac(head, identity, tenant, request_id, seed, prompt))
 
     def check(
         self, token: str, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
@@ -87,7 +86,7 @@ class ResumeTokens:
         if not token:
             problem = "is missing; a resumed request needs the one that `accepted` gave"
             raise InvalidRequestError(FieldViolation(_FIELD, problem))
-        data = _data(token)
+        data = decode_token(token)
         head, mac = data[: _HEAD.size], data[_HEAD.size :]
         if not hmac.compare_digest(mac, self._mac(head, identity, tenant, request_id, seed, prompt)):
             raise ForbiddenError(f"{_FIELD}: it is not the one of this caller, request id, seed and prompt")
@@ -101,59 +100,6 @@ class ResumeTokens:
     ) -> bytes:
         parts = (head, identity.owner, tenant, request_id, seed, prompt)
         return hmac.digest(self._key, msgspec.msgpack.encode(parts), "sha256")
-
-
-class RelayedCaller(Part, frozen=True):
-    """The facts that a gateway vouches for: the names of a caller's certificate, for one request."""
-
-    certificate_names: tuple[str, ...]
-    request_id: str
-
-
-class RelayTokens:
-    """Vouches for the certificate of a caller whose request one gateway relays to another."""
-
-    def __init__(self, trust: Trust, clock: Clock) -> None:
-        self._key = trust.key_for("tandem-relay-1")
-        self._clock = clock
-
-    def issue(self, caller: RelayedCaller) -> str:
-        """Return a token that holds the names and the request's id."""
-        body = msgspec.msgpack.encode((self._clock.wall() + RELAY_S, caller))
-        return _text(hmac.digest(self._key, body, "sha256") + body)
-
-    def caller(self, token: str) -> RelayedCaller | None:
-        """Return the content of the token; None when no gateway of this secret has issued it recently."""
-        data = _data(token)
-        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, hmac.digest(self._key, body, "sha256")):
-            return None
-        try:
-            expires_at, caller = msgspec.msgpack.decode(body, type=tuple[float, RelayedCaller])
-        except msgspec.ValidationError:  # of a gateway of another version
-            return None
-        return caller if self._clock.wall() < expires_at else None
-
-
-def _text(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode()
-
-
-def _data(text: str) -> bytes:
-    """Return the bytes of a token; b"" for a text that is none."""
-    try:
-        return base64.b64decode(text, altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        return b""
-
-
-# ----------------------------------------------------------------------------------------------
-# What a token is for.
-
-_LENGTH_BYTES = 8
-_PROMPTS = ("text", "token_ids", "chat")
-# Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
-_NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
 
 
 def resume_digest(request: pb.GenerateRequest) -> bytes:

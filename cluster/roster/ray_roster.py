@@ -23,6 +23,9 @@ NAMESPACE = "tandem"
 _CALL_S = 5.0
 
 _AGAIN_S = 0.5
+# A place on the head node, which has this resource: pods of other nodes drain and end one after another, and
+# would take the roster along.
+AT_HEAD = {"node:__internal_head__": 0.001}
 
 
 class RayRosterActor(RosterActor):
@@ -141,6 +144,7 @@ def _roster_actor(app: str, *, replaces_another: bool) -> ActorHandle[RayRosterA
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
+            resources=AT_HEAD,
         )
         .remote
     )

@@ -11,6 +11,7 @@ replaces and counts them; no request passes through it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
 from cluster.model_source.fetch_context import FetchContext, FetchProgress
+from cluster.roster.introduction import meet_gateways
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StartingReplica
 from cluster.roster.ray_roster import find_roster, open_roster
 from cluster.roster.state import keep_registered
@@ -60,6 +62,7 @@ from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 
 _WATCH_S = 30.0
+_log = logging.getLogger(__name__)
 _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
 _TELL_S = 1.0
@@ -137,8 +140,8 @@ class ReplicaActor:
     """Represents one replica: its engine core, in the Serve replica's process and event loop, and its
     registration.
 
-    The constructor returns when the ranks have loaded and warmed up, so that Serve counts the replica as
-    running exactly when it can serve.
+    The constructor returns when the ranks have loaded and warmed up and the gateways have connected, so that
+    Serve counts the replica as running exactly when it can serve.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -170,6 +173,9 @@ class ReplicaActor:
             asyncio.create_task(self._export_metrics()),
         ]
         self._dying = asyncio.create_task(self._end_when_dead())
+        missing = await meet_gateways(self._roster, self._engine_core.connected_gateways, self._clock)
+        if missing:
+            _log.warning("%s starts before %s know it", self._identity.replica_id, ", ".join(missing))
         leave_out_started()
 
     async def _launch(self, config: ClusterConfig, life: str, cpus: dict[str, float]) -> EngineCore:

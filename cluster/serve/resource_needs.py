@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.config import ClusterConfig, PoolConfig
@@ -14,7 +13,7 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
-from workers.model.kv_groups import GroupBytes, WindowCapacity, kv_groups
+from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import (
@@ -101,6 +100,10 @@ class PoolNeed(NamedTuple):
         """Return the host memory that windows of layers save with the KV of so many tokens."""
         return self._host_kv.saved_bytes(kv_tokens // self.block_tokens)
 
+    def state_bytes(self, kv_tokens: int) -> int:
+        """Return the host memory for recurrent states and their snapshots beside the KV of so many tokens."""
+        return self._host_kv.state_bytes(kv_tokens // self.block_tokens)
+
     def fitting_kv_tokens(self, num_bytes: int) -> int:
         """Return how many tokens' KV fits into host memory of this size."""
         return self._host_kv.fitting_blocks(max(num_bytes, 0)) * self.block_tokens
@@ -181,9 +184,10 @@ def _pool_need(
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
     form = KvForm.of(engine.kv_dtype, item_bytes)
-    groups = kv_groups(model) if config.frees_windows else ()
-    capacity = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
-    most_blocks = [capacity.most_blocks(group.window) for group in groups[1:]]
+    groups = kv_groups(model) if config.frees_windows or model.state is not None else ()
+    windows = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
+    states = StateCapacity(engine.max_sequences, pool.pp, engine.num_state_snapshots)
+    limits = group_limits(model, groups, form, windows, states, engine.block_tokens)
     ranks: list[RankNeed] = []
     first = 0
     for stage, num_layers in enumerate(pool.layers or equal_stages(model, pool.pp)):
@@ -208,7 +212,7 @@ def _pool_need(
                 form.scale_bytes,
                 cells.num_kinds,
             )
-            layouts = [replace(layout, group=group.layers) for group in groups] or [layout]
+            layouts = [layout.of_group(group) for group in groups] or [layout]
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],
@@ -224,7 +228,7 @@ def _pool_need(
                     ),
                     kv_bytes=0,
                     offload_bytes=engine.offload_tokens // engine.block_tokens * layouts[0].block_bytes,
-                    block_bytes=GroupBytes([it.block_bytes for it in layouts], most_blocks),
+                    block_bytes=GroupBytes([it.block_bytes for it in layouts], limits),
                     expert_bytes=checkpoint.host_expert_bytes(shape, item_bytes),
                 )
             )

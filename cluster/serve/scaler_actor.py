@@ -19,13 +19,13 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from cluster.roster.ray_roster import NAMESPACE, open_roster
+from cluster.roster.ray_roster import AT_HEAD, NAMESPACE, open_roster
 from cluster.scaling.count_memory import KeptCounts
 from cluster.scaling.redis_counts import RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from cluster.secret_files import read_trust
-from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
+from cluster.serve.ray_private import dashboard_address, ray_token, read_value, write_value
 from cluster.stored_config import read_stored_config
 from cluster.stores import index_url
 from kvtransfer.common.clock import SystemClock
@@ -33,7 +33,6 @@ from kvtransfer.common.clock import SystemClock
 _CALL_S = 5.0
 # An order waits for a look that has begun, and each of both for the dashboard.
 _ORDER_S = 40.0
-_A_PLACE_THERE = 0.001
 _KV_NAMESPACE = b"tandem"
 _log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class ScalerHandle:
                 max_restarts=-1,
                 num_cpus=0,
                 # Ray's dashboard listens on the head node, by default for that node alone.
-                resources={HEAD_RESOURCE: _A_PLACE_THERE},
+                resources=AT_HEAD,
             )
             .remote
         )

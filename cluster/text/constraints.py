@@ -9,7 +9,7 @@ from msgspec import structs
 
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.grammars import OutputConstraint
+from cluster.text.grammar_orders import OutputConstraint
 from cluster.text.json_schemas import without_notes
 from cluster.text.output_parsers.callable_tools import CallableTool
 from cluster.text.output_parsers.choose import OutputParsers

@@ -40,7 +40,7 @@ from kvtransfer.transfer_orders import (
 )
 from kvtransfer.transfer_reports import TransferReport, Verified
 from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import Listener, TargetRank, WriterRank, pools_by_group
+from kvtransfer.transports.base import Listener, TargetRank, WriterRank, any_with_layers, pools_by_group
 
 # The names of the threads without which nothing moves or is verified start with this.
 TRANSFER_THREADS = "kv-"
@@ -74,7 +74,7 @@ class TransferAgent:
         self._report_lock = threading.RLock()
         self._rank = rank
         self._pools = pools_by_group(pools)
-        any_pool = next(iter(self._pools.values()))
+        any_pool = any_with_layers(pools)
         self._shard = any_pool.layout.shard
         # Decides about every copy of the rank that has a traffic class.
         self.governor = TrafficGovernor(settings, clock, any_pool.device)

@@ -21,10 +21,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvtransfer.errors import IncompatibleError
-from kvtransfer.messages import CompatibilityRecord, KvGroup, Shard
+from kvtransfer.messages import STATE_ITEM_BYTES, CompatibilityRecord, KvGroup, Shard
 
-# States are float32, whatever activations are.
-STATE_ITEM_BYTES = 4
 _RANK = itemgetter(0)
 
 

@@ -20,10 +20,12 @@ class FullSource(Protocol):
 
 
 class WindowSource(Protocol):
-    """The blocks of a group with a window (see `workers.scheduler.window_pool.WindowPool`)."""
+    """The blocks of a group with a window or a state (see `workers.scheduler.window_pool.WindowPool`)."""
 
     @property
     def window(self) -> int: ...
+    @property
+    def has_states(self) -> bool: ...
     @property
     def num_free(self) -> int: ...
     @property

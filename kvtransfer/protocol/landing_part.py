@@ -59,6 +59,19 @@ class LandingPart:
         """Return the first block that is needed to continue behind `num_tokens` tokens."""
         return first_needed_block(num_tokens, self.window, block_tokens) if self.window else 0
 
+    def allows(self, end: int, num_tokens: int, group: int, pieces: Verification, block_tokens: int) -> bool:
+        """Return whether this group, of this number, has what it needs to continue behind `end` of the
+        sequence's `num_tokens` tokens: blocks that are held or good.
+
+        The writer frees a block that has come behind the window of its sequence, even while it is pushed: so
+        one that was written counts only if the whole sequence needs it."""
+        first = self.first_needed(end, block_tokens)
+        if first < self.lowest:
+            return False
+        oldest = self.first_needed(num_tokens, block_tokens)
+        written = range(max(first, self.first), -(-end // block_tokens))
+        return all(block >= oldest and pieces.is_good(group, block) for block in written)
+
     def pass_on(self, num_valid_tokens: int, block_tokens: int) -> WindowBlocks:
         """Return the blocks that are needed to continue behind the valid tokens, and those that follow; free
         the others. They are all others where no token is valid."""
@@ -76,23 +89,15 @@ def num_valid_tokens(
     parts: Sequence[LandingPart], pieces: Verification, num_tokens: int, block_tokens: int
 ) -> int:
     """Return behind how many of the sequence's `num_tokens` tokens it can continue: all, or those up to the
-    last border between blocks behind which each group has the blocks that it needs, held or good.
-
-    The writer frees a block that has come behind the window of its sequence, even while it is pushed: so one
-    that was written counts only if the whole sequence needs it."""
-    full, *windows = parts
+    last border between blocks behind which each group has the blocks that it needs, held or good."""
+    full, *behind = parts
     num_good = len(full.held) + pieces.num_good_blocks()
 
-    def has_window(group: int, part: LandingPart, end: int) -> bool:
-        first = part.first_needed(end, block_tokens)
-        if first < part.lowest:
-            return False
-        oldest = part.first_needed(num_tokens, block_tokens)
-        written = range(max(first, part.first), -(-end // block_tokens))
-        return all(block >= oldest and pieces.is_good(group, block) for block in written)
-
     def can_continue(end: int) -> bool:
-        return all(has_window(group, part, end) for group, part in enumerate(windows, start=1))
+        return all(
+            part.allows(end, num_tokens, group, pieces, block_tokens)
+            for group, part in enumerate(behind, start=1)
+        )
 
     if num_good * block_tokens >= num_tokens and can_continue(num_tokens):
         return num_tokens

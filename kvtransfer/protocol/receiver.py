@@ -11,7 +11,8 @@ The engine core passes in messages, reports and the time, and carries out the re
 
 A landing's blocks return to the pool only when no writer can touch them any more; no timer ends quarantine.
 It has blocks in each group of layers, which share its fate: all are there, or it waits. A group with a window
-has those that are needed to continue behind the sequence, and no others.
+has those that are needed to continue behind the sequence, and no others; one with a state has a single block,
+for the state behind the last token.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, 
 from kvtransfer.protocol.gate import RecentIds
 from kvtransfer.protocol.landing_overtaking import may_pass
 from kvtransfer.protocol.landing_part import LandingPart, num_valid_tokens
+from kvtransfer.protocol.state_part import StatePart
 from kvtransfer.protocol.verification import AwaitedBlocks, Lanes, ManifestError, Verification
 from kvtransfer.transfer_orders import CloseLanding, OpenLanding
 from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
@@ -436,11 +438,14 @@ class LandingTable:
     def _take_blocks(self, request: LandingRequest, *, busy: bool) -> tuple[LandingPart, ...]:
         """Take the blocks of each group for a landing; none at all where one has too few free."""
         prefix, num_blocks = self._match(request), self._num_blocks(request.num_tokens)
-        num_held = len(prefix.block_ids)
+        num_held, held = len(prefix.block_ids), iter(prefix.windows)
         parts = [LandingPart(self._pool, 0, prefix.block_ids, num_held, [])]
-        for window, blocks in zip(self._windows, prefix.windows, strict=True):
+        for window in self._windows:
+            if window.has_states:
+                parts.append(StatePart(window, window.window, [], num_blocks - 1, []))
+                continue
             first = max(self._first_of(request, window), num_held)
-            parts.append(LandingPart(window, window.window, list(blocks.block_ids), first, []))
+            parts.append(LandingPart(window, window.window, list(next(held).block_ids), first, []))
         pools: tuple[BlockSource | WindowSource, ...] = (self._pool, *self._windows)
         for pool, part in zip(pools, parts, strict=True):
             pool.acquire(part.held)
@@ -485,9 +490,10 @@ class LandingTable:
         ]
 
     def _match(self, request: LandingRequest) -> Prefix:
-        """Find what is cached here of the sequence, and what groups with a window need of it."""
-        least = self._least_tokens(request)
-        return match_prefix(self._pool, self._windows, request.block_keys, self._block_tokens, least)
+        """Find what is cached here of the sequence, and what groups with a window need of it. The state comes
+        from elsewhere."""
+        least, windows = self._least_tokens(request), [it for it in self._windows if not it.has_states]
+        return match_prefix(self._pool, windows, request.block_keys, self._block_tokens, least)
 
     def _least_tokens(self, request: LandingRequest) -> int:
         """Return the least number of tokens with which the sequence may be handed over."""
@@ -498,7 +504,9 @@ class LandingTable:
         return first_needed_block(self._least_tokens(request), window.window, self._block_tokens)
 
     def _num_window_blocks(self, request: LandingRequest, window: WindowSource) -> int:
-        """Return the most blocks that a landing takes in a group with a window."""
+        """Return the most blocks that a landing takes in a group with a window or a state."""
+        if window.has_states:
+            return 1
         return self._num_blocks(request.num_tokens) - self._first_of(request, window)
 
     def _share(self, request: LandingRequest) -> float:

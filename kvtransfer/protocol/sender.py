@@ -13,7 +13,8 @@ does not acknowledge a stop in time must be killed (`KillRanks`): only then is i
 any more.
 
 Blocks of each group of layers are pushed by orders of their own. Those that the grant leaves out, or that the
-sequence no longer has because they are behind its window, are not pushed.
+sequence no longer has because they are behind its window, are not pushed. A state changes with every token:
+it is pushed once, when the sequence rests.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class _Places:
     first: int
     block_ids: tuple[int, ...]
     next: int
+    # Whether the last block takes the state behind the last token.
+    has_state: bool = False
 
     @property
     def end(self) -> int:
@@ -98,6 +101,13 @@ class _Places:
             )
             for index in range(begin, end)
         )
+
+    def take_state(self, blocks: WindowBlocks) -> tuple[BlockMove, ...]:
+        """Return the move of the state, which is the last of the blocks, into the place of the last block."""
+        if self.next >= self.end:
+            return ()
+        self.next = self.end
+        return (BlockMove(blocks.block_ids[-1], self.block_ids[-1], self.end - 1),)
 
 
 @dataclass(slots=True)
@@ -151,13 +161,13 @@ class SendTable:
     """Tracks all landings that one prefill replica writes; see the drawing at the top of this module."""
 
     def __init__(
-        self, config: TransferConfig, block_tokens: int, num_ranks: int, num_windows: int = 0
+        self, config: TransferConfig, block_tokens: int, num_ranks: int, has_states: Sequence[bool] = ()
     ) -> None:
-        """`num_windows` is the number of groups of layers behind the first, each of which has a window."""
+        """`has_states` says of each group of layers behind the first whether it has states, or a window."""
         self._config = config
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
-        self._num_windows = num_windows
+        self._has_states = (False, *has_states)
         self._pushes: dict[bytes, _Push] = {}
         self._by_request: dict[tuple[str, int], bytes] = {}
         self._next_push_id = 0
@@ -200,7 +210,11 @@ class SendTable:
         actions: list[PushAction] = []
         sources = WindowBlocks(0, tuple(block_ids)), *windows
         for places, blocks in zip(push.places, sources, strict=True):
-            actions += self._order(push, places.group, places.take(blocks, min(end, places.end)))
+            if places.has_state:
+                moves = places.take_state(blocks) if push.prompt_done else ()
+            else:
+                moves = places.take(blocks, min(end, places.end))
+            actions += self._order(push, places.group, moves)
         return actions + self._ready(push)
 
     def has_caught_up(self, request_id: str, attempt: int) -> bool:
@@ -232,12 +246,13 @@ class SendTable:
         granted = (WindowBlocks(first_block, grant.block_ids), *grant.windows)
         num_blocks = self._num_blocks(push.request.num_tokens)
         fits = all(it.first >= 0 and it.first + len(it.block_ids) == num_blocks for it in granted)
-        if num_cut_tokens or not fits or len(grant.windows) != self._num_windows:
+        if num_cut_tokens or not fits or len(granted) != len(self._has_states):
             return self._stop(push, "the landing that was granted does not fit the prompt", now)
         push.state = _State.OPEN
         push.progress_at = now
         push.places = tuple(
-            _Places(group, it.first, it.block_ids, it.first) for group, it in enumerate(granted)
+            _Places(group, it.first, it.block_ids, it.first, has_state)
+            for group, (it, has_state) in enumerate(zip(granted, self._has_states, strict=True))
         )
         return [Granted(push.request.request_id, push.request.attempt)]
 

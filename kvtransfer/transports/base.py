@@ -71,7 +71,7 @@ class TargetRank:
     @property
     def device(self) -> str:
         """Where all pools lie."""
-        return next(iter(self.group_to_pool.values())).device
+        return any_with_layers(self.pools).device
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,14 @@ class WriterRank:
 
 
 def pools_by_group(pools: Sequence[KvPool]) -> dict[int, KvPool]:
-    """Return the pools of the groups of which the rank has layers, one at least."""
+    """Return the pools of the groups of which the rank has layers."""
     return {group: pool for group, pool in enumerate(pools) if pool.layout.num_layers(pool.layout.shard)}
+
+
+def any_with_layers(pools: Sequence[KvPool]) -> KvPool:
+    """Return a pool of a group of which the rank has layers; where a stage has no layer that keeps anything,
+    any pool."""
+    return next(iter(pools_by_group(pools).values()), pools[0])
 
 
 class Measured(NamedTuple):

@@ -220,7 +220,7 @@ def listen(target: TargetRank) -> CudaIpcListener | None:
         for group, pool in target.group_to_pool.items()
         if isinstance(pool, DevicePool) and pool.tensor.is_cuda
     }
-    if len(pools) < len(target.group_to_pool):
+    if not pools or len(pools) < len(target.group_to_pool):
         return None
     device = next(iter(pools.values())).tensor.device
     return CudaIpcListener(target, pools, cuda_driver(device.index))

@@ -30,7 +30,7 @@ from patience import WAIT_S
 from benchmarks.drawn_trust import draw_trust
 from cluster.api.generate_options import GenerateOptions
 from cluster.console.http_server import API, PATH
-from cluster.identity.api_keys import revoke_key
+from cluster.identity.api_key_file import revoke_key
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord

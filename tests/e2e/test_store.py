@@ -24,6 +24,7 @@ from e2e_harness import (
     until,
 )
 from msgspec.structs import replace
+from slow_cases import slow_but
 from store_harness import StoreHarness
 
 from kvtransfer.blocks.keys import extend_keys
@@ -221,7 +222,7 @@ async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHar
     await harness.quiet()
 
 
-@pytest.mark.parametrize("shapes", [("1x1", "2x1"), ("2x1", "1x2"), ("1x2", "1x1")])
+@pytest.mark.parametrize("shapes", slow_but([("1x1", "2x1"), ("2x1", "1x2"), ("1x2", "1x1")], ("2x1", "1x2")))
 async def test_any_shape_reads_what_any_shape_wrote(
     stored: tuple[E2eHarness, StoreHarness], shapes: tuple[str, str]
 ) -> None:
@@ -363,7 +364,7 @@ async def test_a_stopped_store_holds_no_request_up(stored: tuple[E2eHarness, Sto
     await harness.quiet()
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2)])
+@pytest.mark.parametrize("parallel", slow_but([Parallel(), Parallel(tp=2)], Parallel(tp=2)))
 async def test_a_restart_of_everything_finds_the_nvme_warm(
     stored: tuple[E2eHarness, StoreHarness], parallel: Parallel, tmp_path: Path
 ) -> None:

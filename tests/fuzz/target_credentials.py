@@ -22,7 +22,7 @@ from doctor_harness import config_of, context_of
 from cluster.api.grpc_server import Certificate
 from cluster.doctor import tls
 from cluster.errors import ForbiddenError, InvalidRequestError, StartError, UnauthenticatedError
-from cluster.identity.api_keys import add_key, parse_keys
+from cluster.identity.api_key_file import add_key, parse_keys
 from cluster.identity.audit import AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.certificates import names_of_auth_context
@@ -30,7 +30,8 @@ from cluster.identity.config import AuditConfig, AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import parse_key_roots
-from cluster.identity.resume_tokens import RelayedCaller, RelayTokens, ResumeTokens
+from cluster.identity.relay_tokens import RelayedCaller, RelayTokens
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.identity.sessions import Sessions
 from cluster.serve.machine import Machine
 from kvtransfer.common.clock import ManualClock, SystemClock

@@ -16,10 +16,13 @@ from workers.model.state.state_step import DeviceStates
 
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
-CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 HEADS = DeltaHeads(1, 2, 20, 40)
 # Triton's interpreter does not round to bfloat16 as devices do.
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
 
 def run(case: DeltaCase, *, is_deterministic: bool = False) -> Tensor:
@@ -34,8 +37,8 @@ def check(case: DeltaCase, *, is_deterministic: bool = False) -> None:
     expected = run_delta_rule(
         case.heads, case.weights, case.rows, states, case.step, is_deterministic=is_deterministic
     )
-    torch.testing.assert_close(run(case, is_deterministic=is_deterministic), expected, **CLOSE)
-    torch.testing.assert_close(case.states, states, **CLOSE)
+    check_close(run(case, is_deterministic=is_deterministic), expected)
+    check_close(case.states, states)
 
 
 @pytest.mark.parametrize("is_started", [False, True])
@@ -66,8 +69,8 @@ def test_states_that_the_device_knows_are_read(device: torch.device) -> None:
     known = DeviceStates(*(torch.from_numpy(it).to(device) for it in (step.reads, step.writes)))
     nowhere = np.zeros_like(step.reads)
     case.step = dataclasses.replace(step, reads=nowhere, writes=nowhere, device=known)
-    torch.testing.assert_close(run(case), expected, **CLOSE)
-    torch.testing.assert_close(case.states, states, **CLOSE)
+    check_close(run(case), expected)
+    check_close(case.states, states)
 
 
 def test_narrow_activations(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from chart_harness import (
 
 from cluster.config import parse_config
 from cluster.errors import UnauthenticatedError
-from cluster.identity.api_keys import parse_keys
+from cluster.identity.api_key_file import parse_keys
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.key_roots import parse_key_roots
 from kvtransfer.common.clock import SystemClock

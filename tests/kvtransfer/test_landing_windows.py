@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_interleaving import EVENTS, NUMBERS, Interleaving, block_key
-from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request, source_block
+from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request, source_block, state_value
 
 from kvtransfer.messages import Shard, WindowBlocks
 from kvtransfer.peer_messages import LandingGrant, LandingRefusal, Manifest, PieceSum
@@ -62,7 +62,10 @@ class WindowWorld(World):
         assert landed.num_bad_pieces or landed.num_valid_tokens == num_tokens
         num_blocks = -(-wanted.num_tokens // BLOCK)
         for window, blocks in zip(self.windows, landed.windows, strict=True):
-            if landed.num_valid_tokens:
+            if landed.num_valid_tokens and window.has_states:
+                last = (landed.num_valid_tokens - 1) // BLOCK
+                assert (blocks.first, len(blocks.block_ids)) == (last, 1)
+            elif landed.num_valid_tokens:
                 assert blocks.first == first_seen(landed.num_valid_tokens, window.window)
                 assert blocks.first + len(blocks.block_ids) == num_blocks
             else:
@@ -81,15 +84,24 @@ class WindowWorld(World):
         return next((end for end in borders if self._can_continue(landed, end)), 0)
 
     def _can_continue(self, landed: Landed, end: int) -> bool:
-        windows = [10**9, *(window.window for window in self.windows)]
-        return all(
-            self._is_right(landed, group, index)
-            for group, window in enumerate(windows)
-            for index in range(first_seen(end, window), -(-end // BLOCK))
-        ) and all(
-            first_seen(end, window) >= self._lowest(landed, group)
-            for group, window in enumerate(windows[1:], start=1)
+        windows = [10**9, *(window.window for window in self.windows if not window.has_states)]
+        states = range(len(windows), 1 + len(self.windows))
+        return (
+            all(self._has_state(landed, group, end) for group in states)
+            and all(
+                self._is_right(landed, group, index)
+                for group, window in enumerate(windows)
+                for index in range(first_seen(end, window), -(-end // BLOCK))
+            )
+            and all(
+                first_seen(end, window) >= self._lowest(landed, group)
+                for group, window in enumerate(windows[1:], start=1)
+            )
         )
+
+    def _has_state(self, landed: Landed, group: int, num_tokens: int) -> bool:
+        grant = self.granted[landed.landing_id].windows[group - 1]
+        return self.has(group, grant.block_ids[-1], state_value(landed.landing_id[0], num_tokens))
 
     def _lowest(self, landed: Landed, group: int) -> int:
         """The first block that the landing has of the group: held ones are taken as far as the end needs."""
@@ -332,6 +344,58 @@ def test_what_the_writer_freed_while_it_was_pushed_does_not_count() -> None:
     assert is_empty(world)
 
 
+def with_state(num_tokens: int, *, is_growing: bool = False) -> WindowWorld:
+    """A world with a landing of request 1, of layers with a state beside those without a window."""
+    pools = [WindowPool(2, 4, has_states=True)]
+    world = WindowWorld(BlockPool(16, BLOCK), True, ONE_RANK, ONE_RANK, pools, TWO_GROUPS)
+    world.ask(request(1, num_tokens, is_growing=is_growing))
+    world.settle()
+    return world
+
+
+def test_a_state_is_pushed_once_when_its_sequence_rests() -> None:
+    world = with_state(3 * BLOCK + 5)
+    (granted,) = world.granted[LANDING].windows
+    assert (granted.first, len(granted.block_ids)) == (3, 1)
+    for num_tokens in (BLOCK, 2 * BLOCK, 3 * BLOCK + 5):
+        world.compute(1, num_tokens)
+        world.settle()
+    landed = world.joined[LANDING]
+    assert (landed.num_valid_tokens, landed.windows) == (3 * BLOCK + 5, (granted,))
+    assert world.push.counters.num_bytes.total() == 8 * (4 + 1)
+    assert is_empty(world)
+
+
+def test_a_growing_sequence_has_one_place_for_its_state_wherever_it_ends() -> None:
+    world = with_state(9 * BLOCK, is_growing=True)
+    (granted,) = world.granted[LANDING].windows
+    assert (granted.first, len(granted.block_ids)) == (8, 1)
+    world.compute(1, 4 * BLOCK)
+    world.settle()
+    world.push.end_at("r1", 0, 4 * BLOCK + 3)
+    world.num_handed_over["r1"] = 4 * BLOCK + 3
+    world.compute(1, 4 * BLOCK + 3)
+    world.settle()
+    landed = world.joined[LANDING]
+    assert landed.windows == (WindowBlocks(4, granted.block_ids),)
+    assert is_empty(world)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_behind_a_bad_piece_nothing_of_a_state_is_valid(group: int) -> None:
+    """The state behind an earlier token is gone: the sequence is computed from its first token on."""
+    world = with_state(3 * BLOCK + 5)
+    world.compute(1, 3 * BLOCK + 5)
+    for writer in world.writers:
+        while writer.handle():
+            pass
+    flip_block(world, group, 3)
+    world.settle()
+    landed = world.joined[LANDING]
+    assert (landed.num_valid_tokens, landed.windows) == (0, (WindowBlocks(0, ()),))
+    assert is_empty(world)
+
+
 # -------------------------------------------------------------------------------- every interleaving
 
 SHAPES: list[tuple[Shard, ...]] = [WHOLE, WHOLE * 2, STAGES, COLUMNS]
@@ -355,6 +419,7 @@ WINDOWS = st.lists(st.sampled_from([1, 16, 17, 20, 33, 40, 100]), min_size=1, ma
     one_sided=st.booleans(),
     ranks=st.tuples(st.sampled_from(SHAPES), st.sampled_from(SHAPES)),
     is_finished=st.booleans(),
+    has_state=st.booleans(),
 )
 @settings(max_examples=500, deadline=None)
 def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
@@ -364,13 +429,16 @@ def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
     one_sided: bool,
     ranks: tuple[tuple[Shard, ...], tuple[Shard, ...]],
     is_finished: bool,
+    has_state: bool,
 ) -> None:
+    """With a state, that is the second group behind the first, or the only one."""
     pool, num_held = BlockPool(14, BLOCK), held[0]
-    pools = [WindowPool(window, 14) for window in windows]
-    layers = TWO_GROUPS if len(windows) == 1 else THREE_GROUPS
+    pools = [WindowPool(window, 14) for window in (windows[1:] if has_state else windows)]
+    pools += [WindowPool(2, 4, has_states=True)] * has_state
+    layers = TWO_GROUPS if len(pools) == 1 else THREE_GROUPS
     sources, readers = (tuple(enumerate(shards)) for shards in ranks)
     world = WindowWorld(pool, one_sided, sources, readers, pools, layers)
-    held_windows = held[1][: len(windows)]
+    held_windows = [set() if it.has_states else its for it, its in zip(pools, held[1], strict=False)]
     world.hold(0, num_held, held_windows)
     interleaving = Interleaving(world, num_keys=4)
     for event in events:

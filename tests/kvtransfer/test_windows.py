@@ -30,6 +30,7 @@ class Windowed:
     def __init__(self, window: int, held: set[int]) -> None:
         self.window, self.held = window, held
         self.num_free = self.num_total = 0
+        self.has_states = False
 
     def find(self, key: bytes) -> int | None:
         return key[0] if key[0] in self.held else None

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from cluster.api.channel import ClientCredentials
-from cluster.identity.api_keys import add_key
+from cluster.identity.api_key_file import add_key
 from cluster.identity.identity import Role
 from kvtransfer.common.clock import SystemClock
 

@@ -15,7 +15,16 @@ from workers.model.native.isa import Isa, available_isas
 EMULATED = "TANDEM_EMULATE_AMX"
 _EMULATING = " with emulated amx"
 
-KERNELS = tuple(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas())
+
+def isa_marks(isa: Isa) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of tests with an instruction set of this CPU: with one between its best and its least
+    they are slow, for each build takes long and few lines are that one's alone."""
+    every = available_isas()
+    return (needs_compiler,) if isa in (every[0], every[-1]) else (needs_compiler, pytest.mark.slow)
+
+
+KERNELS = tuple(pytest.param(isa.value, marks=isa_marks(isa)) for isa in available_isas())
+ISAS = tuple(pytest.param(isa, marks=isa_marks(isa), id=isa.value) for isa in available_isas())
 BACKENDS = ("torch", *KERNELS)
 # The kernels, and AMX tiles emulated along with the least instruction set of this CPU.
 TILED_KERNELS = (
@@ -39,7 +48,7 @@ def backend_cases(of_torch: Iterable[tuple[Any, ...]], of_kernels: Iterable[tupl
     return [
         *(pytest.param("torch", *values) for values in of_torch),
         *(
-            pytest.param(isa.value, *values, marks=needs_compiler)
+            pytest.param(isa.value, *values, marks=isa_marks(isa))
             for values in of_kernels
             for isa in available_isas()
         ),

@@ -20,7 +20,7 @@ def expected_of(case: DeltaCase, *, is_chunked: bool = False) -> tuple[Tensor, T
     for sequence, length in enumerate(case.step.lengths.tolist()):
         rows = DeltaRows(*(it.cpu() for it in case.rows_of(start, start + length)))
         mixed, state = _run(case, rows, _before(case, sequence), is_chunked)
-        gates = rows.gates.unflatten(1, (-1, case.heads.value_dim))
+        gates = rows.gates.view(length, -1, case.heads.value_dim)
         outputs.append(norm(mixed[0], gates).flatten(1).detach())
         states.append(state)
         start += length
@@ -35,9 +35,11 @@ def _before(case: DeltaCase, sequence: int) -> Tensor | None:
 def _run(case: DeltaCase, rows: DeltaRows, before: Tensor | None, is_chunked: bool) -> tuple[Tensor, Tensor]:
     """Return the outputs [1, num_tokens, num_value_heads, value_dim] of a sequence, and its state."""
     heads, weights = case.heads, case.weights
-    channels = rows.channels.unflatten(1, (heads.num_key_heads, heads.channels_per_key))
-    queries, keys, values = channels.split(
-        (heads.key_dim, heads.key_dim, heads.values_per_key * heads.value_dim), dim=2
+    channels = rows.channels.view(-1, heads.num_key_heads, heads.channels_per_key)
+    queries, keys, values = torch.split(
+        channels,
+        [heads.key_dim, heads.key_dim, heads.values_per_key * heads.value_dim],
+        dim=2,
     )
     run = reference.torch_chunk_gated_delta_rule if is_chunked else reference.torch_recurrent_gated_delta_rule
     decays = torch.nn.functional.softplus(rows.decays.float() + weights.biases.cpu())

@@ -9,7 +9,8 @@ from gateway_harness import train_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from cluster.text.grammars import OutputConstraint, grammar_text
+from cluster.text.grammar_orders import OutputConstraint
+from cluster.text.grammar_text import grammar_text
 from workers.grammar_limits import parser_limits
 
 VOCAB = 400

@@ -89,6 +89,11 @@ def source_block(number: int, group: int, index: int) -> int:
     return SOURCE_BLOCKS * number + MOST_BLOCKS * group + index
 
 
+def state_value(number: int, num_tokens: int) -> int:
+    """Return what the block of a state has behind so many tokens of request `number`."""
+    return 10**9 + 10**6 * number + num_tokens
+
+
 @dataclass
 class World:
     """A prefill side, a decode side, their ranks, and the wires between them, delivered one by one."""
@@ -117,6 +122,8 @@ class World:
     granted: dict[bytes, LandingGrant] = field(default_factory=dict)
     # Blocks of the prefill side that are behind the window of their sequence, by group: others may have them.
     reused: set[tuple[int, int]] = field(default_factory=set)
+    # What is in the blocks of states of the prefill side now, by group and block.
+    states: dict[tuple[int, int], int] = field(default_factory=dict)
     # The tokens of requests that are handed over with less than was asked for, by request.
     num_handed_over: dict[str, int] = field(default_factory=dict)
     connection: bytes = b""
@@ -130,7 +137,7 @@ class World:
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
         self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers), self.windows)
-        self.push = SendTable(config, BLOCK, len(self.sources), len(self.windows))
+        self.push = SendTable(config, BLOCK, len(self.sources), [it.has_states for it in self.windows])
         pieces = plan_pieces(self.sources, self.readers)
         layouts = [BlockLayout(SHARD, 1, BLOCK, 1, group=layers) for layers in self.layers]
         self.pieces_by_group = [
@@ -167,6 +174,11 @@ class World:
         """Compute the first `num_tokens` tokens, and free what comes behind a window."""
         windows = []
         for group, window in enumerate(self.windows, start=1):
+            if window.has_states:
+                (block,) = state_blocks = (source_block(number, group, 0),)
+                self.states[group, block] = state_value(number, num_tokens)
+                windows.append(WindowBlocks((num_tokens - 1) // BLOCK, state_blocks))
+                continue
             first = first_needed_block(num_tokens, window.window, BLOCK)
             blocks = tuple(source_block(number, group, index) for index in range(MOST_BLOCKS))
             windows.append(WindowBlocks(first, blocks[first:]))
@@ -387,6 +399,8 @@ class World:
 
     def read(self, group: int, block: int) -> int:
         """Return what a block of the prefill side has: its id, unless it is another sequence's by now."""
+        if (state := self.states.get((group, block))) is not None:
+            return state
         return -2 if (group, block) in self.reused else block
 
     # what must hold
@@ -406,6 +420,8 @@ class World:
             for index in range(first, end):
                 block = blocks.block_ids[index - blocks.first]
                 expected = source_block(number, group, index)
+                if group and self.windows[group - 1].has_states:
+                    expected = state_value(number, landed.num_valid_tokens)
                 assert self.has(group, block, expected), "a joined block was not written by all"
 
     def has(self, group: int, block: int, value: int) -> bool:

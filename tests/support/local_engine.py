@@ -34,7 +34,7 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import Grammar, SamplingParams, TokenLogprob
 from workers.model.host_kv import OffloadMode
-from workers.model.kv_groups import WindowCapacity
+from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.model_config import read_model_config
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
@@ -138,6 +138,7 @@ class LocalEngine:
                     mode,
                     kv_dtype=config.kv_dtype,
                     windows=windows if has_windows else None,
+                    states=StateCapacity(config.max_sequences, self.pp, config.num_state_snapshots),
                 ),
                 ManualClock(5.0),
                 place=RankPlace(ShardSpec(first, end, rank % tp, tp), groups),
@@ -151,8 +152,10 @@ class LocalEngine:
         self.runners = [each.result() for each in made]
         fields = self.runners[0].ready_fields
         self.pool = BlockPool(num_blocks, BLOCK)
-        sizes = zip(fields.compatibility.windows, fields.num_window_blocks, strict=True)
-        self.window_pools = [WindowPool(*each) for each in sizes]
+        sizes = zip(fields.compatibility.groups[1:], fields.num_window_blocks, strict=True)
+        self.window_pools = [
+            WindowPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes
+        ]
         self.scheduler = Scheduler(
             config,
             self.pool,

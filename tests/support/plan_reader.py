@@ -100,7 +100,10 @@ class ExpectedSlots:
         named = issued.sequences
         self._whole = {sequence.slot: list(sequence.block_ids) for sequence in named}
         self._windows = {
-            sequence.slot: [dict(enumerate(it.block_ids, it.first)) for it in sequence.windows]
+            sequence.slot: [
+                {index: it.block(index) for index in range(it.first, it.end) if it.has(index)}
+                for it in sequence.windows
+            ]
             for sequence in named
         }
         samplers = [sampler for entry in issued.entries for sampler in entry.samplers]

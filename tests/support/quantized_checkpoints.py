@@ -217,8 +217,9 @@ def fp8(rows: int, columns: int, *, config: dict[str, Any], scale: str, is_vecto
     return Format(config, write)
 
 
-def nvfp4() -> Format:
-    """NVFP4 of compressed-tensors: scales of 16 inputs in FP8, divided by one of the whole weight."""
+def nvfp4(*, by_modelopt: bool = False) -> Format:
+    """NVFP4 of compressed-tensors: scales of 16 inputs in FP8, divided by one of the whole weight. By
+    ModelOpt the tensors have other names, and the scales are multiplied."""
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     numbers = np.array([*_E2M1, *(-it for it in _E2M1)])
 
@@ -227,15 +228,25 @@ def nvfp4() -> Format:
         codes = drawn.integers(16, size=weight.shape)
         scales = torch.from_numpy(drawn.uniform(1, 9, (len(weight), weight.shape[1] // 16)))
         small = scales.to(torch.float8_e4m3fn)
-        tensors = {
-            f"{name}_packed": torch.from_numpy(codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
-            f"{name}_scale": small,
-            f"{name}_global_scale": torch.tensor([128.0]),
-            f"{name.removesuffix('.weight')}.input_global_scale": torch.tensor([1.0]),
-        }
+        packed = torch.from_numpy(codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        product = name.removesuffix(".weight")
+        tensors = {f"{name}_packed": packed, f"{name}_scale": small}
+        tensors[f"{name}_global_scale"] = torch.tensor([128.0])
+        tensors[f"{product}.input_global_scale"] = torch.tensor([1.0])
+        if by_modelopt:
+            tensors = {name: packed, f"{name}_scale": small, f"{name}_scale_2": torch.tensor(1 / 128)}
+            tensors[f"{product}.input_scale"] = torch.tensor(1.0)
         return tensors, numbers[codes] * np.repeat(small.double().numpy() / 128, 16, 1)
 
+    if by_modelopt:
+        return Format({"quant_method": "modelopt", "quant_algo": "NVFP4"}, write)
     return Format(_compressed_config("nvfp4-pack-quantized", weights), write)
+
+
+def auto_round() -> Format:
+    """AutoRound, in the form of GPTQ."""
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}
+    return Format(config | {"group_size": 32, "sym": False}, gptq(4, 32, sym=False).write)
 
 
 def block_fp8(rows: int, columns: int) -> Format:
@@ -301,6 +312,8 @@ FORMATS: dict[str, Format] = {
     "fp8 of tensors": compressed_fp8("tensor"),
     "fp8 in other blocks": compressed_fp8("block", (16, 32)),
     "nvfp4": nvfp4(),
+    "nvfp4 by modelopt": nvfp4(by_modelopt=True),
+    "auto-round": auto_round(),
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from engine_fakes import FakeControl, FakeRanks, LinkEnd
+from group_kv import NO_GROUPS, GroupSizes
 from staged_engine import (
     BLOCK_TOKENS,
     END,
@@ -71,7 +72,6 @@ from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
-from workers.scheduler.window_pool import WindowPool
 from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
@@ -120,14 +120,13 @@ class ReplicaHarness:
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
         sharing: BlockSharing | None = None,
-        windows: Sequence[tuple[int, int]] = (),
+        groups: GroupSizes = NO_GROUPS,
     ) -> None:
-        """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here.
-        `windows` are the window and the number of blocks of each group of layers behind the first."""
+        """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
         self.rates = StepRates(decode_step_s=1.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, shares)
-        self.window_pools = [WindowPool(*each) for each in windows]
+        self.window_pools = groups.pools()
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
             self.pool,
@@ -136,7 +135,7 @@ class ReplicaHarness:
             num_offload_blocks=num_offload_blocks,
             windows=self.window_pools,
         )
-        self.rank = HashRank([window for window, _ in windows])
+        self.rank = HashRank(groups.memory(BLOCK_TOKENS))
         self.ranks = FakeRanks()
         self.orders, self.orders_to = self.ranks.orders, self.ranks.orders_to
         num_ranks = len({rank for rank, _ in lanes})
@@ -148,7 +147,9 @@ class ReplicaHarness:
         control = FakeControl()
         self.table = RequestTable(self.gateways, control)
         self.kv_sender = KvSender(
-            sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks, len(windows)),
+            sends=SendTable(
+                TransferConfig(), BLOCK_TOKENS, num_ranks, [pool.has_states for pool in self.window_pools]
+            ),
             scheduler=self.scheduler,
             requests=self.table,
             peers=peers,
@@ -169,7 +170,7 @@ class ReplicaHarness:
             faults=Faults(),
             sharing=sharing,
         )
-        self.kv_receiver.writer_joined(peer, [lanes] * (1 + len(windows)))
+        self.kv_receiver.writer_joined(peer, [lanes] * (1 + groups.num_groups))
         self.migration = MigrationManager(
             identity=identity,
             scheduler=self.scheduler,
@@ -293,7 +294,7 @@ class Side:
         num_blocks: int,
         num_offload_blocks: int,
         shares: GroupShares,
-        windows: Sequence[tuple[int, int]],
+        groups: GroupSizes,
     ) -> None:
         self.identity = identity
         self.replica = ReplicaHarness(
@@ -302,9 +303,9 @@ class Side:
             peer=peer,
             num_offload_blocks=num_offload_blocks,
             shares=shares,
-            windows=windows,
+            groups=groups,
         )
-        self._num_groups = 1 + len(windows)
+        self._num_groups = 1 + groups.num_groups
         self.other: Side
         self.plans: deque[StepPlan] = deque()
         # Blocks to come that arrive here with a wrong token.
@@ -437,12 +438,11 @@ class MigrationPair:
         num_blocks: tuple[int, int] = (16, 16),
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
-        windows: Sequence[tuple[int, int]] = (),
+        groups: GroupSizes = NO_GROUPS,
     ) -> None:
-        """`num_offload_blocks` are in host memory, at each side. `windows` are the window and the number of
-        blocks of each group of layers behind the first."""
-        self.a = Side(A, B, num_blocks[0], num_offload_blocks, shares, windows)
-        self.b = Side(B, A, num_blocks[1], num_offload_blocks, shares, windows)
+        """`num_offload_blocks` are in host memory, at each side."""
+        self.a = Side(A, B, num_blocks[0], num_offload_blocks, shares, groups)
+        self.b = Side(B, A, num_blocks[1], num_offload_blocks, shares, groups)
         self.a.other, self.b.other = self.b, self.a
         self.sides = (self.a, self.b)
         self.streams: dict[tuple[str, int], Stream] = {}

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from group_kv import GroupKv, GroupRow, GroupSizes
 from plan_reader import ExpectedSlots, PlanReader, Work
 
 from kvtransfer.blocks.keys import extend_keys
@@ -31,7 +32,6 @@ from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogpr
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
-from workers.scheduler.window_pool import WindowPool
 
 NO_LIMITS = GroupShares()
 
@@ -55,44 +55,34 @@ class Step:
 
 @dataclass
 class Stage:
-    """One stage's memory: KV by (block, offset), and that of each group with a window. Blocks from
+    """One stage's memory: KV by (block, offset), and that of each group behind the first. Blocks from
     `num_blocks` on are in host memory: nothing is computed into them."""
 
     num_blocks: int
-    windows: Sequence[int] = ()
+    groups: Sequence[GroupKv] = ()
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
-    window_kv: list[dict[tuple[int, int], int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.window_kv = [{} for _ in self.windows]
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        for group, kv in enumerate((self.kv, *self.window_kv)):
-            copied = {
-                (copy.dst_block, offset): kv[copy.src_block, offset]
-                for copy in plan.copies
-                if copy.group == group
-                for offset in range(BLOCK_TOKENS)
-                if (copy.src_block, offset) in kv
-            }
-            kv.update(copied)
+        copied = {
+            (copy.dst_block, offset): self.kv[copy.src_block, offset]
+            for copy in plan.copies
+            if not copy.group
+            for offset in range(BLOCK_TOKENS)
+            if (copy.src_block, offset) in self.kv
+        }
+        self.kv.update(copied)
+        for group, memory in enumerate(self.groups, 1):
+            memory.copy(copy for copy in plan.copies if copy.group == group)
 
-    def write_windows(
-        self, entry: Work, tokens: list[int], written: set[tuple[int, tuple[int, int]]]
-    ) -> None:
-        for group, (table, kv) in enumerate(zip(entry.windows, self.window_kv, strict=True)):
-            for position, token in enumerate(tokens, entry.start):
-                place = table[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-                assert (group, place) not in written, "two entries of a plan write one place"
-                written.add((group, place))
-                kv[place] = token
-
-    def check_windows(self, entry: Work, context: list[int]) -> None:
-        """Assert that what the tokens of the entry see in each group is their context."""
-        for window, table, kv in zip(self.windows, entry.windows, self.window_kv, strict=True):
-            first = max(0, entry.start - window + 1)
-            places = [(table[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(first, len(context))]
-            assert [kv[place] for place in places] == context[first:], "a window has other KV"
+    def compute_groups(self, works: Sequence[Work], contexts: Sequence[list[int]]) -> None:
+        """Compute what the groups behind the first have of a plan, of which these are the whole contexts."""
+        for number, memory in enumerate(self.groups):
+            memory.compute(
+                [
+                    GroupRow(work.start, work.windows[number], context)
+                    for work, context in zip(works, contexts, strict=True)
+                ]
+            )
 
     def write(self, entry: Work, tokens: list[int], written: set[tuple[int, int]]) -> None:
         for position, token in enumerate(tokens, entry.start):
@@ -121,14 +111,16 @@ class StagedEngine:
     num_offload_blocks: int = 0
     has_store: bool = False
     shares: GroupShares = NO_LIMITS
-    # The window of each further group, and its blocks.
+    # The window of each further group, and its blocks; then the blocks of each group with states.
     windows: Sequence[tuple[int, int]] = ()
+    states: Sequence[int] = ()
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
-        self.window_pools = [WindowPool(*each) for each in self.windows]
+        sizes = GroupSizes(self.windows, self.states)
+        self.window_pools = sizes.pools()
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -140,9 +132,8 @@ class StagedEngine:
             has_store=self.has_store,
             windows=self.window_pools,
         )
-        widths = [window for window, _ in self.windows]
-        self.stages = [Stage(self.num_blocks, widths) for _ in range(self.num_stages)]
-        self.window_blocks_of_landings = [0] * len(widths)
+        self.stages = [Stage(self.num_blocks, sizes.memory(BLOCK_TOKENS)) for _ in range(self.num_stages)]
+        self.window_blocks_of_landings = [0] * sizes.num_groups
         self.steps: deque[Step] = deque()
         self.blocks_of_landings: list[int] = []
         self.step = 0
@@ -152,7 +143,7 @@ class StagedEngine:
         self._slot_to_planned: dict[int, int] = {}
         self._slot_to_source: dict[int, int] = {}
         self._slot_to_start: dict[int, int] = {}  # the last token that the slot was started with
-        self._reader = PlanReader(len(widths))
+        self._reader = PlanReader(sizes.num_groups)
         self._step_to_works: dict[int, list[Work]] = {}
 
     def works(self, plan: StepPlan) -> list[Work]:
@@ -256,13 +247,10 @@ class StagedEngine:
     def _compute(self, stage: Stage, step: Step, *, is_first: bool) -> None:
         stage.copy_blocks(step.plan)
         written: set[tuple[int, int]] = set()
-        written_windows: set[tuple[int, tuple[int, int]]] = set()
         for entry, (tokens, _) in zip(step.works, step.rows, strict=True):
             stage.write(entry, tokens, written)
-            stage.write_windows(entry, tokens, written_windows)
         contexts = [stage.read(entry) for entry in step.works]
-        for entry, context in zip(step.works, contexts, strict=True):
-            stage.check_windows(entry, context)
+        stage.compute_groups(step.works, contexts)
         if not is_first:
             assert contexts == [context for _, context in step.rows], "the stages read different contexts"
         step.rows = [(tokens, context) for (tokens, _), context in zip(step.rows, contexts, strict=True)]
@@ -285,20 +273,23 @@ class StagedEngine:
         assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
         self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
         for step in self.steps:
-            named = {block for entry in step.works for block in entry.block_ids}
-            named |= {copy.src_block for copy in step.plan.copies}
+            named = {
+                block
+                for entry in step.works
+                for block in entry.block_ids[: -(-(entry.start + entry.num_tokens) // BLOCK_TOKENS)]
+            }
+            named |= {copy.src_block for copy in step.plan.copies if not copy.group}
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
             self._check_windows(step)
 
     def _check_windows(self, step: Step) -> None:
-        """Assert that no block that a plan which is out reads in a group with a window is free."""
-        for group, pool in enumerate(self.window_pools, 1):
+        """Assert that no block that a plan which is out reads in a group behind the first is free."""
+        for group, (pool, memory) in enumerate(zip(self.window_pools, self.stages[0].groups, strict=True), 1):
             named = {copy.src_block for copy in step.plan.copies if copy.group == group}
             for entry in step.works:
-                table, last = entry.windows[group - 1], entry.start + entry.num_tokens - 1
-                first = max(0, entry.start - pool.window + 1) // BLOCK_TOKENS
-                named |= {table[index] for index in range(first, last // BLOCK_TOKENS + 1)}
+                end = entry.start + entry.num_tokens
+                named |= memory.read_blocks(entry.start, end, entry.windows[group - 1])
             assert all(map(pool.is_referenced, named)), "freed before it is reported"
 
     def max_tokens(self, group: str = "") -> int:
@@ -331,10 +322,11 @@ def engine(
     has_store: bool = False,
     shares: GroupShares = NO_LIMITS,
     windows: Sequence[tuple[int, int]] = (),
+    states: Sequence[int] = (),
     **settings: Any,
 ) -> StagedEngine:
     return StagedEngine(
-        config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares, windows
+        config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares, windows, states
     )
 
 
@@ -499,20 +491,19 @@ class SlotState:
 
 
 class HashRank:
-    """Executes plans in order; knows nothing but what they carry. `windows` are those of the groups of layers
-    behind the first."""
+    """Executes plans in order; knows nothing but what they carry. `groups` is the memory of the groups of
+    layers behind the first."""
 
-    def __init__(self, windows: Sequence[int] = ()) -> None:
-        self.kv: dict[tuple[int, int], int] = {}
-        # What is in the blocks of those groups.
-        self._windows = Stage(0, windows)
+    def __init__(self, groups: Sequence[GroupKv] = ()) -> None:
+        self._memory = Stage(0, groups)
+        self.kv = self._memory.kv
         self.slots: dict[int, SlotState] = {}
         self.step = 0
-        self._reader = PlanReader(len(windows))
+        self._reader = PlanReader(len(groups))
 
     def kv_of(self, group: int) -> dict[tuple[int, int], int]:
         """Return the KV of a group of layers by (block, offset)."""
-        return self._windows.window_kv[group - 1] if group else self.kv
+        return self._memory.groups[group - 1].kv if group else self.kv
 
     def run(self, plan: StepPlan) -> StepReport:
         assert plan.step == self.step + 1
@@ -522,30 +513,18 @@ class HashRank:
         started = SlotState.started_by(plan)
         assert not started.keys() & self.slots.keys()
         self.slots.update(started)
-        copied = {
-            (copy.dst_block, offset): self.kv[copy.src_block, offset]
-            for copy in plan.copies
-            if not copy.group
-            for offset in range(BLOCK_TOKENS)
-            if (copy.src_block, offset) in self.kv
-        }
-        self.kv.update(copied)
-        self._windows.copy_blocks(plan)
+        self._memory.copy_blocks(plan)
         works = self._reader.read(plan)
         self._write(plan, works)
         tokens: list[int] = []
-        for entry in works:
-            context = [
-                self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
-                for position in range(entry.start + entry.num_tokens)
-            ]
-            self._windows.check_windows(entry, context)
+        contexts = [self._memory.read(entry) for entry in works]
+        self._memory.compute_groups(works, contexts)
+        for entry, context in zip(works, contexts, strict=True):
             tokens += [self.slots[slot].sample(context, plan.step) for slot in entry.sample_slots]
         return StepReport(step=plan.step, tokens=pack(tokens), started_at=0.0, finished_at=0.0)
 
     def _write(self, plan: StepPlan, works: list[Work]) -> None:
         written: set[tuple[int, int]] = set()
-        written_windows: set[tuple[int, tuple[int, int]]] = set()
         for entry in works:
             assert entry.num_tokens > 0
             tokens = unpack(entry.tokens)
@@ -559,4 +538,3 @@ class HashRank:
                 assert place not in written
                 written.add(place)
                 self.kv[place] = token
-            self._windows.write_windows(entry, tokens, written_windows)

@@ -25,13 +25,13 @@ _PACKAGES = ("cluster", "kvtransfer", "router", "workers")
 OF_ONE_VERSION = frozenset(
     {
         "cluster.text.chat_template",
-        "cluster.text.grammars",
+        "cluster.text.grammar_orders",
         "kvtransfer.store.server.store_process",
         "workers.messages.rank_channel",
     }
 )
 # The types that are encoded without a `Codec`.
-_OTHERS = ("cluster.identity.resume_tokens:RelayedCaller", "kvtransfer.store.nvme.segments:Directory")
+_OTHERS = ("cluster.identity.relay_tokens:RelayedCaller", "kvtransfer.store.nvme.segments:Directory")
 _MAKES_CODEC = re.compile(r"^\w+(: Codec\[.*\])? = Codec\(", re.MULTILINE)
 
 # Parts of the values that the index of the store has in Redis.

@@ -10,8 +10,8 @@ from slow_cases import slow_but
 from torch import Tensor
 
 from workers.messages.rank_channel import BlockCopy
+from workers.model.attention.gathered_attention import split_in_halves
 from workers.model.attention.interface import SequenceSpan
-from workers.model.attention.torch_backend import split_in_halves
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 
 BLOCK, HEAD_DIM, NUM_BLOCKS, NUM_HOST = 16, 64, 110, 60

@@ -149,6 +149,7 @@ def test_without_peers_there_are_no_peer_lines(model_dir: Path) -> None:
     assert lines[-1]["dtype"] == "bf16"
 
 
+@pytest.mark.slow
 def test_deterministic_mode_is_measured_as_a_peer(model_dir: Path) -> None:
     lines = run(model_dir, with_deterministic=True)
     assert [line["peer"] for line in lines if line["what"] == "peer"] == ["deterministic"] * 3
@@ -227,6 +228,7 @@ def test_lengths_beyond_the_model_are_refused(model_dir: Path) -> None:
         run(model_dir, prefill=[3000])
 
 
+@pytest.mark.slow
 def test_experts_that_the_cpu_computes_are_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is refused, as by a rank."""
     write_random_checkpoint(tmp_path, "qwen3_moe", seed=1, num_experts=4, num_experts_per_tok=2)

@@ -9,13 +9,17 @@ import pytest
 import torch
 from delta_reference import expected_of
 from delta_steps import DeltaCase
+from torch import Tensor
 
 from workers.model.state.delta_rule import run_delta_rule
 from workers.model.state.delta_shape import DeltaHeads
 from workers.model.state.state_step import DeviceStates
 
 HEADS = DeltaHeads(2, 4, 16, 24)
-CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def run(case: DeltaCase, *, is_deterministic: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +39,8 @@ def test_sequences_of_different_lengths_equal_transformers(
     case = DeltaCase.draw(HEADS, [1, 130, 64, 1, 7, 65], is_started=is_started, num_parts=2)
     outputs, states = expected_of(case, is_chunked=is_chunked)
     found, left = run(case, is_deterministic=is_deterministic)
-    torch.testing.assert_close(found, outputs, **CLOSE)
-    torch.testing.assert_close(left, states, **CLOSE)
+    check_close(found, outputs)
+    check_close(left, states)
 
 
 def test_other_blocks_stay_as_they_are() -> None:
@@ -57,8 +61,8 @@ def test_a_sequence_in_steps_equals_it_in_one() -> None:
         rows = case.rows_of(start, start + length)
         found.append(run_delta_rule(case.heads, case.weights, rows, case.states, part))
         step, start = dataclasses.replace(step, reads=step.writes), start + length
-    torch.testing.assert_close(torch.cat(found), outputs, **CLOSE)
-    torch.testing.assert_close(case.states_in(step.writes), states, **CLOSE)
+    check_close(torch.cat(found), outputs)
+    check_close(case.states_in(step.writes), states)
 
 
 def test_states_that_the_device_knows_equal_those_of_the_host() -> None:
@@ -75,8 +79,8 @@ def test_states_that_the_device_knows_equal_those_of_the_host() -> None:
         case.states,
         dataclasses.replace(case.step, reads=nowhere, writes=nowhere),
     )
-    torch.testing.assert_close(out, outputs, **CLOSE)
-    torch.testing.assert_close(case.states_in(case.step.writes), states, **CLOSE)
+    check_close(out, outputs)
+    check_close(case.states_in(case.step.writes), states)
 
 
 def test_bfloat16_rounds_where_transformers_does() -> None:
@@ -88,7 +92,7 @@ def test_bfloat16_rounds_where_transformers_does() -> None:
     outputs, states = expected_of(case)
     found, left = run(case)
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(left, states, **CLOSE)
+    check_close(left, states)
     # A sum that lies near the border of two values may be rounded to either.
     assert (found == outputs).float().mean() > 0.99
     torch.testing.assert_close(found, outputs, atol=1e-2, rtol=2e-2)
@@ -100,8 +104,8 @@ def test_strong_decays_overflow_nowhere() -> None:
     outputs, states = expected_of(case)
     found, left = run(case)
     assert found.isfinite().all()
-    torch.testing.assert_close(found, outputs, **CLOSE)
-    torch.testing.assert_close(left, states, **CLOSE)
+    check_close(found, outputs)
+    check_close(left, states)
 
 
 def test_parts_are_of_whole_key_heads() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiled_kernels import TILED_KERNELS, kernels_of
+from compiled_kernels import ISAS, TILED_KERNELS, kernels_of
 from local_engine import LocalEngine, draw, packed
 from msgspec.structs import replace
 from optional_programs import needs_compiler
@@ -30,7 +30,6 @@ from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
 from workers.model.attention.kinds_backend import KindsAttention
 from workers.model.decoder import Decoder, load_decoder
-from workers.model.native.isa import available_isas
 from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 from workers.scheduler.step import StepOutcome
@@ -187,7 +186,7 @@ class Engines:
             engine.close()
 
 
-@pytest.fixture(scope="module", params=available_isas(), ids=lambda isa: isa.value)
+@pytest.fixture(scope="module", params=ISAS)
 def engines(request: pytest.FixtureRequest, make_checkpoint: Any) -> Iterator[Engines]:
     kernels = kernels_of(request.param)
     model_dir = make_checkpoint(

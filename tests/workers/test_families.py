@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_variants import DELTA_HEADS
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from safetensors.torch import load_file, save_file
 from wrapped_checkpoints import SPELLINGS, wrap_checkpoint
@@ -87,6 +88,7 @@ GEMMA_4_SHAPE: dict[str, Any] = {
         ("gemma3_text", GEMMA, True),
         ("gemma3_text", GEMMA, False),
         ("gemma4_text", GEMMA_4, True),
+        ("qwen3_5_text", "Qwen3_5ForConditionalGeneration", True),
     ],
 )
 def test_the_text_model_of_a_wrapped_checkpoint_is_served(
@@ -96,6 +98,7 @@ def test_the_text_model_of_a_wrapped_checkpoint_is_served(
     plain = tmp_path / "plain"
     keys: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if architecture == GEMMA else {}
     keys |= GEMMA_4_SHAPE if architecture == GEMMA_4 else {}
+    keys |= {**DELTA_HEADS, "full_attention_interval": 2} if family == "qwen3_5_text" else {}
     write_random_checkpoint(plain, family, seed=3, tie_word_embeddings=is_tied, **keys)
     wrapped = wrap_checkpoint(tmp_path / "wrapped", plain, architecture, spelling)
     assert read_model_config(wrapped).is_wrapped

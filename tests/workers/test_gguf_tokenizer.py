@@ -239,6 +239,7 @@ def gemma4_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 @settings(max_examples=300)
 @given(text=st.lists(PIECES | st.sampled_from([*CONTROLS, *MARKERS, "\n\n\n"]), max_size=12).map("".join))
 @example(text="<|turn>user\n\n\n\n Héllo  \U0001f9d1<turn|>\n<|channel>x<channel|>")
+@pytest.mark.slow
 def test_ids_of_gemma4_are_the_original_s_after_its_first_token(
     gemma4_file: tuple[Any, Path], text: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from grammar_harness import END, OTHER_END, VOCABULARY, choice, small_grammars
 from llguidance import LLMatcher
 from patience import WAIT_S
+from slow_cases import slow_but
 
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, GrammarOrder, ReleaseGrammar
@@ -76,7 +77,9 @@ def thread(tmp_path: Path) -> Iterator[Thread]:
     made.thread.close()
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", slow_but(HOSTILE, *(name for name in HOSTILE if name != "exponential intersection"))
+)
 def test_a_hostile_grammar_is_refused_and_the_next_one_compiled(thread: Thread, name: str) -> None:
     assert len(HOSTILE[name].encode()) <= MAX_GRAMMAR_BYTES
     clock = SystemClock()

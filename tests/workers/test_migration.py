@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
+from group_kv import NO_GROUPS, GroupSizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_harness import MigrationPair, Side, Stream
@@ -47,7 +47,7 @@ async def test_a_stream_moves_with_the_blocks_that_it_has() -> None:
 
 @pytest.mark.parametrize("hands_over", [False, True])
 async def test_only_blocks_within_a_window_move(hands_over: bool) -> None:
-    pair = MigrationPair(windows=[(4, 16)])
+    pair = MigrationPair(groups=GroupSizes([(4, 16)]))
     stream = pair.submit(PROMPT * 2, 20, pair.a, hands_over=hands_over)
     while not hands_over and len(stream.tokens) < 4:
         step(pair.a)
@@ -316,7 +316,11 @@ async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
 NUM_BLOCKS = st.tuples(st.integers(7, 20), st.integers(7, 20))
 NUM_OFFLOAD_BLOCKS = st.sampled_from([0, 0, 3, 8])
 # Windows, with enough blocks for all sequences that run at a time.
-WINDOWS = st.lists(st.tuples(st.integers(1, 16), st.integers(30, 40)), min_size=1, max_size=2)
+GROUPS = st.builds(
+    GroupSizes,
+    st.lists(st.tuples(st.integers(1, 16), st.integers(30, 40)), max_size=2),
+    st.lists(st.integers(6, 30), max_size=1),
+).filter(lambda groups: groups.num_groups > 0)
 SHARES = st.sampled_from([GroupShares(), GroupShares(1.0, {"a": 0.6}), GroupShares(0.6)])
 
 
@@ -339,21 +343,21 @@ def test_whatever_happens_for_long(
 
 
 @settings(max_examples=20, deadline=None)
-@given(data=st.data(), num_blocks=NUM_BLOCKS, windows=WINDOWS)
-def test_whatever_happens_every_stream_has_what_its_windows_see(
-    data: st.DataObject, num_blocks: tuple[int, int], windows: list[tuple[int, int]]
+@given(data=st.data(), num_blocks=NUM_BLOCKS, groups=GROUPS)
+def test_whatever_happens_every_stream_has_what_its_groups_need(
+    data: st.DataObject, num_blocks: tuple[int, int], groups: GroupSizes
 ) -> None:
     """The ranks compare what each token sees in each group of layers with its context."""
-    asyncio.run(play(data, num_blocks, 0, GroupShares(), windows))
+    asyncio.run(play(data, num_blocks, 0, GroupShares(), groups))
 
 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
-@given(data=st.data(), num_blocks=NUM_BLOCKS, windows=WINDOWS)
-def test_whatever_happens_for_long_to_windows(
-    data: st.DataObject, num_blocks: tuple[int, int], windows: list[tuple[int, int]]
+@given(data=st.data(), num_blocks=NUM_BLOCKS, groups=GROUPS)
+def test_whatever_happens_for_long_to_groups(
+    data: st.DataObject, num_blocks: tuple[int, int], groups: GroupSizes
 ) -> None:
-    asyncio.run(play(data, num_blocks, 0, GroupShares(), windows))
+    asyncio.run(play(data, num_blocks, 0, GroupShares(), groups))
 
 
 async def play(
@@ -361,9 +365,9 @@ async def play(
     num_blocks: tuple[int, int],
     num_offload_blocks: int,
     shares: GroupShares,
-    windows: Sequence[tuple[int, int]] = (),
+    groups: GroupSizes = NO_GROUPS,
 ) -> None:
-    pair = MigrationPair(num_blocks, num_offload_blocks, shares, windows)
+    pair = MigrationPair(num_blocks, num_offload_blocks, shares, groups)
 
     def submit(prompt: list[int], max_tokens: int, at: Side) -> None:
         """For one of two groups, and what fits its share at both sides."""

@@ -109,6 +109,6 @@ def test_a_chunk_behind_a_long_prefix_is_attended_in_pieces_with_the_same_result
     marks = [CountedMarks(), CountedMarks()]
     spans = [SequenceSpan(200, 40, tuple(range(15)))]
     expected = attend_once("torch", kv, spans, query, marks=marks[0], sinks=sinks)
-    monkeypatch.setattr("workers.model.attention.torch_backend.ATTENTION_PIECE_FLOPS", flops)
+    monkeypatch.setattr("workers.model.attention.gathered_attention.ATTENTION_PIECE_FLOPS", flops)
     assert torch.equal(attend_once("torch", kv, spans, query, marks=marks[1], sinks=sinks), expected)
     assert [it.num_marks for it in marks] == [1, num_marks]

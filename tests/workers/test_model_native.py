@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_kernels import kernels_of
+from compiled_kernels import ISAS, kernels_of
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
 from workers.model.norm import Norm
 
-isas = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
+isas = pytest.mark.parametrize("isa", ISAS)
 
 
 @pytest.fixture
@@ -110,6 +110,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(len(available_isas()) < 2, reason="this CPU has one instruction set with kernels")
 @pytest.mark.usefixtures("forget_kernels")
 @pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.slow
 def test_an_instruction_set_whose_products_are_slower_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, forced: bool
 ) -> None:

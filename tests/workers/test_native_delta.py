@@ -19,8 +19,11 @@ from workers.model.state.native_delta import NativeDeltaRule
 
 builds = pytest.mark.parametrize("build", KERNELS)
 pytestmark = needs_compiler
-CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 MIXED = [1, 130, 64, 1, 7, 65]
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def make(build: str, case: DeltaCase, *, is_deterministic: bool = False) -> NativeDeltaRule:
@@ -33,8 +36,8 @@ def make(build: str, case: DeltaCase, *, is_deterministic: bool = False) -> Nati
 def check(build: str, case: DeltaCase, *, is_deterministic: bool = False) -> None:
     outputs, states = expected_of(case)
     found = make(build, case, is_deterministic=is_deterministic)(case.rows, case.states, case.step)
-    torch.testing.assert_close(found, outputs, **CLOSE)
-    torch.testing.assert_close(case.states_in(case.step.writes), states, **CLOSE)
+    check_close(found, outputs)
+    check_close(case.states_in(case.step.writes), states)
 
 
 @builds
@@ -74,7 +77,7 @@ def test_bfloat16_rounds_as_torch_does(build: str) -> None:
     outputs = run_delta_rule(case.heads, case.weights, case.rows, states, case.step)
     found = make(build, case)(case.rows, case.states, case.step)
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(case.states, states, **CLOSE)
+    check_close(case.states, states)
     # A sum that lies near the border of two values may be rounded to either.
     assert (found == outputs).float().mean() > 0.99
     torch.testing.assert_close(found, outputs, atol=1e-2, rtol=2e-2)
@@ -85,12 +88,12 @@ def test_rows_that_are_parts_of_wider_ones(build: str) -> None:
     case = DeltaCase.draw(DeltaHeads(2, 2, 16, 32), [1, 6])
     outputs, states = expected_of(case)
     joined = torch.cat(case.rows, dim=1)
-    case.rows = type(case.rows)(*joined.split([it.shape[1] for it in case.rows], dim=1))
+    case.rows = type(case.rows)(*torch.split(joined, [it.shape[1] for it in case.rows], dim=1))
     wide = torch.zeros(len(joined), 100)
     out = wide[:, 20:84]
     assert make(build, case)(case.rows, case.states, case.step, out) is out
-    torch.testing.assert_close(out, outputs, **CLOSE)
-    torch.testing.assert_close(case.states_in(case.step.writes), states, **CLOSE)
+    check_close(out, outputs)
+    check_close(case.states_in(case.step.writes), states)
     assert not wide[:, :20].any()
     assert not wide[:, 84:].any()
 

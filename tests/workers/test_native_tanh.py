@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import ISAS
 from optional_programs import needs_compiler
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
 from workers.model import native
-from workers.model.native.isa import Isa, available_isas
+from workers.model.native.isa import Isa
 
 SIMD = Path(native.__file__).with_name("simd.h")
 SOURCE = f"""
@@ -24,7 +25,7 @@ extern "C" void each_tanh(float* values, int64_t count) {{
 SPACING = 2.0**-23
 
 
-@pytest.fixture(params=available_isas(), ids=lambda isa: isa.value)
+@pytest.fixture(params=ISAS)
 def library(request: pytest.FixtureRequest, tmp_path: Path) -> ctypes.CDLL:
     isa: Isa = request.param
     source = tmp_path / "tanh.cpp"

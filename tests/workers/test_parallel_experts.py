@@ -52,17 +52,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
     },
-    "qwen3_next": {
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "moe_intermediate_size": 21,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 51,
-    },
     "granitemoe": {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,

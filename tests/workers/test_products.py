@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_kernels import EMULATED, kernels_of
+from compiled_kernels import EMULATED, isa_marks, kernels_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
@@ -41,7 +41,7 @@ class Build(NamedTuple):
 
 # AMX tiles are emulated beside the least instruction set of this CPU and, in the slow tests, the best.
 BUILDS = [
-    *(Build(isa, ()) for isa in available_isas()),
+    *(pytest.param(Build(isa, ()), marks=isa_marks(isa)) for isa in available_isas()),
     *(Build(isa, (EMULATED,)) for isa in available_isas()[-1:]),
     *(
         pytest.param(Build(isa, (EMULATED,)), marks=pytest.mark.slow)

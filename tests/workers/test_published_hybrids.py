@@ -136,6 +136,99 @@ NEMOTRON: dict[str, Any] = {
     "use_conv_bias": True,
     "vocab_size": 131072,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_5_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "use_cache": True,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"hidden_size": 1152, "model_type": "qwen3_5_moe"},
+}
+# Of 32 heads, and of the channels of these and of 16 keys and queries.
+_QWEN_STATE = 32 * 128 * 128 + 3 * (32 + 2 * 16) * 128
 # The states of heads, and the last inputs of the convolution, with a copy of one group's in each part.
 _GRANITE_STATE = 8192 * 128 + 3 * (8192 + 8 * 2 * 128)
 _NEMOTRON_STATE = 8192 * 128 + 3 * (8192 + 8 * 2 * 128)
@@ -143,6 +236,12 @@ MODELS = {
     "LiquidAI/LFM2-1.2B": PublishedHybrid(LFM2, 128000, [2, 5, 8, 10, 12, 14], 10, 8192, 10 * 2 * 2048 * 4),
     "ibm-granite/granite-4.0-h-small": PublishedHybrid(
         GRANITE, 131072, [5, 15, 25, 35], 36, 1536, 36 * _GRANITE_STATE * 4
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": PublishedHybrid(
+        QWEN3_NEXT, 262144, [*range(3, 48, 4)], 36, 5120, 36 * _QWEN_STATE * 4
+    ),
+    "Qwen/Qwen3.5-35B-A3B": PublishedHybrid(
+        QWEN3_5_MOE, 262144, [*range(3, 40, 4)], 30, 12288, 30 * _QWEN_STATE * 4
     ),
     "nvidia/Nemotron-H-8B-Base-8K": PublishedHybrid(
         NEMOTRON, 8192, [7, 18, 29, 40], 24, 21504, 24 * _NEMOTRON_STATE * 4

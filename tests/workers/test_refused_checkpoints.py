@@ -82,7 +82,7 @@ def _eight_bits(folder: Path) -> Path:
     return folder
 
 
-UNREAD = ("bitsandbytes", "hqq", "torchao", "quark", "mxfp4", "modelopt")
+UNREAD = ("bitsandbytes", "hqq", "torchao", "quark", "mxfp4")
 _GROUPS: dict[str, Any] = {"group_0": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4}}}
 _COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -109,6 +109,16 @@ UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         ("has AWQ weights of version 'gemv', and gemm is read",),
     ),
     ("AWQ of 8 bits", {"quant_method": "awq", "bits": 8}, ("has AWQ weights of 8 bits, and 4 are read",)),
+    (
+        "AutoRound",
+        {"quant_method": "auto-round", "packing_format": "auto_round"},
+        ("has the packing_format 'auto_round', which is not read",),
+    ),
+    (
+        "ModelOpt",
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        ("has weights by ModelOpt in 'W4A8_AWQ', and FP8 and NVFP4 are read",),
+    ),
     ("experts of FP4", {"quant_method": "fp8", "expert_dtype": "fp4"}, ("has experts of 'fp4'",)),
     (
         "no block",
@@ -134,7 +144,7 @@ UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     (
         "sparse",
         _COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        ("has sparse weights (sparse-24-bitmask)",),
+        ("has sparse weights ('sparse-24-bitmask')",),
     ),
     (
         "transforms",
@@ -146,7 +156,7 @@ UNREAD_FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         "2 bits",
         _COMPRESSED
         | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 2}}}},
-        ("has pack-quantized weights of type int and 2 bits, which are not read",),
+        ("has pack-quantized weights of type 'int' and 2 bits, which are not read",),
     ),
 )
 REFUSALS = {

@@ -64,6 +64,7 @@ async def test_requests_that_are_over_leave_nothing_behind() -> None:
     kept.check()
 
 
+@pytest.mark.slow
 async def test_requests_that_are_over_are_in_no_cycle() -> None:
     """In a process with so many objects as an engine core has, the garbage collector looks for old ones once
     in hours."""

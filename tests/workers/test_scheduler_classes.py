@@ -122,6 +122,7 @@ def test_a_paused_batch_that_has_waited_too_long_gets_a_tenth_of_the_steps() -> 
     ),
     st.integers(1, 3),
 )
+@pytest.mark.slow
 def test_no_batch_request_starves_however_often_its_class_is_paused(
     given_events: list[tuple[str, int, int]], num_stages: int
 ) -> None:

@@ -98,6 +98,8 @@ SIZES = st.one_of(
 )
 # Windows, and what their groups have beside the blocks that one sequence needs.
 WINDOWS = st.lists(st.tuples(st.integers(1, 14), st.integers(0, 8)), max_size=2)
+# The blocks of groups with states.
+STATES = st.lists(st.integers(3, 12), max_size=1)
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),
@@ -116,6 +118,8 @@ class Pair(RuleBasedStateMachine):
         bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
         shares=st.tuples(st.sampled_from(SHARES), st.sampled_from(SHARES)),
         windows=WINDOWS,
+        states=STATES,
+        snapshot_every_tokens=st.sampled_from([0, 0, 4, 7]),
     )
     def start(
         self,
@@ -125,10 +129,21 @@ class Pair(RuleBasedStateMachine):
         bad_tokens: list[int],
         shares: tuple[GroupShares, GroupShares],
         windows: list[tuple[int, int]],
+        states: list[int],
+        snapshot_every_tokens: int,
     ) -> None:
         window_sizes = [(window, -(-window // BLOCK_TOKENS) + 5 + more) for window, more in windows]
         self.engines = [
-            StagedEngine(config, num_blocks, num_stages, ratio, num_offload, shares=its, windows=window_sizes)
+            StagedEngine(
+                config.model_copy(update={"snapshot_every_tokens": snapshot_every_tokens}),
+                num_blocks,
+                num_stages,
+                ratio,
+                num_offload,
+                shares=its,
+                windows=window_sizes,
+                states=states,
+            )
             for config, (num_blocks, num_offload), (num_stages, _, ratio), its in zip(
                 configs, sizes, shapes, shares, strict=True
             )
@@ -289,6 +304,8 @@ class Pair(RuleBasedStateMachine):
                 self.move(landing, chunk.block_ids, position)
                 self.move_windows(landing, chunk.windows, position)
             landing.num_moved_tokens = chunk.num_computed_tokens
+            if chunk.num_computed_tokens == landing.need.num_tokens:
+                self.move_states(landing, chunk.windows)
         for done in outcome.prompts:
             life = self.lives[done.request_id]
             life.num_prompts_done += 1
@@ -346,7 +363,8 @@ class Pair(RuleBasedStateMachine):
                 continue
             group = landing.need.submission.sharing_group
             num_tokens, keys = landing.need.num_tokens, landing.need.submission.block_keys
-            windows = self.decode.window_pools
+            windows = [it for it in self.decode.window_pools if not it.has_states]
+            states = self.decode.window_pools[len(windows) :]
             held, held_windows = match_prefix(pool, windows, keys, BLOCK_TOKENS, num_tokens)
             if pool.num_to_use(held) > pool.num_left(group):
                 continue
@@ -354,7 +372,7 @@ class Pair(RuleBasedStateMachine):
             pool.acquire(held)
             for each, its in zip(windows, held_windows, strict=True):
                 each.acquire(its.block_ids)
-            is_full = any(
+            is_full = any(each.num_free < 1 for each in states) or any(
                 each.num_free < num_blocks - it.first for each, it in zip(windows, held_windows, strict=True)
             )
             try:
@@ -374,6 +392,11 @@ class Pair(RuleBasedStateMachine):
                 num_new = num_blocks - first - len(its.block_ids)
                 landing.windows.append(WindowBlocks(first, (*its.block_ids, *each.allocate(num_new))))
                 self.decode.window_blocks_of_landings[number] += num_blocks - first
+            for number, each in enumerate(states, len(windows)):
+                landing.windows.append(
+                    WindowBlocks((num_tokens - 1) // BLOCK_TOKENS, tuple(each.allocate(1)))
+                )
+                self.decode.window_blocks_of_landings[number] += 1
             landing.granted = True
             landing.block_ids = held + rest
             landing.num_held_tokens = len(held) * BLOCK_TOKENS
@@ -414,12 +437,22 @@ class Pair(RuleBasedStateMachine):
     def move_windows(self, landing: HandOver, src: Sequence[WindowBlocks], position: int) -> None:
         index, offset = divmod(position, BLOCK_TOKENS)
         for group, (its, there) in enumerate(zip(src, landing.windows, strict=True)):
+            if self.decode.window_pools[group].has_states:
+                continue
             if position < landing.num_held_tokens or index < there.first:
                 continue
             place = its.block_ids[index - its.first], offset
-            (token,) = {stage.window_kv[group][place] for stage in self.prefill.stages}
+            (token,) = {stage.groups[group].kv[place] for stage in self.prefill.stages}
             for stage in self.decode.stages:
-                stage.window_kv[group][there.block_ids[index - there.first], offset] = token
+                stage.groups[group].kv[there.block_ids[index - there.first], offset] = token
+
+    def move_states(self, landing: HandOver, src: Sequence[WindowBlocks]) -> None:
+        for group, (its, there) in enumerate(zip(src, landing.windows, strict=True)):
+            if self.decode.window_pools[group].has_states:
+                assert (its.first, len(its.block_ids)) == (there.first, 1)
+                (state,) = {stage.groups[group].kv[its.block_ids[0], 0] for stage in self.prefill.stages}
+                for stage in self.decode.stages:
+                    stage.groups[group].kv[there.block_ids[0], 0] = state
 
     def release_windows(self, landing: HandOver) -> None:
         for pool, blocks in zip(self.decode.window_pools, landing.windows, strict=True):

@@ -48,7 +48,7 @@ from workers.messages.sampling import Grammar, SamplingParams
 from workers.rank import compiled_grammars
 from workers.rank.compiled_grammars import CompiledGrammars, CompileThread
 from workers.rank.device_queue import CopiedOut
-from workers.rank.grammar_check import compile_grammar
+from workers.rank.grammar_check_child import compile_grammar
 
 TEXTS = st.sets(st.text(alphabet=LETTERS, min_size=1, max_size=7), min_size=1, max_size=5)
 

@@ -68,12 +68,15 @@ class MigrationManager:
         clock: Clock,
         max_active: int,
         token_bytes: int,
+        state_bytes: int = 0,
     ) -> None:
-        """`token_bytes` is the KV of one token; `rates` are the measured ones."""
+        """`token_bytes` is the KV of one token, and `state_bytes` what a sequence has beside; `rates` are the
+        measured ones."""
         self._identity = identity
         self._migrations: list[Migration] = []
         self._max_active = max_active
         self._token_bytes = token_bytes
+        self._state_bytes = state_bytes
         self._rates = rates
         self.scheduler = scheduler
         self.requests = requests
@@ -124,7 +127,8 @@ class MigrationManager:
         """Return how many tokens a landing must hold: those of now, and those decoded until they are
         written."""
         gb_s = self.sender.sends.counters.gb_s or _ASSUMED_GB_S
-        copy_s = position.num_tokens * self._token_bytes * self._max_active / gb_s / 1e9
+        num_bytes = position.num_tokens * self._token_bytes + self._state_bytes
+        copy_s = num_bytes * self._max_active / gb_s / 1e9
         wanted_s = (AHEAD_S + copy_s) * (1 << (num_tries - 1))
         num_ahead = math.ceil(wanted_s / (self._rates.decode_step_s or _ASSUMED_STEP_S))
         return min(position.num_tokens + max(num_ahead, _LEAST_LEFT), position.most_tokens)

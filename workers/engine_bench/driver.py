@@ -99,10 +99,20 @@ class EngineDriver:
         ]
         self._run(
             starts=tuple(SlotStart(SamplingParams(), (sample,)) for sample in samples),
-            tables=tuple(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
+            tables=(
+                *(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
+                *self._state_tables(len(blocks), num_blocks),
+            ),
         )
         yield
         self._run(free_slots=tuple(range(len(last_tokens))))
+
+    def _state_tables(self, num_slots: int, num_blocks: int) -> list[TableChange]:
+        """Return the tables of layers that keep a state, if there are such: a sequence stays in one block."""
+        if self.runner.config.state is None:
+            return []
+        tables = (np.full(num_blocks, slot, "<u4").tobytes() for slot in range(num_slots))
+        return [TableChange(slot, 0, table, 1) for slot, table in enumerate(tables)]
 
     def _run(self, **changes: Any) -> None:
         """Run a plan with these fields."""

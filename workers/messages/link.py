@@ -150,6 +150,13 @@ class PurgeCache(Message, frozen=True):
     sharing_group: str | None
 
 
+class PauseBatch(Message, frozen=True):
+    """Gateway to engine core: leave requests of the class `batch` out of steps while others are there, until
+    it is said otherwise or this Link ends."""
+
+    is_paused: bool
+
+
 # ------------------------------------------------------------------------------- engine core to gateway
 
 
@@ -363,13 +370,6 @@ class CachePurged(Message, frozen=True):
     # The group's requests under way: their KV is private from now on. One whose prompt is on its way to
     # another replica in this very moment may leave some there.
     num_requests: int
-
-
-class PauseBatch(Message, frozen=True):
-    """Gateway to engine core: leave requests of the class `batch` out of steps while others are there, until
-    it is said otherwise or this Link ends."""
-
-    is_paused: bool
 
 
 LinkDown = GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache | PauseBatch

@@ -75,6 +75,8 @@ class RankSpec(Message, frozen=True):
     expert_copies: int = 0
     # As `engine.kv_dtype`.
     kv_dtype: str = "auto"
+    # The snapshots of recurrent states for which there are blocks; None: as many as KV leaves memory for.
+    state_snapshots: int | None = None
     # The form of weights in products, as a pool's `weight_dtype`.
     weight_dtype: str = "auto"
 
@@ -348,9 +350,14 @@ class EntryEmbedding(Part, frozen=True):
     vector: bytes
 
 
+# The code of a `FailedEntry` that can be computed again from an earlier state.
+STATE_LOST = "state"
+
+
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause."""
+    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause. It is
+    `STATE_LOST` where nothing is wrong with the sequence, but its recurrent state is."""
 
     index: int
     reason: str

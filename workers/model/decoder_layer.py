@@ -22,10 +22,11 @@ from workers.model.layer_products import AddedProduct, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
-from workers.model.native_layers import PackedLayer
+from workers.model.native_layers import NativeProduct, PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
+from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
@@ -171,7 +172,7 @@ class DecoderLayer:
             self.parallel_sum = ParallelSum(self.output, self.down)
 
     def _packed_mixture(
-        self, qkv: PackedLinear, output: PackedLinear, row_norms: RowNorms | None
+        self, qkv: NativeProduct, output: NativeProduct, row_norms: RowNorms | None
     ) -> PackedLayer | None:
         """Return a layer with experts as `packed` does."""
         mixture = self.mixture
@@ -343,7 +344,7 @@ def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) ->
     return None
 
 
-def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[PackedLinear]:
+def _is_whole(product: Product | AddedProduct | Linear) -> TypeGuard[NativeProduct]:
     """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
     is no such."""
-    return isinstance(product, PackedLinear) and not product.is_padded
+    return isinstance(product, PackedLinear | PackedQuantizedLinear) and not product.is_padded

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from workers.model import native
@@ -16,24 +17,27 @@ from workers.model.attention.cpu_backend import CpuPlan
 from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.products import PackedLinear, Workspace
+from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.row_norms import RowNorms
 from workers.model.weights import BlockNorms
+
+NativeProduct = PackedLinear | PackedQuantizedLinear
 
 
 class PackedLayer(NamedTuple):
     """The operands of a decoder layer, of one rank alone. In a layer with a `mixture` of experts, `gate_up`
     and `down` are of those that all tokens share, if there are any."""
 
-    qkv: PackedLinear
-    output: PackedLinear
-    gate_up: PackedLinear | None
-    down: PackedLinear | None
+    qkv: NativeProduct
+    output: NativeProduct
+    gate_up: NativeProduct | None
+    down: NativeProduct | None
     norms: BlockNorms
     row_norms: RowNorms | None
     attention: LayerAttention
     mixture: PackedMixture | None = None
     # The product whose sigmoid multiplies what shared experts give.
-    shared_gate: PackedLinear | None = None
+    shared_gate: NativeProduct | None = None
 
 
 _OPERANDS = ("qkv", "output", "gate_up", "down", "shared_gate", "mixture")
@@ -128,7 +132,9 @@ class NativeLayers:
             plan.marks.mark_layer()
 
 
-def _address(operand: PackedLinear | PackedMixture | None) -> int | None:
+def _address(operand: NativeProduct | PackedMixture | None, dtype: torch.dtype) -> int | None:
+    if isinstance(operand, PackedQuantizedLinear):
+        return operand.address_for(dtype)
     return None if operand is None else operand.address
 
 
@@ -155,7 +161,7 @@ class _Arguments:
         self._rotated = [its.rotated(layer) for its, (_, layer) in zip(backends, self.local, strict=True)]
         self.layers = [
             _Layer(
-                **{name: _address(getattr(layer, name)) for name in _OPERANDS},
+                **{name: _address(getattr(layer, name), its.dtype) for name in _OPERANDS},
                 **_norms(layer),
                 rotated=ctypes.addressof(rotated),
                 sinks=its.sinks_address(local),

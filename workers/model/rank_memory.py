@@ -68,6 +68,7 @@ _LAYER_PREFIX = re.compile(r"^.*?layers\.\d+\.")
 # The bits of the elements, by their names in safetensors, that codes of quantized weights lie in.
 _CODE_BITS = {"I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
 _OF_FEED_FORWARD = tuple(f".{name}_proj.weight" for name in ("gate", "up", "down", "gate_up"))
+_OF_INPUTS = (".o_proj.weight", ".down_proj.weight")
 # How the plain names of products end whose weights may be quantized.
 _KEPT_PRODUCT = re.compile(
     r"\.(q|k|v|o|qkv|q_a|q_b|gate|up|down|gate_up)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$"
@@ -122,8 +123,9 @@ class RankShape:
 
     def kv_token_bytes(self, item_bytes: int) -> int:
         """Return the size of one token's keys and values, or latents of both."""
-        cells = self.model.kv_cells
-        return cells.num_kinds * self.num_kv_layers * self.num_kv_cells * cells.width * item_bytes
+        cells, layers = self.model.kv_cells, range(self.first_layer, self.first_layer + self.num_kv_layers)
+        num_layers = sum(map(self.model.has_attention, layers))
+        return cells.num_kinds * num_layers * self.num_kv_cells * cells.width * item_bytes
 
 
 class Checkpoint(NamedTuple):
@@ -174,8 +176,11 @@ class Checkpoint(NamedTuple):
         for name, size in self._kept(rank):
             layer, inner = known.layer_of(name) or (0, "")
             plain, each = _plain_name(name, layer, rank.model), float(item_bytes)
-            if inner and _is_kept_quantized(plain, layer, rank.model):
-                each = form.bytes_each(self.name_to_format.get(name), item_bytes)
+            stored = self.name_to_format.get(name)
+            # Inputs in an order of their own are not divided, unless they are dequantized.
+            is_cut = stored is not None and stored.has_order and rank.tp > 1 and plain.endswith(_OF_INPUTS)
+            if inner and not is_cut and _is_kept_quantized(plain, layer, rank.model):
+                each = form.bytes_each(stored, item_bytes)
             num_bytes += each * size * self._share(plain, layer, rank)
         return round(num_bytes)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from kvtransfer.messages import STATE_ITEM_BYTES
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.kv_form import KvForm
@@ -320,7 +321,8 @@ class ModelWork:
 
     Every product of a token with a weight counts as two operations, and so does every product of attention.
     All weights are read once a step, but for experts that no token chooses, and so is the KV that each
-    sequence attends to. Writes are not counted, nor are activations, which stay in caches."""
+    sequence attends to. Its recurrent state is read and written. Other writes are not counted, nor are
+    activations, which stay in caches."""
 
     def __init__(self, config: ModelConfig, item_bytes: int, kv_dtype: str = "auto") -> None:
         """`item_bytes` is the size of one weight, and of one KV value unless `kv_dtype` has another."""
@@ -334,6 +336,7 @@ class ModelWork:
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
         self._item_bytes = item_bytes
+        self._state_bytes = 2 * STATE_ITEM_BYTES * _num_state_items(config)
         self._experts: _ExpertWork | None = None
         self._read_weights = self._layer_weights + self._head_weights
         num_weights = float(self._read_weights)
@@ -365,6 +368,7 @@ class ModelWork:
         flops = 2.0 * self._head_weights * num_sampled
         num_tokens = sum(count for _, count in spans) + len(decode_starts)
         read_bytes = self.read_weight_bytes(num_tokens)
+        read_bytes += self._state_bytes * (len(spans) + len(decode_starts))
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for attention, num_layers in self._attention_to_num_layers.items():
@@ -382,6 +386,13 @@ class ModelWork:
             flops += attention.flops * num_layers * num_read
             read_bytes += attention.kv_bytes * num_layers * num_read
         return StepWork(flops, read_bytes)
+
+
+def _num_state_items(config: ModelConfig) -> int:
+    """Return the elements of the states of all layers that a sequence has."""
+    if (state := config.state) is None:
+        return 0
+    return len(state.layers) * config.num_kv_heads * state.part_size(config.num_kv_heads)
 
 
 def _num_attended(start: float, num_tokens: int, window: int) -> float:

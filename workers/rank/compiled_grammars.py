@@ -24,7 +24,8 @@ from workers.errors import GrammarRefusedError
 from workers.grammar_limits import parser_limits
 from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, GrammarOrder
 from workers.messages.sampling import Grammar
-from workers.rank.grammar_check import GrammarChecker, compile_grammar, load_tokenizer
+from workers.rank.grammar_check import GrammarChecker
+from workers.rank.grammar_check_child import compile_grammar, load_tokenizer
 
 GRAMMAR_THREAD = "grammars"
 # The number of grammars that are kept although no request needs them, and the bytes that they take at most.

@@ -8,6 +8,12 @@ error says, and lack of memory leads to smaller groups before anything fails: fi
 a prompt, the newest of a plan, since what decodes is computed before it. Computing again is safe: inputs are
 kept, KV is written to the same blocks, and a sampler that fails has changed nothing.
 
+A recurrent state is the exception, where a sequence reads it from the block that it leaves it in, as every
+one does that decodes: after a failed attempt nobody knows which layers have moved it on. Such sequences are
+not computed again but reported as `STATE_LOST`, and start over from their last snapshot. Their first chunk
+then reads one block and writes another, so the search above finds the culprit if it is among them. One that
+is alone in its attempt is known to be the culprit.
+
 The report names the entries that failed. The next stage learns which hidden states it gets, and the first
 stage gets token 0 in place of those that were not sampled. Plans that are already in flight may still name
 the failed sequences: a stage that knows them skips them; another one computes results that nobody reads, into
@@ -26,11 +32,12 @@ import torch
 from numpy.typing import NDArray
 
 from workers.errors import RankDiedError, WorkerError
-from workers.messages.rank_channel import FailedEntry, StepPlan
+from workers.messages.rank_channel import STATE_LOST, FailedEntry, StepPlan
 from workers.rank.input_batch import PlannedRows
 
 _SURVIVABLE = (MemoryError, RuntimeError, ValueError, LookupError, ArithmeticError, WorkerError)
 _MAX_REASON = 300
+_LOST_STATE = "the step failed when it may have changed the sequence's state"
 _Result = TypeVar("_Result")
 
 
@@ -43,6 +50,8 @@ class Containment:
         self._touched = torch.zeros((), dtype=torch.int64, device=device)
         self._num_touches = 0
         self._lost_slots: set[int] = set()
+        # Those of them whose state is lost, and nothing else.
+        self._stateless_slots: set[int] = set()
         # The reason why the last attempt failed here; "" if it succeeded.
         self.reason = ""
         self._has_printed = False
@@ -51,6 +60,7 @@ class Containment:
     def begin(self, plan: StepPlan) -> None:
         """Begin a step. Slots that it frees may be used again."""
         self._lost_slots.difference_update(plan.free_slots)
+        self._stateless_slots.difference_update(plan.free_slots)
         self._index_to_failed = {}
         self._has_printed = False
 
@@ -60,8 +70,17 @@ class Containment:
         kept: NDArray[np.bool_] = np.ones(rows.num_sequences, np.bool_)
         if self._lost_slots:
             kept = ~np.isin(rows.slots, list(self._lost_slots))
-            self._lose(rows.only(~kept), "")
+            is_stateless = ~kept & np.isin(rows.slots, list(self._stateless_slots))
+            self._lose(rows.only(~kept & ~is_stateless), "")
+            self.lose_states(rows.only(is_stateless))
         return kept
+
+    def lose_states(self, rows: PlannedRows) -> None:
+        """Record sequences whose states an attempt may have changed before it failed."""
+        lost = {index: FailedEntry(index, _LOST_STATE, STATE_LOST) for index in rows.indices.tolist()}
+        self._index_to_failed |= lost
+        for slots in (self._lost_slots, self._stateless_slots):
+            slots.update(rows.slots.tolist(), rows.sample_slots.tolist())
 
     def miss(self, rows: PlannedRows) -> None:
         """Record sequences that the stage before could not compute."""

@@ -51,6 +51,14 @@ class PlannedRows:
         every = np.arange(len(self.slots), dtype=np.int32)
         return every if np.array_equal(self.sample_sources, every) else np.unique(self.sample_sources)
 
+    def stays_in_block(self, block_tokens: int) -> NDArray[np.bool_]:
+        """Mark the sequences [num_sequences] whose last new token is in the block of the token before their
+        first."""
+        is_same: NDArray[np.bool_] = (self.starts - 1) // block_tokens == (
+            self.starts + self.lengths - 1
+        ) // block_tokens
+        return is_same & (self.starts > 0)
+
     def only(self, kept: NDArray[np.bool_]) -> PlannedRows:
         """Return the part with the sequences that `kept` [num_sequences] marks."""
         if kept.all():

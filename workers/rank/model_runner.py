@@ -32,7 +32,7 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
 from workers.model.kv_form import KvForm
-from workers.model.kv_groups import GroupBytes, kv_groups
+from workers.model.kv_groups import GroupBytes, StateCapacity, group_limits, kv_groups
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
 from workers.model.quantization.weight_form import WeightForm
@@ -147,8 +147,11 @@ class ModelRunner:
         self.config = config = decoder.config
         has_groups = capacity.windows is not None or config.state is not None
         self._kv_groups = kv_groups(config) if has_groups else ()
-        self._windows = capacity.windows
         self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        states = capacity.states or StateCapacity(capacity.max_sequences, groups.pp)
+        self._limits = group_limits(
+            config, self._kv_groups, self._form, capacity.windows, states, block_tokens
+        )
         self._block_dtypes = _block_dtypes(kv_dtype(capacity.kv_dtype, dtype), self._kv_groups)
         self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._kv_groups)
         self._offload_mode = capacity.offload_mode
@@ -304,7 +307,7 @@ class ModelRunner:
         left = profile.kv_bytes(auto.memory_share, limits)
         _log.info("memory of %s: %s, %s, left for KV: %d bytes", self._device, limits, profile, left)
         sizes = [layout.block_bytes for layout in self.layouts]
-        group_bytes = GroupBytes(sizes, [self._most_blocks(group) for group in self._kv_groups[1:]])
+        group_bytes = GroupBytes(sizes, self._limits)
         num_blocks = group_bytes.fitting_blocks(max(left - self._num_scratch * sum(sizes), 0))
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
@@ -320,10 +323,12 @@ class ModelRunner:
         """Run the largest steps, and record graphs, over as little KV as they need."""
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
-        num_all = num_blocks + self._num_scratch
+        # Plans of the trial name no blocks of groups behind the first, whose first block is then used. States
+        # are large, and no part of how long a sequence is.
+        sizes = [num_blocks, *(1 if limit.has_states else num_blocks for limit in self._limits)]
         memory = [
-            _zeros(layout, num_all, dtype, self._device)
-            for layout, dtype in zip(self.layouts, self._block_dtypes, strict=True)
+            _zeros(layout, size + self._num_scratch, dtype, self._device)
+            for layout, size, dtype in zip(self.layouts, sizes, self._block_dtypes, strict=True)
         ]
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
@@ -341,12 +346,8 @@ class ModelRunner:
         return meter.profile(num_graphs, buffer_bytes)
 
     def _num_window_blocks(self, num_blocks: int) -> list[int]:
-        """Return the blocks of each group with a window beside `num_blocks` of the others."""
-        return [min(num_blocks, self._most_blocks(group)) for group in self._kv_groups[1:]]
-
-    def _most_blocks(self, group: KvGroup) -> int:
-        assert self._windows is not None
-        return self._windows.most_blocks(group.window)
+        """Return the blocks of each group behind the first, which has `num_blocks`."""
+        return [limit.most_blocks(num_blocks) for limit in self._limits]
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:

@@ -60,7 +60,7 @@ from workers.messages.rank_channel import (
 )
 from workers.model.fingerprint import FingerprintTask
 from workers.model.kv_form import refuse_kv_dtype
-from workers.model.kv_groups import WindowCapacity
+from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightForm
@@ -250,6 +250,7 @@ class _Rank:
                 auto_kv=auto,
                 kv_dtype=spec.kv_dtype,
                 windows=windows if spec.frees_windows else None,
+                states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
             ),
             self._clock,
             place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),

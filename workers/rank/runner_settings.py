@@ -11,7 +11,7 @@ import torch
 from workers.errors import WorkerError
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
-from workers.model.kv_groups import WindowCapacity
+from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
@@ -77,7 +77,8 @@ class RankCapacity(NamedTuple):
     Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with the
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
     the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
-    with a window have KV apart, of as many blocks as these need. `kv_dtype` is `engine.kv_dtype`.
+    with a window have KV apart, of as many blocks as these need. Layers with a recurrent state always have
+    blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`.
     """
 
     block_tokens: int
@@ -87,6 +88,7 @@ class RankCapacity(NamedTuple):
     offload_mode: OffloadMode | Literal["auto"] = "auto"
     auto_kv: AutoKv | None = None
     windows: WindowCapacity | None = None
+    states: StateCapacity | None = None
     kv_dtype: str = "auto"
 
 

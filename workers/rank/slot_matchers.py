@@ -24,7 +24,7 @@ from workers.errors import GrammarRefusedError
 from workers.messages.rank_channel import FailedEntry, RowMask, SlotSample, SlotStart
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import CopiedOut
-from workers.rank.grammar_check import error_of
+from workers.rank.grammar_check_child import error_of
 from workers.rank.input_batch import PlannedRows
 from workers.rank.logits import Slots
 

@@ -319,12 +319,24 @@ class StepRunner:
             elif part.rows.num_sequences == 1:
                 self._containment.fail(part.rows)
             else:
-                pending += part.halves()
+                pending += self._without_lost_states(part)
         if self._groups.is_last_stage:
             return sampling
         done.sort(key=lambda part: int(part.rows.indices[0]))
         self._send_hidden(rows.num_sequences, done)
         return []
+
+    def _without_lost_states(self, part: StepPart) -> Sequence[StepPart]:
+        """Return what can be computed again of a part of several sequences that failed: in halves, without
+        those whose state was lost."""
+        if not self._attention.has_states:
+            return part.halves()
+        is_lost = part.rows.stays_in_block(self.batch.block_tokens)
+        self._containment.lose_states(part.rows.only(is_lost))
+        kept = part.only(~is_lost) if is_lost.any() else part
+        if kept.rows.num_sequences > 1:
+            return kept.halves()
+        return [kept] if kept.rows.num_sequences else []
 
     def _attempt(self, part: StepPart) -> tuple[Tensor, SamplingPart] | None:
         """Compute a part. Returns None if that failed here or at another rank."""

@@ -108,8 +108,7 @@ class EngineCore:
         self._pump_scheduled = False
         self._death = ""
         self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
-        sizes = zip(first.compatibility.windows, first.num_window_blocks, strict=True)
-        self.window_pools = [WindowPool(*each) for each in sizes]
+        self.window_pools = _window_pools(first)
         self.scheduler = _scheduler(engine, shape, self.pool, self.window_pools, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)
@@ -125,7 +124,7 @@ class EngineCore:
             control=self,
         )
         self.kv_sender = KvSender(
-            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), len(self.window_pools)),
+            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), _has_states(self.window_pools)),
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,
@@ -158,6 +157,7 @@ class EngineCore:
             clock=clock,
             max_active=spec.transfer.max_migrations,
             token_bytes=first.compatibility.token_bytes,
+            state_bytes=first.compatibility.state_bytes,
         )
         self.requests = Requests(
             identity=spec.identity,
@@ -299,6 +299,10 @@ class EngineCore:
         return tuple(ready.process_id for ready in self.ready)
 
     # ------------------------------------------------------------------------------------- gateways
+
+    def connected_gateways(self) -> set[GatewayKey]:
+        """Return the gateways that have a link to this replica."""
+        return self._gateways.connected_keys()
 
     async def _serve_gateway(self, stream: FrameStream) -> None:
         await self._gateways.serve(stream, self._hello, self._on_gateway_message, self._on_gateway_lost)
@@ -525,6 +529,16 @@ def _step_loop(
 
 def _longest_frame(engine: EngineConfig, first: RankReady) -> int:
     return longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
+
+
+def _window_pools(first: RankReady) -> list[WindowPool]:
+    """Return the pools of the groups of layers behind the first."""
+    sizes = zip(first.compatibility.groups[1:], first.num_window_blocks, strict=True)
+    return [WindowPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes]
+
+
+def _has_states(pools: Sequence[WindowPool]) -> list[bool]:
+    return [pool.has_states for pool in pools]
 
 
 def _scheduler(

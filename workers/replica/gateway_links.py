@@ -104,6 +104,10 @@ class GatewayLinks:
             port.stream.close()
         port.stream = stream
 
+    def connected_keys(self) -> set[GatewayKey]:
+        """Return the gateways that have a link now."""
+        return {key for key, port in self._ports.items() if port.stream is not None}
+
     def disconnected(self, key: GatewayKey, stream: FrameStream) -> bool:
         """Begin the grace period of a gateway whose link has ended; False where that was not its last one."""
         port = self._ports.get(key)

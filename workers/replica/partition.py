@@ -109,6 +109,7 @@ class Shape:
                 expert_copies=engine.expert_copies,
                 kv_dtype=engine.kv_dtype,
                 weight_dtype=spec.weight_dtype,
+                state_snapshots=engine.num_state_snapshots,
             )
             for rank in range(parallel.num_ranks)
         ]

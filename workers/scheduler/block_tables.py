@@ -11,6 +11,7 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.copied_blocks import CopiedBlocks
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
+from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import FinishedBlock, StepBatch
 from workers.scheduler.window_pool import WindowPool
 from workers.scheduler.window_tables import WindowTables
@@ -34,9 +35,16 @@ class BlockTables:
     until that plan is settled. Full blocks may lie in the ranks' host memory: their ids are `host`'s.
     """
 
-    def __init__(self, pool: BlockPool, num_offload_blocks: int = 0, windows: Seq[WindowPool] = ()) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_offload_blocks: int = 0,
+        windows: Seq[WindowPool] = (),
+        snapshot_every_tokens: int = 0,
+    ) -> None:
         self.pool = pool
-        self.windows = WindowTables(windows, pool.block_tokens)
+        snapshots = SnapshotPolicy(pool.block_tokens, snapshot_every_tokens)
+        self.windows = WindowTables(windows, pool.block_tokens, snapshots)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
         self._copied = CopiedBlocks(pool)
@@ -142,7 +150,7 @@ class BlockTables:
             return
         group = submission.facts.sharing_group
         keys = sequence.block_keys(num_full, self._block_tokens)
-        self.windows.register(sequence, keys, group)
+        is_snapshot = self.windows.register(sequence, keys, group)
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
             if self.host.holds(block_id):
@@ -151,8 +159,9 @@ class BlockTables:
             is_new = self.pool.register(block_id, parent_key, keys[index], group)
             # Behind a block that was moved out none can be reached; the store gets it all the same.
             is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
-            if is_new and self.has_store and self.windows.hold(sequence, index):
-                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group))
+            has_state = is_snapshot and index == num_full - 1
+            if (is_new or has_state) and self.has_store and self.windows.hold(sequence, index):
+                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group, has_state))
         sequence.num_registered_blocks = num_full
 
     def move_out(self, batch: StepBatch, sequence: Sequence, index: int, *, to_hand: bool) -> None:

@@ -14,12 +14,15 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from workers.messages.link import RequestFailed, RequestKey, Submission
-from workers.messages.rank_channel import FailedEntry
+from workers.messages.rank_channel import STATE_LOST, FailedEntry
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
 from workers.scheduler.window_pool import WindowPool
+
+# Whoever loses so many states is suspected of being the cause.
+_MOST_LOST_STATES = 2
 
 
 class Lifecycle:
@@ -45,8 +48,9 @@ class Lifecycle:
         max_sequences: int,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
+        snapshot_every_tokens: int = 0,
     ) -> None:
-        self.tables = BlockTables(pool, num_offload_blocks, windows)
+        self.tables = BlockTables(pool, num_offload_blocks, windows, snapshot_every_tokens)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).
@@ -144,14 +148,30 @@ class Lifecycle:
         for sequence in request.sequences:
             self.end(sequence)
 
-    def fail(self, request: Request, failed: FailedEntry) -> RequestFailed:
-        """End all samples of a request that a rank could not compute. No block of the failed step is
-        registered, and later plans that name the sequences have no effect when they are settled."""
+    def fail(self, sequence: Sequence, samplers: Seq[Sequence], failed: FailedEntry) -> list[RequestFailed]:
+        """Take in that a rank could not compute a sequence, for which `samplers` would have sampled. Return
+        the failure of its request, of which all samples end: no block of the failed step is registered, and
+        later plans that name the sequences have no effect when they are settled. If only its state was lost,
+        it is computed again instead."""
+        request = sequence.request
+        if failed.code == STATE_LOST and not request.decodes_remotely:
+            self._lose_state(sequence, samplers)
+            return []
         self.drop(request)
         if failed.code == "grammar":
-            return RequestFailed(*request.key, code="grammar", reason=failed.reason)
+            return [RequestFailed(*request.key, code="grammar", reason=failed.reason)]
         why = f"a step failed: {failed.reason}"
-        return RequestFailed(*request.key, code="internal", reason=why, suspect=True)
+        return [RequestFailed(*request.key, code="internal", reason=why, suspect=True)]
+
+    def _lose_state(self, sequence: Sequence, samplers: Seq[Sequence]) -> None:
+        """Let sequences start over from their last snapshots. Whoever loses a state again may be the cause,
+        which no search has found, and runs alone until it has proved harmless."""
+        for sampler in samplers:
+            sampler.num_pending -= 1
+        for lost in dict.fromkeys((sequence, *samplers)):
+            if lost.phase is Phase.RUNNING:
+                lost.num_lost_states += 1
+                self.preempt(lost)
 
     def expire(self, now: float) -> list[RequestFailed]:
         """End every request whose deadline has passed, except those whose hand-over is under way."""
@@ -262,8 +282,18 @@ class Lifecycle:
         for slotted in (sequence, *sequence.forks):
             self._free_slot(slotted)
         if sequence.phase is Phase.PREEMPTING:
+            if sequence.num_lost_states >= _MOST_LOST_STATES:
+                self._suspect(sequence)
             sequence.num_scheduled = sequence.num_settled = sequence.num_registered_blocks = 0
             self.enqueue(sequence)
+
+    def _suspect(self, sequence: Sequence) -> None:
+        """Let the sequence's request run alone until it is cleared."""
+        request, sequence.num_lost_states = sequence.request, 0
+        if not request.submission.suspect:
+            request.submission = replace(request.submission, suspect=True)
+            request.num_survived_steps = None
+            self.suspects[request.key] = request
 
     # -------------------------------------------------------------------------------------------- slots
 

@@ -138,14 +138,19 @@ class Planner:
 
     def _window_end(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
         """Free blocks of groups with a window for the sequence's next token at least. Return the end, at most
-        `end`, up to which there are blocks; 0 if they will come back anyway or the sequence itself was
-        preempted."""
+        `end`, up to which there are blocks and a chunk may go; 0 if they will come back anyway or the
+        sequence itself was preempted."""
         windows = self._life.tables.windows
+        end = windows.end_of_chunk(sequence, end)
         while (fitting := windows.fitting_end(sequence, end)) <= sequence.num_scheduled:
             comes_back = windows.has_retired() or windows.frees_when_settled(self._life.running)
             if comes_back or self._life.blocks_come_back(None):
                 return 0
             victim = self._victim(batch, sequence, None)
+            if victim.request.decodes_remotely:
+                return (
+                    0  # a push may be reading its blocks: it waits for those of others that are handed over
+                )
             self._life.preempt(victim)
             if victim is sequence:
                 return 0
@@ -373,9 +378,7 @@ class Planner:
         each that runs."""
         num_cached = len(demand.cached) * self._pool.block_tokens
         num_tokens = min(sequence.num_tokens - num_cached, self._micro.chunk_tokens(num_cached))
-        num_new, num_running = self._num_blocks(num_tokens) + 1, len(self._life.running)
-        num_free = self._life.tables.windows.num_free_beside(demand.windows)
-        return num_new + num_running <= num_free
+        return self._life.tables.windows.fit(demand.windows, num_tokens, len(self._life.running))
 
 
 def _waits_since(sequence: Sequence) -> float:

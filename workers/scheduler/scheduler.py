@@ -24,7 +24,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.rank_channel import FailedEntry, GrammarCompiled, StepPlan, StepReport
+from workers.messages.rank_channel import GrammarCompiled, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.engine_limits import EngineLimits
@@ -103,7 +103,9 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self.life = Lifecycle(pool, config.max_sequences, num_offload_blocks, windows)
+        self.life = Lifecycle(
+            pool, config.max_sequences, num_offload_blocks, windows, config.snapshot_every_tokens
+        )
         self.life.has_store = self.life.tables.has_store = has_store
         self.migration = SequenceMigration(self.life)
         self.isolation = Isolation(self.life, num_stages)
@@ -337,27 +339,33 @@ class Scheduler:
         index_to_failed = {failed.index: failed for failed in report.failed}
         for index, entry in enumerate(issued.entries):
             sampled = rows.take(len(entry.samplers))
-            if self._is_computed(entry.sequence, index_to_failed.get(index), outcome):
+            if not self._continues(entry.sequence):
+                continue
+            if (failed := index_to_failed.get(index)) is not None:
+                sampling = (entry.sequence,) if entry.pools else entry.samplers
+                outcome.failures.extend(self.life.fail(entry.sequence, sampling, failed))
+            else:
                 if entry.targets is not None or entry.pools:
                     self._settle_readings(index, entry, report, outcome)
                 self._settle_entry(entry, sampled, report, now, outcome)
         for index, sequence in enumerate(issued.decodes, len(issued.entries)):
             row = rows.next()
-            if self._is_computed(sequence, index_to_failed.get(index), outcome):
+            if not self._continues(sequence):
+                continue
+            if (failed := index_to_failed.get(index)) is not None:
+                outcome.failures.extend(self.life.fail(sequence, (sequence,), failed))
+            else:
                 self._settle_decode(sequence, row, report, now, outcome)
         self.isolation.settled(issued)
         self.life.settle(report.step)
         return outcome
 
-    def _is_computed(self, sequence: Sequence, failed: FailedEntry | None, outcome: StepOutcome) -> bool:
-        """Whether the plan's entry for the sequence counts. It does not if the sequence has ended since, or
-        if it failed at a rank, which ends its request."""
+    def _continues(self, sequence: Sequence) -> bool:
+        """Whether what a plan had of the sequence counts: it has not ended since."""
         if sequence.phase is Phase.ENDED:
             return False
         self.life.handled = sequence.request.key
-        if failed is not None:
-            outcome.failures.append(self.life.fail(sequence.request, failed))
-        return failed is None
+        return True
 
     def _settle_decode(
         self,

@@ -7,7 +7,7 @@ from enum import Enum
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.request_facts import ServiceClass
 from workers.messages.link import RequestKey, SampleState, Submission
-from workers.scheduler.window_table import WindowTable
+from workers.scheduler.group_table import GroupTable
 
 
 class Phase(Enum):
@@ -192,6 +192,7 @@ class Sequence:
         "mask_digest",
         "most_tokens",
         "num_expected_cached_tokens",
+        "num_lost_states",
         "num_offloaded",
         "num_pending",
         "num_registered_blocks",
@@ -251,11 +252,13 @@ class Sequence:
         self.num_writable = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
-        # Its tables in the groups of layers with a window; `block_ids` are those of the others.
-        self.windows: list[WindowTable] = []
-        # How many of its first blocks were cached without what windows need behind them: there other prompts
-        # have left the way of this one.
+        # Its tables in the groups of layers with a window or a state; `block_ids` are those of the others.
+        self.windows: list[GroupTable] = []
+        # How many of its first blocks were cached without what windows or states need behind them: there
+        # other prompts have left the way of this one.
         self.known_border = 0
+        # How often its recurrent state was lost in a step that failed.
+        self.num_lost_states = 0
         # The number of its `block_ids` in the ranks' host memory.
         self.num_offloaded = 0
         # The sharing group to which its blocks count.

@@ -68,12 +68,14 @@ class LoadNeed:
 @dataclass(frozen=True, slots=True)
 class FinishedBlock:
     """A block whose KV is complete, and which the prefix index holds under `key`. `chain` is the first key of
-    its chain."""
+    its chain. With `has_state` the pools of states hold the state behind its last token under the same
+    key."""
 
     key: bytes
     parent: bytes
     chain: bytes
     sharing_group: str
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,11 +414,11 @@ def _send_full_table(sequence: Sequence, into: list[TableChange]) -> None:
 
 def _send_window_tables(sequence: Sequence, into: list[TableChange]) -> None:
     for group, table in enumerate(sequence.windows, 1):
-        for first, end in _runs(table.replaced, max(table.num_sent, table.first), table.end):
-            block_ids = table.block_ids[first - table.first : end - table.first]
+        if not table.num_unsent:
+            continue
+        for first, end in _runs(table.take_unsent(), 0, 0):
+            block_ids = [table.block(index) for index in range(first, end)]
             into.append(TableChange(sequence.slot, first, pack_ids(block_ids), group))
-        table.num_sent = table.end
-        table.replaced.clear()
 
 
 def _runs(replaced: Collection[int], num_sent: int, end: int) -> list[list[int]]:
@@ -510,7 +512,6 @@ def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
     num_replaced = len(sequence.replaced)
     num_bytes = table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
     for table in sequence.windows:
-        num_replaced = len(table.replaced)
-        num_new = max(0, num_blocks - max(table.num_sent, table.first))
-        num_bytes += table_bytes(num_new + num_replaced, num_replaced + 1)
+        num_new = max(0, num_blocks - table.end)
+        num_bytes += table_bytes(num_new + table.num_unsent, table.num_unsent + 1)
     return num_bytes

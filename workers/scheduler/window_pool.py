@@ -1,5 +1,5 @@
-"""WindowPool: which request uses which block of a group of layers with a window, and which can be found by
-key."""
+"""WindowPool: which request uses which block of a group of layers with a window or a recurrent state, and
+which can be found by key."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class WindowPool:
     right there has a use for them. Then the least recently released one goes.
     """
 
-    def __init__(self, window: int, num_blocks: int) -> None:
-        """Take the window of the layers, in tokens."""
+    def __init__(self, window: int, num_blocks: int, *, has_states: bool = False) -> None:
+        """Take the window of the layers, in tokens. With `has_states` a block is the state behind its last
+        token that was computed, and only complete ones can be found: snapshots."""
         assert window > 0
         assert num_blocks > 0
         self.window = window
+        self.has_states = has_states
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -60,6 +62,10 @@ class WindowPool:
     def is_shared(self, block_id: int) -> bool:
         """Whether more than one holder references the block: copy before writing."""
         return self._refs[block_id] > 1
+
+    def is_foreign(self, block_id: int) -> bool:
+        """Whether others use the block or can find it."""
+        return self.is_shared(block_id) or self.is_registered(block_id)
 
     def is_referenced(self, block_id: int) -> bool:
         return self._refs[block_id] > 0
@@ -128,6 +134,13 @@ class WindowPool:
                 self._free.append(block_id)
             else:
                 (self._passed if passed else self._kept)[block_id] = None
+
+    def keep(self, key: bytes) -> None:
+        """Let the block of this key, if it is cached, be evicted as late as one that nobody has passed."""
+        block_id = self._key_to_block.get(key)
+        if block_id in self._passed:
+            del self._passed[block_id]
+            self._kept[block_id] = None
 
     def find_all(self, keys: Iterable[bytes]) -> list[int] | None:
         """Return the blocks that hold the KV of these keys; None if one is missing."""

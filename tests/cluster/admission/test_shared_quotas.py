@@ -192,6 +192,7 @@ async def test_a_redis_without_memory_counts_as_away(tmp_path: Path) -> None:
 
 
 @uses_redis_or_valkey
+@pytest.mark.slow
 async def test_the_tokens_of_a_killed_gateway_come_back_when_its_record_expires(server: RawRedis) -> None:
     """SIGKILL: nothing is given back, and nobody removes the gateway from the roster."""
     code = (

@@ -23,9 +23,9 @@ from cluster.api.authentication import METHOD_ACCESS
 from cluster.api.channel import ClientCredentials
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
-from cluster.identity.api_keys import revoke_key
+from cluster.identity.api_key_file import revoke_key
 from cluster.identity.identity import ROLES
-from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
+from cluster.identity.relay_tokens import RelayedCaller, RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 
 from cluster.api.generate_options import Turn
 from cluster.bench.conversations import read_conversations
-from cluster.bench.datasets import (
-    Dataset,
-    DatasetSettings,
-    Load,
-    RunSettings,
-    drawn_lengths,
-    open_dataset,
-    parse_dataset,
-)
+from cluster.bench.dataset_load import DatasetSettings, Load, RunSettings
+from cluster.bench.datasets import Dataset, open_dataset, parse_dataset
 from cluster.bench.json_items import MAX_LINE_BYTES, json_items
+from cluster.bench.lengths_dataset import drawn_lengths
 from cluster.bench.request_lengths import read_lengths
 from cluster.errors import BenchError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.bench.replayed_traces import replay_store
+from cluster.bench.store_bench import replay_store
 from cluster.errors import BenchError
 
 FIELDS = {"policy", "dram_blocks", "nvme_blocks", "hit_rate", "ideal_hit_rate", "written_per_hit"}

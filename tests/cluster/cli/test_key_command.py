@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 from cluster.cli.gateway_options import CallerOptions
 from cluster.cli.main import cli
 from cluster.errors import ConfigError
-from cluster.identity.api_keys import read_keys, split_key
+from cluster.identity.api_key_file import read_keys
+from cluster.identity.api_keys import split_key
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
 from cluster.identity.key_roots import parse_key_roots

@@ -15,7 +15,8 @@ from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
 from cluster.api.generate_options import GenerateOptions
-from cluster.identity.api_keys import revoke_key, split_key
+from cluster.identity.api_key_file import revoke_key
+from cluster.identity.api_keys import split_key
 from cluster.roster.messages import GatewayRecord
 from workers.stats_record import PathMeasure
 

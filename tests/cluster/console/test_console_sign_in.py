@@ -19,7 +19,8 @@ from gateway_harness import GatewayHarness
 
 from cluster.console.http_server import API, ROUTE_ACCESS
 from cluster.errors import ForbiddenError, UnauthenticatedError
-from cluster.identity.api_keys import revoke_key, split_key
+from cluster.identity.api_key_file import revoke_key
+from cluster.identity.api_keys import split_key
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.config import AuthConfig
 from cluster.identity.sessions import Sessions

@@ -17,7 +17,7 @@ from doctor_harness import config_of, context_of, only, said
 from cluster.doctor import access
 from cluster.doctor.check_context import CheckContext
 from cluster.doctor.checks import Severity
-from cluster.identity.api_keys import add_key
+from cluster.identity.api_key_file import add_key
 from cluster.identity.identity import Role
 from cluster.serve.machine import Machine
 from kvtransfer.common.clock import ManualClock

@@ -8,7 +8,7 @@ import pytest
 from doctor_harness import live, only, replica, said
 
 from cluster.cli.doctor import cluster_checks, run_checks
-from cluster.doctor import kv_cache, serving
+from cluster.doctor import kv_transfers, serving
 from cluster.doctor.checks import CheckResult, Severity
 from cluster.doctor.live_cluster import GatewayReply
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -194,8 +194,8 @@ def test_what_grows_now_is_distinguished_from_what_grew_once() -> None:
     assert not said(serving.preemptions, live(preempted))
     assert only(serving.failures, live(failed, before=clean)).severity is ERROR
     assert only(serving.failures, live(failed)).severity is NOTE
-    assert only(kv_cache.checksums, live(bad_sums, before=clean)).severity is ERROR
-    assert only(kv_cache.checksums, live(bad_sums)).severity is WARNING
+    assert only(kv_transfers.checksums, live(bad_sums, before=clean)).severity is ERROR
+    assert only(kv_transfers.checksums, live(bad_sums)).severity is WARNING
 
 
 def test_a_counter_of_a_replica_that_is_new_has_not_grown() -> None:
@@ -256,46 +256,6 @@ def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
     good = reused(num_finished_known_tokens=90_000, num_cached_tokens=85_000)
     assert {severity for severity, _ in said(serving.hit_rate, live(good))} == {OK}
     assert not said(serving.hit_rate, live(reused(num_prompts=5)))
-
-
-# --------------------------------------------------------------------------------------------- transfer
-
-
-def test_paths_are_there_fast_enough_and_preferred() -> None:
-    def having(**fields: object) -> Callable[[admin_pb.Path], None]:
-        def change(path: admin_pb.Path) -> None:
-            for name, value in fields.items():
-                setattr(path, name, value)
-
-        return change
-
-    refused = having(transport="", gb_s=0.0, instead_of="shm: other host; tcp: refused")
-    none = only(kv_cache.paths, live(path=refused))
-    assert none.severity is ERROR
-    assert "tcp: refused" in none.why
-    slow_path = only(kv_cache.paths, live(min_gb_s=8.0))
-    assert slow_path.severity is WARNING
-    assert "5.00 GB/s" in slow_path.seen
-    by_tcp = having(transport="tcp", instead_of="shm: 0.1 GB/s")
-    assert only(kv_cache.paths, live(path=by_tcp)).severity is WARNING
-    assert only(kv_cache.paths, live(min_gb_s=4.0)).severity is OK
-
-
-def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
-    def held(status: admin_pb.StatusResponse) -> None:
-        status.replicas[1].load.num_quarantined_blocks = 4
-        status.replicas[1].load.num_leaked_blocks = 2
-
-    assert [severity for severity, _ in said(kv_cache.blocks, live(held))] == [WARNING, WARNING]
-    assert not said(kv_cache.blocks, live(held, before=lambda status: None))
-
-
-def test_landings_that_wait_are_noted() -> None:
-    def waiting(status: admin_pb.StatusResponse) -> None:
-        status.replicas[1].load.num_waiting_landings = 2
-
-    assert only(kv_cache.landings, live(waiting)).severity is NOTE
-    assert not said(kv_cache.landings, live())
 
 
 def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:

@@ -63,6 +63,25 @@ def test_a_key_that_changes_results_and_is_ignored_is_named(folder: Path) -> Non
     assert "logits_scaling" in ignored.seen
 
 
+@pytest.mark.parametrize(
+    ("pool", "severity", "said_of_weights"),
+    [
+        ({"device": "cpu"}, OK, "(awq: int4 group 128), and stay so in products"),
+        ({"device": "cuda", "gpus_per_rank": 1}, NOTE, "and dequantized on cuda"),
+        ({"dtype": "bf16", "weight_dtype": "bf16"}, OK, "and weight_dtype is bf16"),
+    ],
+)
+def test_it_says_what_becomes_of_quantized_weights(
+    pool: dict[str, object], severity: Severity, said_of_weights: str, folder: Path
+) -> None:
+    file = folder / "config.json"
+    config = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    well, weights = model.config_json(context(folder, {"name": "p", "role": "both"} | pool))
+    assert (well.severity, weights.severity) == (OK, severity)
+    assert said_of_weights in weights.seen
+
+
 def test_weights_that_were_cut_short_are_named(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     whole = file.read_bytes()

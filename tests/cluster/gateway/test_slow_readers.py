@@ -68,6 +68,7 @@ def num_ended(gateway: Gateway, *states: str) -> int:
 
 # 4096 bytes hold a message or two, 0 none at all.
 @pytest.mark.parametrize("window_bytes", slow_but([4096, 0], 4096))
+@pytest.mark.slow
 async def test_clients_that_never_read_leave_all_that_may_wait_to_those_that_do(
     harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch, window_bytes: int
 ) -> None:

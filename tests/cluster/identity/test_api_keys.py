@@ -13,7 +13,8 @@ import yaml
 from callers import CREATED, key_of
 
 from cluster.errors import ConfigError, UnauthenticatedError
-from cluster.identity.api_keys import KeyEntry, add_key, parse_keys, read_keys, revoke_key, split_key
+from cluster.identity.api_key_file import add_key, parse_keys, read_keys, revoke_key
+from cluster.identity.api_keys import KeyEntry, split_key
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
 from kvtransfer.common.clock import ManualClock

@@ -18,7 +18,8 @@ from cluster.api.authentication import METHOD_ACCESS
 from cluster.api.generate_options import GenerateOptions
 from cluster.console.http_server import API
 from cluster.errors import CallError, StartError
-from cluster.identity.api_keys import revoke_key, split_key
+from cluster.identity.api_key_file import revoke_key
+from cluster.identity.api_keys import split_key
 from cluster.identity.audit import (
     MAX_CHARS,
     MAX_ITEMS,

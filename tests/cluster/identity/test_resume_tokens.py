@@ -1,4 +1,4 @@
-"""What a resume token binds, and what a gateway vouches for when it relays a call."""
+"""What a resume token binds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import ForbiddenError, InvalidRequestError
 from cluster.identity.identity import LOCAL
-from cluster.identity.resume_tokens import (
-    RELAY_S,
-    RelayedCaller,
-    RelayTokens,
-    ResumeTokens,
-    gateway_tag,
-    resume_digest,
-)
+from cluster.identity.relay_tokens import RelayedCaller, RelayTokens
+from cluster.identity.resume_tokens import ResumeTokens, gateway_tag, resume_digest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.rpc.trust import Trust
@@ -180,16 +174,6 @@ def test_a_request_is_digested_as_it_came() -> None:
     before = request.SerializeToString()
     resume_digest(request)
     assert request.SerializeToString() == before
-
-
-def test_a_relaying_gateway_vouches_for_names_for_a_while(clock: ManualClock) -> None:
-    relays = RelayTokens(TRUST, clock)
-    caller = RelayedCaller(("ops", "spiffe://x"), "r")
-    token = relays.issue(caller)
-    assert RelayTokens(TRUST, clock).caller(token) == caller
-    assert RelayTokens(OTHER, clock).caller(token) is None
-    clock.advance(RELAY_S)
-    assert relays.caller(token) is None
 
 
 def test_a_token_of_one_kind_is_none_of_the_other(tokens: ResumeTokens, clock: ManualClock) -> None:

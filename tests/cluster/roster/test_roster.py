@@ -12,6 +12,7 @@ from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
 from cluster.roster.actor import STARTING_CODEC, STARTING_S, RemoteRoster, RosterActor
+from cluster.roster.introduction import INTRODUCTION_S, meet_gateways
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, SetDesired, StartingReplica, StoreRecord
 from cluster.roster.state import (
     EXPIRE_S,
@@ -234,6 +235,31 @@ async def test_a_registration_is_renewed_until_its_life_is_over() -> None:
     await roster.register(replica(epoch=2))
     clock.advance(2.0)
     await asyncio.wait_for(renewing, WAIT_S)
+
+
+async def test_a_replica_is_introduced_when_every_gateway_has_connected() -> None:
+    clock = ManualClock()
+    roster = LocalRoster(clock)
+    await roster.register(gateway(epoch=2))
+    connected = {("gateway-a", 1)}  # of an earlier life
+    meeting = asyncio.create_task(meet_gateways(roster, lambda: connected, clock))
+    for _ in range(10):
+        await asyncio.sleep(0)
+        clock.advance(0.1)
+    assert not meeting.done()
+    connected.add(("gateway-a", 2))
+    clock.advance(0.1)
+    assert await asyncio.wait_for(meeting, WAIT_S) == []
+
+
+async def test_a_gateway_that_never_connects_is_named_and_holds_no_replica_up() -> None:
+    clock = ManualClock()
+    roster = LocalRoster(clock)
+    await roster.register(gateway())
+    meeting = asyncio.create_task(meet_gateways(roster, set, clock))
+    await asyncio.sleep(0)
+    clock.advance(INTRODUCTION_S)
+    assert await asyncio.wait_for(meeting, WAIT_S) == ["gateway-a"]
 
 
 async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scaling_harness import config, evenly, poisson, pool
 from typer.testing import CliRunner
 
-from cluster.bench.replayed_traces import read_arrivals
+from cluster.bench.scaling_bench import read_arrivals
 from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits

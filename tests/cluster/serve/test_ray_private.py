@@ -20,6 +20,7 @@ from ray import serve
 from ray._private import services
 from serving import ROOT, environment
 
+from cluster.roster.ray_roster import AT_HEAD
 from cluster.serve import ray_private
 from cluster.serve.ray_private import HEAD_RESOURCE, with_version
 
@@ -198,6 +199,7 @@ def test_no_socket_has_a_longer_path_than_is_reckoned_with(reported: Any) -> Non
 @behaves
 def test_the_head_node_has_a_resource_of_its_own(reported: Any) -> None:
     assert HEAD_RESOURCE in reported["node_resources"]
+    assert AT_HEAD.keys() == {HEAD_RESOURCE}
 
 
 @behaves

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsed_answers import parts, read
 
-from cluster.text.grammars import OutputConstraint, grammar_text
+from cluster.text.grammar_orders import OutputConstraint
+from cluster.text.grammar_text import grammar_text
 from cluster.text.output_parsers.callable_tools import CallableTool, ToolSchemaError
 from cluster.text.output_parsers.choose import ParserNeeds
 from cluster.text.output_parsers.tool_grammar import CallNotation, CallRules

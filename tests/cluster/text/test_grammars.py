@@ -14,7 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from slow_cases import slow_but
 
 from cluster.errors import GrammarError, UnavailableError
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary
+from cluster.text.grammar_orders import OutputConstraint
+from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.tag_grammar import Tag
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 from workers.model.model_config import read_model_config

@@ -16,7 +16,7 @@ from parsed_answers import parts, read
 
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.constraints import output_constraint
-from cluster.text.grammars import OutputConstraint
+from cluster.text.grammar_orders import OutputConstraint
 from cluster.text.output_parsers.callable_tools import CallableTool
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.harmony import HARMONY_MARKS, HarmonyPlace

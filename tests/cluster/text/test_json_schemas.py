@@ -12,7 +12,8 @@ from gateway_harness import write_model
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.errors import GrammarError
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary
+from cluster.text.grammar_orders import OutputConstraint
+from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.json_schemas import prepared, without_notes
 from workers.model.model_config import read_model_config
 

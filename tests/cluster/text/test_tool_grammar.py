@@ -22,7 +22,9 @@ from cluster.errors import InvalidRequestError, InvalidToolsError, bad_fields, t
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_checks import MAX_JSON_BYTES, MAX_TOOLS, chat_violations
 from cluster.text.constraints import output_constraint
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary, grammar_text
+from cluster.text.grammar_orders import OutputConstraint
+from cluster.text.grammar_text import grammar_text
+from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.output_parsers.callable_tools import CallableTool
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.pieces import Content, ToolCallDelta

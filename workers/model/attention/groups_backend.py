@@ -42,6 +42,7 @@ class GroupsAttention(AttentionBackend):
         self._kvs = tuple(kvs)
         # The group of layers with a state, where one is here.
         self.state_group = len(groups) - 1 if has_states and groups[-1] else None
+        self.has_states = self.state_group is not None
         self._layer_to_group = {layer: group for group, layers in enumerate(groups) for layer in layers}
         self._layer_to_place = {layer: place for layers in groups for place, layer in enumerate(layers)}
         shapes = [_of_layers(shape, layers) for layers in groups]

@@ -306,6 +306,8 @@ class AttentionBackend(ABC):
     is_deterministic: bool
     # Whether it plans from a `DeviceStep`, so that a CUDA graph can capture a step that decodes.
     can_capture = False
+    # Whether layers here keep a recurrent state, which a step may change in place.
+    has_states = False
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         assert shape.dtype is not None or not is_quantized(kv)

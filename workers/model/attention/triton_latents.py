@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.model.attention.interface import (
-    AttentionBackend,
-    AttentionShape,
-    LayerAttention,
-    StepInput,
-)
+from workers.model.attention.interface import AttentionBackend, AttentionShape, LayerAttention, StepInput
 from workers.model.attention.triton_backend import TritonAttention, TritonPlan
 from workers.model.cuda.latent_attention import chunk_latents, decode_latents, latent_tile
 

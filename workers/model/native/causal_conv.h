@@ -10,14 +10,21 @@
 #include "layer_ops.h"
 #include "products.h"
 
+// `width` channels from `channel` on, and where a block of states keeps their inputs: [num_taps - 1] rows, which are
+// `row_stride` apart. A state may keep copies of channels. `workers/model/state/native_conv.py` has the same structure.
+struct ConvSegment {
+  int64_t channel, width, place, row_stride;
+};
+
 // `workers/model/state/native_conv.py` has the same structure.
 struct ConvStep {
   const float *taps, *bias;  // [num_taps, num_channels], and [num_channels] or null
   int64_t num_taps, num_channels, is_bf16;
   int64_t is_activated;  // whether results become their SiLU
-  // The layer's states in the first block: each part begins with [num_taps - 1, num_channels / num_parts].
-  float* states;
-  int64_t block_stride, part_stride, num_parts;
+  const ConvSegment* segments;  // those that are copies behind the others
+  int64_t num_segments, num_computed;
+  float* states;  // of the layer, in the first block
+  int64_t block_stride;
   // As in `DeltaStep`.
   const int32_t *reads, *writes, *lengths;
   int64_t num_sequences;
@@ -29,7 +36,7 @@ template <typename T>
 class CausalConv {
   const ConvStep& step;
   const T* x;
-  const int64_t x_stride, out_stride, num_before, width;
+  const int64_t x_stride, out_stride, num_before;
   T* out;
 
   // A token: its sequence, and how many of this step are before it there.
@@ -50,7 +57,6 @@ class CausalConv {
         x_stride(x_stride),
         out_stride(out_stride),
         num_before(step.num_taps - 1),
-        width(step.num_channels / step.num_parts),
         out(out) {}
 
   void run() const {
@@ -60,29 +66,44 @@ class CausalConv {
     for (int32_t i = 0; i < step.num_sequences; i++)
       for (int32_t place = 0; place < step.lengths[i]; place++) tokens.push_back({i, place});
     int64_t num_tokens = tokens.size();
+    if (num_tokens == step.num_sequences) return run_single();
 #pragma omp parallel if (num_tokens * step.num_channels > SERIAL_ITEMS)
     {
 #pragma omp for schedule(static)
-      for (int64_t unit = 0; unit < num_tokens * step.num_parts; unit++)
-        convolve(tokens[unit / step.num_parts], unit / step.num_parts, unit % step.num_parts);
+      for (int64_t unit = 0; unit < num_tokens * step.num_computed; unit++) {
+        int64_t token = unit / step.num_computed;
+        convolve(tokens[token], token, step.segments[unit % step.num_computed]);
+      }
       // Only now has no token a use for what was kept.
 #pragma omp for schedule(static)
       for (int64_t token = 0; token < num_tokens; token++)
-        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence]) keep(tokens[token].sequence, token);
+        if (tokens[token].place + 1 == step.lengths[tokens[token].sequence])
+          for (int64_t i = 0; i < step.num_segments; i++) keep(tokens[token].sequence, token, step.segments[i]);
     }
   }
 
  private:
-  float* state_of(int64_t block, int64_t part) const {
-    return step.states + block * step.block_stride + part * step.part_stride;
+  // Where each sequence has one token.
+  void run_single() const {
+#pragma omp parallel for if (step.num_sequences * step.num_channels > SERIAL_ITEMS)
+    for (int64_t unit = 0; unit < step.num_sequences * step.num_segments; unit++) {
+      int64_t sequence = unit / step.num_segments, number = unit % step.num_segments;
+      const ConvSegment& segment = step.segments[number];
+      if (number < step.num_computed) convolve({int32_t(sequence), 0}, sequence, segment);
+      keep(sequence, sequence, segment);
+    }
   }
 
-  // The input `back` tokens before a token, of the channels of a part; one before the sequence is null.
-  Source source(Token at, int64_t token, int64_t part, int64_t back) const {
-    if (back <= at.place) return {x + (token - back) * x_stride + part * width, nullptr};
+  float* state_of(int64_t block, const ConvSegment& segment) const {
+    return step.states + block * step.block_stride + segment.place;
+  }
+
+  // The input `back` tokens before a token, of some channels; one before the sequence is null.
+  Source source(Token at, int64_t token, const ConvSegment& segment, int64_t back) const {
+    if (back <= at.place) return {x + (token - back) * x_stride + segment.channel, nullptr};
     int64_t read = step.reads[at.sequence];
     if (read < 0) return {nullptr, nullptr};
-    return {nullptr, state_of(read, part) + (num_before + at.place - back) * width};
+    return {nullptr, state_of(read, segment) + (num_before + at.place - back) * segment.row_stride};
   }
 
   template <typename W>
@@ -91,30 +112,28 @@ class CausalConv {
     return from.row ? load_part(from.row + i, count) : broadcast(0);
   }
 
-  void convolve(Token at, int64_t token, int64_t part) const {
+  void convolve(Token at, int64_t token, const ConvSegment& segment) const {
     Source sources[MOST_TAPS];
-    for (int64_t tap = 0; tap < step.num_taps; tap++) sources[tap] = source(at, token, part, num_before - tap);
-    T* to = out + token * out_stride + part * width;
-    const float* taps = step.taps + part * width;
-    for_vectors(width, [&](int64_t i, auto count) {
+    for (int64_t tap = 0; tap < step.num_taps; tap++) sources[tap] = source(at, token, segment, num_before - tap);
+    T* to = out + token * out_stride + segment.channel;
+    const float* taps = step.taps + segment.channel;
+    for_vectors(segment.width, [&](int64_t i, auto count) {
       Vec sum = load_source(sources[0], i, count) * load_part(taps + i, count);
       for (int64_t tap = 1; tap < step.num_taps; tap++)
         sum = sum + load_source(sources[tap], i, count) * load_part(taps + tap * step.num_channels + i, count);
-      if (step.bias) sum = sum + load_part(step.bias + part * width + i, count);
+      if (step.bias) sum = sum + load_part(step.bias + segment.channel + i, count);
       if (step.is_activated) sum = silu<float>(rounded<T>(sum));
       store_part(sum, to + i, count);
     });
   }
 
-  // Leaves the last inputs of a sequence, whose last token is `token`, in its block.
-  void keep(int64_t sequence, int64_t token) const {
+  // Leaves the last inputs of a sequence, whose last token is `token`, in its block: those of a segment.
+  void keep(int64_t sequence, int64_t token, const ConvSegment& segment) const {
     Token last{int32_t(sequence), step.lengths[sequence] - 1};
-    for (int64_t part = 0; part < step.num_parts; part++) {
-      float* to = state_of(step.writes[sequence], part);
-      for (int64_t row = 0; row < num_before; row++, to += width) {
-        Source from = source(last, token, part, num_before - 1 - row);
-        for_vectors(width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
-      }
+    float* to = state_of(step.writes[sequence], segment);
+    for (int64_t row = 0; row < num_before; row++, to += segment.row_stride) {
+      Source from = source(last, token, segment, num_before - 1 - row);
+      for_vectors(segment.width, [&](int64_t i, auto count) { store_part(load_source(from, i, count), to + i, count); });
     }
   }
 };

@@ -217,16 +217,16 @@ INLINE void multiply_rows(const A* a, int64_t stride, const W* panel, int64_t pa
   }
 }
 
-// Calls compute(begin, M) for blocks of M <= MOST_ROWS rows, as equal as can be; M is a constant's type.
-template <typename Compute>
+// Calls compute(begin, M) for blocks of M <= MOST rows, as equal as can be; M is a constant's type.
+template <int64_t MOST = MOST_ROWS, typename Compute>
 INLINE void for_row_blocks(int64_t rows, const Compute& compute) {
-  int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, begin = 0;
+  int64_t blocks = (rows + MOST - 1) / MOST, begin = 0;
   for (int64_t block = 0; block < blocks; block++) {
     int64_t end = rows * (block + 1) / blocks;
     switch (end - begin) {
-#define CASE(M)                                            \
-  case M:                                                  \
-    compute(begin, std::integral_constant<int, M>{});      \
+#define CASE(M)                                                                   \
+  case M:                                                                         \
+    if constexpr (M <= MOST) compute(begin, std::integral_constant<int, M>{});    \
     break;
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)

@@ -57,11 +57,42 @@ INLINE void add_scaled(const Vec (&sums)[M][V], const PanelShape& shape, const u
     Vec scale = load_scales(scales, shape.scale_kind, first + v);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) totals[m][v] = fma(scale, sums[m][v], totals[m][v]);
-    if (!shape.offset_kind) continue;
+  }
+  if (!shape.offset_kind) return;
+#pragma GCC unroll 4
+  for (int v = 0; v < V; v++) {
     Vec offset = load_scales(scales + scale_bytes(shape.scale_kind), shape.offset_kind, first + v);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
       totals[m][v] = fma(offset, broadcast(rows.group_sums[m * rows.num_groups + number]), totals[m][v]);
+  }
+}
+
+// The same with totals c[M, 32], for more of them than there are registers, where the compiler shall not keep them.
+// Stores might change what references name: all that is needed is read first.
+template <int M, int V, typename A>
+INLINE void add_scaled(const Vec (&sums)[M][V], const PanelShape& shape, const uint8_t* scales, int64_t first,
+                       const QuantizedRows<A>& rows, int64_t number, float* c) {
+  __asm__ volatile("" ::: "memory");
+  int64_t offset_kind = shape.offset_kind, num_groups = rows.num_groups;
+  Vec scale[V], offset[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; v++) scale[v] = load_scales(scales, shape.scale_kind, first + v);
+  if (offset_kind)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++)
+      offset[v] = load_scales(scales + scale_bytes(shape.scale_kind), offset_kind, first + v);
+  const float* group_sums = rows.group_sums + number;
+  c += first * LANES;
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+      float* to = c + m * PANEL + v * LANES;
+      Vec total = fma(scale[v], sums[m][v], load(to));
+      if (offset_kind) total = fma(offset[v], broadcast(group_sums[m * num_groups]), total);
+      store(total, to);
+    }
   }
 }
 
@@ -70,15 +101,15 @@ INLINE void add_scaled(const Vec (&sums)[M][V], const PanelShape& shape, const u
 // How far ahead of what is decoded memory is fetched.
 constexpr int64_t AHEAD_BYTES = 4 << 10;
 
-// c[M, 32] of a panel whose codes are decoded in registers.
+// Adds the products of M rows with a panel, whose codes are decoded in registers, to c[M, 32].
 template <CodeKind KIND, int M, typename A>
 void multiply_few(const QuantizedPanels& panels, const PanelShape& shape, const QuantizedRows<A>& rows,
                   const uint8_t* at, float* c) {
   Decoder<KIND, A> decoder(panels.table);
-  Vec totals[M][PANEL_VECS] = {};
   const A* inputs = rows.inputs;
   for (int64_t number = 0; number < shape.num_groups; number++) {
-    Vec sums[M][PANEL_VECS] = {};
+    Vec sums[M][PANEL_VECS];
+    begin_sums(sums, c, PANEL, false);
     for (int64_t i = 0; i < shape.group; i += STEP_INPUTS) {
 #pragma GCC unroll 4
       for (int64_t line = 0; line < STEP_BYTES<KIND>; line += 64) prefetch_weights<M>((const char*)at + AHEAD_BYTES + line);
@@ -90,10 +121,11 @@ void multiply_few(const QuantizedPanels& panels, const PanelShape& shape, const 
       }
       at += STEP_BYTES<KIND>, inputs += STEP_INPUTS;
     }
-    add_scaled(sums, shape, at, 0, rows, number, totals);
+    for (int64_t line = 0; line < shape.group_bytes - shape.code_bytes; line += 64)
+      prefetch_weights<M>((const char*)at + AHEAD_BYTES + line);
+    add_scaled(sums, shape, at, 0, rows, number, c);
     at += shape.group_bytes - shape.code_bytes;
   }
-  end_sums(totals, c, PANEL);
 }
 
 // ----------------------------------------------------------------------------------------- many rows
@@ -139,7 +171,31 @@ void decode_chunk(const QuantizedPanels& panels, const PanelShape& shape, const 
 #pragma GCC unroll 4
       for (int p = 0; p < STEP_INPUTS / 2; p++, to += 2 * PANEL) decoder.store_pair(decoder.weights(at, p), to);
     }
+    for (int64_t line = 0; line < shape.group_bytes - shape.code_bytes; line += 64)
+      prefetch((const char*)at + AHEAD_BYTES + line);
   }
+}
+
+// Adds the products of an input of M rows, or of a pair of bfloat16, with V vectors of outputs.
+template <int M, int V, typename A>
+INLINE void multiply_inputs(const A* inputs, int64_t stride, const A* weights, Vec (&sums)[M][V]) {
+  Vec loaded[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; v++) {
+    if constexpr (sizeof(A) == 2)
+      loaded[v] = load_bits(weights + v * 2 * LANES);
+    else
+      loaded[v] = load(weights + v * LANES);
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+      if constexpr (sizeof(A) == 2)
+        sums[m][v] = add_products(sums[m][v], loaded[v], inputs + m * stride);
+      else
+        sums[m][v] = fma(broadcast(inputs[m * stride]), loaded[v], sums[m][v]);
+    }
 }
 
 // Adds the products of M rows with a decoded chunk, of V vectors of outputs from `first` on, to the totals c[M, 32].
@@ -152,38 +208,55 @@ void multiply_chunk(const PanelShape& shape, const DecodedChunk& chunk, const Qu
   const A* weights = decoded + first * LANES * together;
   for (int64_t number = 0; number < chunk.num_groups; number++) {
     Vec sums[M][V];
-    begin_sums(sums, partial + first * LANES, PANEL, !chunk.starts);
-    for (int64_t i = 0; i < chunk.num_inputs; i += together, weights += PANEL * together, inputs += together) {
-      Vec loaded[V];
+    if (chunk.starts)
+      begin_sums(sums, partial, PANEL, false);
+    else
+      begin_sums(sums, partial + first * LANES, PANEL, true);
+    for (int64_t i = 0; i < chunk.num_inputs; i += 4 * together) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) {
-        if constexpr (sizeof(A) == 2)
-          loaded[v] = load_bits(weights + v * 2 * LANES);
-        else
-          loaded[v] = load(weights + v * LANES);
-      }
-#pragma GCC unroll 16
-      for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-          if constexpr (sizeof(A) == 2)
-            sums[m][v] = add_products(sums[m][v], loaded[v], inputs + m * rows.stride);
-          else
-            sums[m][v] = fma(broadcast(inputs[m * rows.stride]), loaded[v], sums[m][v]);
-        }
+      for (int turn = 0; turn < 4; turn++, weights += PANEL * together, inputs += together)
+        multiply_inputs(inputs, rows.stride, weights, sums);
     }
     if (!chunk.ends) return end_sums(sums, partial + first * LANES, PANEL);
-    Vec totals[M][V];
-    begin_sums(totals, c + first * LANES, PANEL, chunk.group + number > 0);
-    add_scaled(sums, shape, chunk.scales(shape, panel, number), first, rows, chunk.group + number, totals);
-    end_sums(totals, c + first * LANES, PANEL);
+    add_scaled(sums, shape, chunk.scales(shape, panel, number), first, rows, chunk.group + number, c);
   }
 }
+
+// The same of several groups, for as few rows that their totals are registers: stores of them take longer than the
+// products of small groups.
+template <int M, typename A>
+void multiply_groups(const PanelShape& shape, const DecodedChunk& chunk, const QuantizedRows<A>& rows,
+                     const uint8_t* panel, const A* weights, float* c) {
+  constexpr int64_t together = sizeof(A) == 2 ? 2 : 1;
+  const A* inputs = rows.inputs + chunk.group * shape.group;
+  Vec totals[M][PANEL_VECS];
+  begin_sums(totals, c, PANEL, true);
+  for (int64_t number = 0; number < chunk.num_groups; number++) {
+    Vec sums[M][PANEL_VECS];
+    begin_sums(sums, c, PANEL, false);
+    for (int64_t i = 0; i < chunk.num_inputs; i += 4 * together) {
+#pragma GCC unroll 4
+      for (int turn = 0; turn < 4; turn++, weights += PANEL * together, inputs += together)
+        multiply_inputs(inputs, rows.stride, weights, sums);
+    }
+    add_scaled(sums, shape, chunk.scales(shape, panel, number), 0, rows, chunk.group + number, totals);
+  }
+  end_sums(totals, c, PANEL);
+}
+
+constexpr int64_t MOST_GROUPED_ROWS = 6;  // of AVX-512: 12 sums and 12 totals of 32 registers
+constexpr int64_t LARGE_GROUP = 128;      // where stores count for little
 
 // The same of any number of rows, by vectors.
 template <typename A>
 void multiply_chunk_by_vectors(const PanelShape& shape, const DecodedChunk& chunk, const QuantizedRows<A>& rows,
                                int64_t num_rows, const uint8_t* panel, const A* decoded, float* partial, float* c) {
+  if constexpr (LANES == 16) {
+    if (shape.group < LARGE_GROUP)
+      return for_row_blocks<MOST_GROUPED_ROWS>(num_rows, [&](int64_t begin, auto count) {
+        multiply_groups<count.value>(shape, chunk, rows.from(begin), panel, decoded, c + begin * PANEL);
+      });
+  }
   for_row_blocks(num_rows, [&](int64_t begin, auto count) {
     constexpr int M = count.value, V = LANES == 16 || M <= 2 ? PANEL_VECS : PANEL_VECS / 2;
     for (int64_t first = 0; first < PANEL_VECS; first += V)
@@ -204,17 +277,16 @@ inline void multiply_chunk_by_tiles(const PanelShape& shape, const DecodedChunk&
              !chunk.starts);
     if (!chunk.ends) return;
     for (int64_t row = 0; row < num_rows; row++) {
-      Vec sums[1][PANEL_VECS], totals[1][PANEL_VECS];
+      Vec sums[1][PANEL_VECS];
       begin_sums(sums, partial + row * PANEL, PANEL, true);
-      begin_sums(totals, c + row * PANEL, PANEL, chunk.group + number > 0);
-      add_scaled(sums, shape, chunk.scales(shape, panel, number), 0, rows.from(row), chunk.group + number, totals);
-      end_sums(totals, c + row * PANEL, PANEL);
+      add_scaled(sums, shape, chunk.scales(shape, panel, number), 0, rows.from(row), chunk.group + number,
+                 c + row * PANEL);
     }
   }
 }
 #endif
 
-// c[num_rows, 32] of a panel that is decoded part by part.
+// Adds the products of rows with a panel, which is decoded part by part, to c[num_rows, 32].
 template <CodeKind KIND, typename A>
 void multiply_many(const QuantizedPanels& panels, const PanelShape& shape, const QuantizedRows<A>& rows,
                    int64_t num_rows, const uint8_t* panel, float* c) {
@@ -234,9 +306,9 @@ void multiply_many(const QuantizedPanels& panels, const PanelShape& shape, const
 
 // ----------------------------------------------------------------------------------------- the product
 
-// Rows whose codes are decoded in registers; 0 where tiles sum products in their own way.
+// Rows whose codes are decoded in registers, for every block of them; 0 where tiles sum products in their own way.
 template <typename A>
-constexpr int64_t MOST_FEW = LANES == 16 ? (sizeof(A) == 2 ? MOST_ROWS : 4) : 2;
+constexpr int64_t MOST_FEW = LANES == 16 ? (sizeof(A) == 2 ? 2 * MOST_ROWS : 4) : 2;
 #if defined(TANDEM_AMX)
 template <>
 constexpr int64_t MOST_FEW<Bf16> = 0;
@@ -246,9 +318,11 @@ constexpr int64_t MOST_FEW<Bf16> = 0;
 template <CodeKind KIND, typename A>
 void multiply_panel(const QuantizedPanels& panels, const PanelShape& shape, const QuantizedRows<A>& rows,
                     int64_t num_rows, const uint8_t* panel, float* c) {
+  memset(c, 0, num_rows * PANEL * sizeof(float));
   if (num_rows > MOST_FEW<A>) return multiply_many<KIND>(panels, shape, rows, num_rows, panel, c);
-  for_row_blocks(num_rows, [&](int64_t, auto count) {
-    if constexpr (count.value <= MOST_FEW<A>) multiply_few<KIND, count.value>(panels, shape, rows, panel, c);
+  for_row_blocks(num_rows, [&](int64_t begin, auto count) {
+    if constexpr (count.value <= MOST_FEW<A>)
+      multiply_few<KIND, count.value>(panels, shape, rows.from(begin), panel, c + begin * PANEL);
   });
 }
 

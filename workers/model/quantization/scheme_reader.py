@@ -52,6 +52,8 @@ class SchemeReader:
             "awq": self._awq,
             "fp8": self._fp8,
             METHOD: lambda: own_scheme(self._config, self._refuse),
+            "modelopt": self._modelopt,
+            "auto-round": self._auto_round,
             "fbgemm_fp8": lambda: of_all("fbgemm_fp8", _row_wise_fp8()),
         }
         if not isinstance(method, str):
@@ -66,13 +68,13 @@ class SchemeReader:
         raise CheckpointError(f"{self._file}: {_KEY} {problem}; {_INSTEAD}")
 
     def _compressed(self) -> QuantizationScheme:
-        sparsity = self._config.get("sparsity_config") or {}
-        if sparsity.get("format", "dense") != "dense":
-            self._refuse(f"has sparse weights ({sparsity['format']}), which are not read")
-        if (self._config.get("transform_config") or {}).get("config_groups"):
+        sparsity = self._section("sparsity_config").get("format", "dense")
+        if sparsity != "dense":
+            self._refuse(f"has sparse weights ({shown(sparsity)}), which are not read")
+        if self._section("transform_config").get("config_groups"):
             self._refuse("has transforms of activations, which are not computed")
-        groups = self._config.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
+        groups = self._section("config_groups")
+        if not groups:
             self._refuse("has no config_groups")
         formats = [self._compressed_group(name, group) for name, group in groups.items()]
         return QuantizationScheme("compressed-tensors", tuple(formats))
@@ -88,17 +90,21 @@ class SchemeReader:
             if target.startswith("re:"):
                 self._refuse_bad_pattern(target.removeprefix("re:"), f"config_groups.{name}.targets")
         how = group.get("format") or self._config.get("format")
-        if how not in _COMPRESSED:
+        if not isinstance(how, str) or how not in _COMPRESSED:
             self._refuse(f"has the format {shown(how)}, which is not read")
         layout, known = _COMPRESSED[how]
-        kind = weights.get("type", "int"), weights.get("num_bits")
-        if kind not in known:
-            self._refuse(f"has {how} weights of type {kind[0]} and {kind[1]} bits, which are not read")
+        named, num_bits = weights.get("type", "int"), weights.get("num_bits")
+        if (kind := (str(named), num_bits if isinstance(num_bits, int) else 0)) not in known:
+            which = f"of type {shown(named)} and {shown(num_bits)} bits"
+            self._refuse(f"has {how} weights {which}, which are not read")
         codes = _INT_CODES[kind[1]] if kind[0] == "int" else CodeType.FP8 if kind[1] == 8 else CodeType.FP4
         num_rows, size = self._compressed_sizes(weights, name)
         quantizes_inputs = bool(group.get("input_activations")) and codes in (CodeType.INT8, CodeType.FP8)
         has_zeros = kind[0] == "int" and not weights.get("symmetric", True)
-        stored = StoredFormat(layout, codes, size, num_rows, has_zeros, quantizes_inputs=quantizes_inputs)
+        has_order = weights.get("actorder") in (True, "group", "dynamic")
+        stored = StoredFormat(
+            layout, codes, size, num_rows, has_zeros, has_order, quantizes_inputs=quantizes_inputs
+        )
         return TargetedFormat(tuple(targets), stored)
 
     def _compressed_sizes(self, weights: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -120,7 +126,7 @@ class SchemeReader:
             TargetedFormat(
                 (f"re:{pattern.removeprefix('+:')}",), self._gptq_format({**config, **of_some}, how)
             )
-            for pattern, of_some in (config.get("dynamic") or {}).items()
+            for pattern, of_some in self._exceptions("dynamic").items()
             if not pattern.startswith("-:")
         ]
         for targeted in formats:
@@ -129,13 +135,40 @@ class SchemeReader:
         return QuantizationScheme("gptq", (*formats, *whole.formats))
 
     def _gptq_format(self, config: Mapping[str, Any], how: str) -> StoredFormat:
-        codes = _INT_CODES.get(config.get("bits", 0))
+        num_bits = config.get("bits")
+        codes = _INT_CODES.get(num_bits) if isinstance(num_bits, int) else None
         if codes is None:
-            self._refuse(f"has GPTQ weights of {shown(config.get('bits'))} bits, and 4 and 8 are read")
-        has_zeros, is_one_less = not config.get("sym", True), how == "gptq"
+            self._refuse(f"has GPTQ weights of {shown(num_bits)} bits, and 4 and 8 are read")
         return StoredFormat(
-            Layout.GPTQ, codes, self._group(config), has_zeros=has_zeros, is_one_less=is_one_less
+            Layout.GPTQ,
+            codes,
+            self._group(config),
+            has_zeros=not config.get("sym", True),
+            has_order=bool(config.get("desc_act")),
+            is_one_less=how == "gptq",
         )
+
+    def _auto_round(self) -> QuantizationScheme:
+        packing = str(self._config.get("packing_format"))
+        is_awq = packing.endswith("awq")
+        if not is_awq and not packing.endswith("gptq"):
+            self._refuse(f"has the packing_format {shown(packing)}, which is not read")
+        formats: list[TargetedFormat] = []
+        for product, of_some in self._exceptions("extra_config").items():
+            # Products of 16 bits have other tensors.
+            if not is_awq and of_some.get("bits", 4) != 16:
+                stored = self._gptq_format({**self._config, **of_some}, "gptq")
+                formats.append(TargetedFormat((product,), stored))
+        whole = self._awq() if is_awq else of_all("gptq", self._gptq_format(self._config, "gptq"))
+        return QuantizationScheme("auto-round", (*formats, *whole.formats))
+
+    def _modelopt(self) -> QuantizationScheme:
+        algorithm = self._config.get("quant_algo")
+        if algorithm == "FP8":
+            return of_all("modelopt", _row_wise_fp8())
+        if algorithm == "NVFP4":
+            return of_all("modelopt", StoredFormat(Layout.PLAIN, CodeType.FP4, 16))
+        self._refuse(f"has weights by ModelOpt in {shown(algorithm)}, and FP8 and NVFP4 are read")
 
     def _awq(self) -> QuantizationScheme:
         config = self._config
@@ -154,6 +187,21 @@ class SchemeReader:
         num_rows, size = self._block(self._config, "weight_block_size")
         stored = StoredFormat(Layout.PLAIN, CodeType.FP8, size, num_rows, quantizes_inputs=True)
         return of_all("fp8", stored)
+
+    def _section(self, key: str) -> Mapping[str, Any]:
+        """Return the object of this key, empty where there is none."""
+        found = self._config.get(key) or {}
+        if not isinstance(found, dict):
+            self._refuse(f"has the {key} {shown(found)}, which is no object")
+        return found
+
+    def _exceptions(self, key: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the object of this key, whose values are objects."""
+        found = self._section(key)
+        for name, of_some in found.items():
+            if not isinstance(of_some, dict):
+                self._refuse(f"has {shown(of_some)} for {shown(name)} in {key}, which is no object")
+        return found
 
     def _group(self, config: Mapping[str, Any]) -> int:
         """Return the inputs that share a scale; 0: all."""

@@ -45,14 +45,16 @@ class CodeType(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredFormat:
     """The format of a product's weight: a scale belongs to `group` inputs of `num_rows` outputs; 0: to all.
-    `has_zeros`: groups have zero points; `is_one_less`: these are stored less one. `quantizes_inputs`: the
-    product is meant to be computed with quantized inputs as well."""
+    `has_zeros`: groups have zero points; `is_one_less`: these are stored less one. `has_order`: groups are
+    not of neighbors. `quantizes_inputs`: the product is meant to be computed with quantized inputs as
+    well."""
 
     layout: Layout
     codes: CodeType
     group: int = 0
     num_rows: int = 1
     has_zeros: bool = False
+    has_order: bool = False
     is_one_less: bool = False
     quantizes_inputs: bool = False
 
@@ -158,17 +160,17 @@ def plain_name(name: str) -> str:
 
 
 def num_weights(name: str, num_items: int, num_item_bits: int, scheme: QuantizationScheme) -> int:
-    """Return how many weights are in a tensor of this name, with so many items: none where it has but scales
-    or the like."""
+    """Return how many weights are in a tensor of this name, with so many items, of so many bits where they
+    may be codes: none where it has but scales or the like."""
     plain = plain_name(name)
     if not plain:
         return 0
-    if name == plain:
-        return num_items
-    if not name.endswith(("_packed", ".qweight")):
-        return 0
     stored = scheme.format_of(product_of(plain))
-    return num_items if stored is None else num_items * num_item_bits // stored.codes.num_bits
+    if name == plain and (stored is None or num_item_bits == 0 or stored.codes is not CodeType.FP4):
+        return num_items
+    if stored is None or not (name == plain or name.endswith(("_packed", ".qweight"))):
+        return 0
+    return num_items * num_item_bits // stored.codes.num_bits
 
 
 def product_of(weight: str) -> str:

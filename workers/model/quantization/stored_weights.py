@@ -113,7 +113,9 @@ class StoredWeight:
         )
 
     def _plain(self, rows: slice) -> _Parts:
-        kind = {CodeType.FP8: "F8_E4M3", CodeType.FP4: "U8"}.get(self._stored.codes, "I8")
+        if self._stored.codes is CodeType.FP4:
+            return self._fp4(self._name, rows)
+        kind = "F8_E4M3" if self._stored.codes is CodeType.FP8 else "I8"
         codes = self._mapped(self._name, (self._num_outputs, self._num_inputs), (rows,), (kind,))
         packed = codes.view(torch.uint8)
         if self._stored.codes is CodeType.INT4:
@@ -134,8 +136,7 @@ class StoredWeight:
     def _packed(self, rows: slice) -> _Parts:
         name, num_bits = f"{self._name}_packed", self._stored.codes.num_bits
         if self._stored.codes is CodeType.FP4:
-            codes = self._mapped(name, (self._num_outputs, self._num_inputs // 2), (rows,), ("U8",))
-            return _Parts(codes, self._small_scales(rows), None)
+            return self._fp4(name, rows)
         words = self._mapped(
             name, (self._num_outputs, -(-self._num_inputs * num_bits // 32)), (rows,), ("I32",)
         )
@@ -157,11 +158,19 @@ class StoredWeight:
         words = self._files.mapped(name, shape, (), ("I32",))
         return self._unpacked_zeros(words.t(), rows)
 
-    def _small_scales(self, rows: slice) -> Tensor:
-        """Read the scales of FP4: those of NVFP4 are divided by one of the whole weight."""
-        scales = self._scales(f"{self._name}_scale", rows)
-        name = f"{self._name}_global_scale"
-        return scales / self._files.mapped(name, (1,), (), ("F32",)) if name in self._files else scales
+    def _fp4(self, name: str, rows: slice) -> _Parts:
+        """Read codes of FP4, two in a byte. Scales of NVFP4 are small, and there is one of the whole weight,
+        by which these are divided or multiplied."""
+        codes = self._mapped(name, (self._num_outputs, self._num_inputs // 2), (rows,), ("U8",))
+        scales, divisor, factor = (f"{self._name}_{it}" for it in ("scale", "global_scale", "scale_2"))
+        of_rows = self._scales(scales, rows)
+        if divisor in self._files:
+            of_rows = of_rows / self._scalar(divisor)
+        return _Parts(codes, of_rows * self._scalar(factor) if factor in self._files else of_rows, None)
+
+    def _scalar(self, name: str) -> Tensor:
+        shape = self._files.shape_of(name) or ()
+        return self._files.mapped(name, shape, (), ("F32",)).reshape(())
 
     def _gptq(self, rows: slice) -> _Parts:
         num_bits = self._stored.codes.num_bits

@@ -8,7 +8,7 @@ The conv part of a state is the beginning of each of its parts, [kernel_size - 1
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,28 +16,36 @@ from torch import Tensor
 from workers.model.state.state_mixer import LayerStates
 from workers.model.state.state_step import StateStep
 
+# The channels that each part of a rank's states keeps, in order: a few runs of channels for each.
+PartChannels = Sequence[Sequence[range]]
+
+
+def equal_parts(num_channels: int, num_parts: int) -> PartChannels:
+    """Return the channels of equal parts, each of which keeps others."""
+    width = num_channels // num_parts
+    return [[range(part * width, (part + 1) * width)] for part in range(num_parts)]
+
 
 class CausalConv:
     """A depthwise convolution with one kernel for each channel of a rank."""
 
-    def __init__(self, kernel: Tensor, bias: Tensor | None, channels: Tensor | None = None) -> None:
+    def __init__(self, kernel: Tensor, bias: Tensor | None, parts: PartChannels | None = None) -> None:
         """`kernel` float32 [num_channels, kernel_size], whose last column multiplies the token itself, and
-        `bias` [num_channels]. `channels` int64 [num_parts, num_channels_of_part] are those that each part of
-        the state keeps; None: equal parts, in order."""
+        `bias` [num_channels]. `parts` are the channels that the parts of a state keep; None: equal parts."""
         self._taps = kernel.t().contiguous()
         self._bias = bias
-        self._channels = channels
+        self._channels: Tensor | None = None
+        if parts is not None:
+            channels = [[it for run in runs for it in run] for runs in parts]
+            self._channels = torch.tensor(channels, device=kernel.device)
+            self._places = _first_places(self._channels, len(kernel))
         self.num_before = len(self._taps) - 1
-
-    def part_size(self, num_parts: int) -> int:
-        """Return the elements that the state of the convolution has in each of a rank's parts."""
-        return self._by_part(num_parts).shape[1] * self.num_before
 
     def convolve(self, x: Tensor, states: LayerStates) -> Tensor:
         """Convolve `x` [num_tokens, num_channels], and leave the last inputs of each sequence in its state.
         Returns float32 [num_tokens, num_channels]."""
         blocks, step = states
-        before = self._read(blocks, step, x.shape[1])
+        before = self._read(blocks, step)
         if step.is_decode:
             inputs = torch.cat((before, x.float()[:, None]), 1)
             self._write(blocks, step, inputs[:, 1:])
@@ -65,12 +73,11 @@ class CausalConv:
             total += its * tap
         return total if self._bias is None else total.add_(self._bias)
 
-    def _read(self, blocks: Tensor, step: StateStep, num_channels: int) -> Tensor:
+    def _read(self, blocks: Tensor, step: StateStep) -> Tensor:
         """Return the last inputs of each sequence, zeros of one that begins, [num_sequences, num_before,
         num_channels]."""
         reads, _ = step.on(blocks.device)
-        channels = self._by_part(blocks.shape[1])
-        num_parts, size = channels.shape
+        num_parts, size = self._part_shape(blocks.shape[1])
         kept = blocks[reads.clamp(min=0), :, : self.num_before * size]
         kept = kept.masked_fill((reads < 0)[:, None, None], 0.0)
         by_token = kept.view(-1, num_parts, self.num_before, size).transpose(1, 2).flatten(2)
@@ -81,22 +88,23 @@ class CausalConv:
     def _write(self, blocks: Tensor, step: StateStep, inputs: Tensor) -> None:
         """Leave the last inputs [num_sequences, num_before, num_channels] of each sequence in its block."""
         _, writes = step.on(blocks.device)
-        channels = self._by_part(blocks.shape[1])
         if self._channels is not None:
             inputs = inputs.index_select(2, self._channels.flatten())
-        by_part = inputs.view(*inputs.shape[:2], *channels.shape).transpose(1, 2).flatten(2)
+        by_part = (
+            inputs.view(*inputs.shape[:2], *self._part_shape(blocks.shape[1])).transpose(1, 2).flatten(2)
+        )
         blocks[writes, :, : by_part.shape[2]] = by_part
 
-    def _by_part(self, num_parts: int) -> Tensor:
-        if self._channels is not None:
-            return self._channels
-        return torch.arange(self._taps.shape[1]).view(num_parts, -1)
+    def _part_shape(self, num_parts: int) -> tuple[int, int]:
+        """Return how many parts there are, and the channels of each."""
+        num_channels = self._taps.shape[1] if self._channels is None else self._channels.numel()
+        return num_parts, num_channels // num_parts
 
-    @functools.cached_property
-    def _places(self) -> Tensor:
-        """The place of each channel among those of all parts, the first where several keep it."""
-        assert self._channels is not None
-        listed = self._channels.flatten()
-        places = torch.full((self._taps.shape[1],), len(listed), device=listed.device)
-        order = torch.arange(len(listed), device=listed.device)
-        return places.scatter_reduce_(0, listed, order, "amin")
+
+def _first_places(channels: Tensor, num_channels: int) -> Tensor:
+    """Return the place of each channel among those of all parts, [num_parts, num_channels_of_part], the first
+    where several keep it."""
+    listed = channels.flatten()
+    places = torch.full((num_channels,), len(listed), device=listed.device)
+    order = torch.arange(len(listed), device=listed.device)
+    return places.scatter_reduce_(0, listed, order, "amin")

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model import native
 from workers.model.sizes import kv_heads
+from workers.model.state.native_mamba2 import gate_and_square, scale_groups
 
 
 class NormGroups(NamedTuple):
@@ -43,6 +45,7 @@ class GatedNorm:
     def __init__(self, weight: Tensor, eps: float, groups: NormGroups) -> None:
         """`weight` float32 [num_columns] of the rank."""
         self._weight, self._eps, self._groups = weight, eps, groups
+        self._widths = torch.tensor(groups.widths)
         self._all_reduce: Callable[[Tensor], None] | None = None
 
     @property
@@ -58,20 +61,26 @@ class GatedNorm:
     def normalize(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize float32 x [num_tokens, num_columns], which is overwritten. Returns the result in the
         dtype of `gate`, of the same shape."""
+        kernels = native.load() if native.serves(gate.device, gate.dtype) else None
+        if kernels is not None:
+            squares = self._summed(gate_and_square(kernels, x, gate, self._widths))
+            sizes = self._groups.size, self._eps
+            return scale_groups(kernels, x, self._weight, squares, sizes, self._widths, gate.dtype)
         x = x.mul_(F.silu(gate.float()))
-        squares = self._squares(x)
+        parts = torch.split(x, list(self._groups.widths), 1)
+        squares = self._summed(torch.stack([part.square().sum(1) for part in parts], 1))
         factors = torch.rsqrt(squares / self._groups.size + self._eps)
-        for part, factor in zip(torch.split(x, list(self._groups.widths), 1), factors.unbind(1), strict=True):
+        for part, factor in zip(parts, factors.unbind(1), strict=True):
             part *= factor[:, None]
         return x.mul_(self._weight).to(gate.dtype)
 
-    def _squares(self, x: Tensor) -> Tensor:
-        """Return the sums of the squares of each of the rank's groups, [num_tokens, num_own_groups]."""
-        widths, first = self._groups.widths, self._groups.first
-        sums = torch.stack([part.square().sum(1) for part in torch.split(x, list(widths), 1)], 1)
+    def _summed(self, own: Tensor) -> Tensor:
+        """Add up the sums of squares of each of the rank's groups, [num_tokens, num_own_groups], with those
+        of other ranks that have columns of the groups."""
         if self._all_reduce is None:
-            return sums
-        of_all = sums.new_zeros(len(x), self._groups.num_groups)
-        of_all[:, first : first + len(widths)] = sums
+            return own
+        held = slice(self._groups.first, self._groups.first + own.shape[1])
+        of_all = own.new_zeros(len(own), self._groups.num_groups)
+        of_all[:, held] = own
         self._all_reduce(of_all)
-        return of_all[:, first : first + len(widths)]
+        return of_all[:, held].contiguous()

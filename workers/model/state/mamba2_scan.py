@@ -7,11 +7,45 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.model.state.state_mixer import LayerStates
+
 # The tokens that are computed together by products.
 CHUNK_TOKENS = 64
+
+
+class ScanHeads(NamedTuple):
+    """The heads of Mamba-2 at a rank. Each has a state [state_size, head_dim]; those of the heads of a part
+    of a state, one after another, are behind its first `num_kept` elements. For each head, float32
+    [num_heads]: the bias of its time steps, which are within `limits`, its decay and the factor of what
+    passes by the state; and int64 its group, among the rank's `num_groups`."""
+
+    head_dim: int
+    state_size: int
+    num_groups: int
+    num_kept: int
+    limits: tuple[float, float]
+    step_bias: Tensor
+    decay: Tensor
+    skip: Tensor
+    groups: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.decay)
+
+    @property
+    def inner_size(self) -> int:
+        """The columns of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The columns of all heads, and then of both kinds of columns of groups."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
 
 
 class ScanInputs(NamedTuple):
@@ -28,11 +62,44 @@ class ScanInputs(NamedTuple):
         return ScanInputs(*(it[rows] for it in self))
 
 
+class TorchScan:
+    """Scans tokens; in chunks, unless sequences decode or results shall not depend on chunks."""
+
+    def __init__(self, heads: ScanHeads, *, is_deterministic: bool) -> None:
+        self._heads, self._is_deterministic = heads, is_deterministic
+
+    def __call__(self, convolved: Tensor, steps: Tensor, states: LayerStates) -> Tensor:
+        """Scan the channels `convolved` [num_tokens, num_channels] with `steps` [num_tokens, num_heads]
+        before bias and activation, and leave the states of each sequence behind its last token. Returns
+        float32 [num_tokens, num_heads * head_dim]."""
+        heads, (blocks, step) = self._heads, states
+        reads, writes = step.on(blocks.device)
+        of_heads = blocks[:, :, heads.num_kept :]
+        kept = of_heads[reads.clamp(min=0)].masked_fill((reads < 0)[:, None, None], 0.0)
+        kept = kept.view(len(reads), heads.num_heads, heads.state_size, heads.head_dim)
+        scan = scan_tokens if step.is_decode or self._is_deterministic else scan_chunks
+        inputs = self._inputs(convolved.float(), steps)
+        mixed = scan(inputs, kept, heads.decay, heads.groups, step.lengths)
+        of_heads[writes] = kept.view(len(writes), *of_heads.shape[1:])
+        return mixed.add_(inputs.x * heads.skip[:, None]).flatten(1)
+
+    def _inputs(self, convolved: Tensor, steps: Tensor) -> ScanInputs:
+        heads = self._heads
+        of_groups = heads.num_groups * heads.state_size
+        x, b, c = torch.split(convolved, [heads.inner_size, of_groups, of_groups], 1)
+        return ScanInputs(
+            x.reshape(len(x), heads.num_heads, -1),
+            F.softplus(steps.float() + heads.step_bias).clamp(*heads.limits),
+            b.reshape(len(x), heads.num_groups, -1),
+            c.reshape(len(x), heads.num_groups, -1),
+        )
+
+
 def scan_tokens(
     inputs: ScanInputs, states: Tensor, decay: Tensor, groups: Tensor, lengths: NDArray[np.int32]
 ) -> Tensor:
-    """Scan the tokens of sequences of these `lengths`, whose `states` [num_sequences, num_heads, head_dim,
-    state_size] are overwritten by those behind their last tokens; heads decay by `decay` [num_heads], and are
+    """Scan the tokens of sequences of these `lengths`, whose `states` [num_sequences, num_heads, state_size,
+    head_dim] are overwritten by those behind their last tokens; heads decay by `decay` [num_heads], and are
     of the `groups` [num_heads]. Returns [num_tokens, num_heads, head_dim].
 
     The tokens of a sequence follow one another, so results do not depend on chunks."""
@@ -47,9 +114,9 @@ def scan_tokens(
         chosen: Tensor | slice = slice(None) if is_all else torch.from_numpy(running).to(mixed.device)
         x, steps, b, c = inputs.at(rows)
         own = states[chosen] * torch.exp(steps * decay)[..., None, None]
-        own += (steps[..., None] * x)[..., None] * b[:, groups][:, :, None]
+        own += b[:, groups][..., None] * (steps[..., None] * x)[:, :, None]
         states[chosen] = own
-        mixed[rows] = (own * c[:, groups][:, :, None]).sum(-1)
+        mixed[rows] = (own * c[:, groups][..., None]).sum(2)
     return mixed
 
 
@@ -68,7 +135,7 @@ def scan_chunks(
 
 
 def _scan_chunk(inputs: ScanInputs, state: Tensor, decay: Tensor, groups: Tensor) -> Tensor:
-    """Scan one chunk of a sequence, whose `state` [num_heads, head_dim, state_size] is overwritten."""
+    """Scan one chunk of a sequence, whose `state` [num_heads, state_size, head_dim] is overwritten."""
     x, steps, b, c = (it.transpose(0, 1) for it in inputs)  # heads and groups first
     sums = (steps * decay[:, None]).cumsum(1)
     # The decay between any two tokens, 0 where the second comes first.
@@ -76,8 +143,8 @@ def _scan_chunk(inputs: ScanInputs, state: Tensor, decay: Tensor, groups: Tensor
     scores = torch.bmm(c, b.transpose(1, 2))[groups] * between
     weighted = x * steps[..., None]
     of_heads = c[groups] * torch.exp(sums)[..., None]
-    mixed = torch.bmm(scores, weighted).baddbmm_(of_heads, state.transpose(1, 2))
+    mixed = torch.bmm(scores, weighted).baddbmm_(of_heads, state)
     ends = torch.exp(sums[:, -1:] - sums)[..., None]
-    added = torch.bmm((weighted * ends).transpose(1, 2), b[groups])
+    added = torch.bmm(b[groups].transpose(1, 2), weighted * ends)
     state.mul_(torch.exp(sums[:, -1])[:, None, None]).add_(added)
     return mixed.transpose(0, 1)

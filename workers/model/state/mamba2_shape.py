@@ -28,7 +28,7 @@ _NAMES: dict[str, LayerKind] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mamba2Shape(StateShape):
-    """Represents layers of Mamba-2. Each of `num_heads` heads has a state [head_dim, state_size]. Heads form
+    """Represents layers of Mamba-2. Each of `num_heads` heads has a state [state_size, head_dim]. Heads form
     `num_groups` groups, of which each shares its inputs and outputs of the state, [state_size] each. The
     channels of heads and groups are convolved over `kernel_size` tokens before. Time steps are within
     `step_limits`.

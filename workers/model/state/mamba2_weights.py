@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from workers.model.split_products import ProductRows, SplitProducts, fused_rows
+from workers.model.state.causal_conv import PartChannels
 from workers.model.state.gated_norm import GatedNorm, NormGroups
 from workers.model.state.mamba2 import Mamba2
+from workers.model.state.mamba2_scan import ScanHeads
 from workers.model.state.mamba2_shape import Mamba2Shape
 from workers.model.state.state_weights import StateWeightReader, StateWeights
 
@@ -33,17 +35,36 @@ class Mamba2Weights(StateWeights):
     eps: float
 
     def make_mixer(self, *, is_deterministic: bool) -> Mamba2:
-        shape = self.shape
-        groups = NormGroups.of(shape.inner_size, shape.num_groups, self.held, self.num_parts)
+        shape, held = self.shape, self.held
+        groups = NormGroups.of(shape.inner_size, shape.num_groups, held, self.num_parts)
+        parts = _channels_of_parts(shape, held, self.num_parts)
+        num_kept = sum(map(len, parts[0])) * (shape.kernel_size - 1)
         return Mamba2(
-            shape,
-            self.held,
-            self.num_parts,
+            self._heads(num_kept),
             self.kernel,
             self.conv_bias,
-            (self.step_bias, self.decay_log, self.skip),
+            parts,
             GatedNorm(self.norm, self.eps, groups),
+            self.input.parts[0].dtype,
             is_deterministic=is_deterministic,
+        )
+
+    def _heads(self, num_kept: int) -> ScanHeads:
+        shape, num_heads = self.shape, len(self.decay_log)
+        groups = shape.groups_of(self.held, self.num_parts)
+        first = self.held.start * shape.part_heads(self.num_parts)
+        in_group = shape.num_heads // shape.num_groups
+        of_heads = [head // in_group - groups.start for head in range(first, first + num_heads)]
+        return ScanHeads(
+            shape.head_dim,
+            shape.state_size,
+            len(groups),
+            num_kept,
+            shape.step_limits,
+            self.step_bias,
+            -torch.exp(self.decay_log),
+            self.skip,
+            torch.tensor(of_heads, device=self.skip.device),
         )
 
 
@@ -93,3 +114,21 @@ class Mamba2WeightReader(StateWeightReader):
             self._num_parts,
             self._eps,
         )
+
+
+def _channels_of_parts(shape: Mamba2Shape, held: range, num_parts: int) -> PartChannels:
+    """Return the convolved channels of a rank that each of its parts keeps: those of its heads, and both
+    kinds of those of each of its groups."""
+    part, size = shape.part_heads(num_parts) * shape.head_dim, shape.state_size
+    groups, num_inner = shape.groups_of(held, num_parts), len(held) * part
+
+    def of_group(group: int, kind: int) -> range:
+        start = num_inner + (kind * len(groups) + group - groups.start) * size
+        return range(start, start + size)
+
+    found = []
+    for number, its in enumerate(held):
+        own = shape.groups_of(range(its, its + 1), num_parts)
+        of_groups = [of_group(group, kind) for kind in range(2) for group in own]
+        found.append([range(number * part, (number + 1) * part), *of_groups])
+    return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from workers.model.state.causal_conv import CausalConv
+from workers.model.state.convolve import make_convolve
 from workers.model.state.state_mixer import LayerStates, StateMixer
 
 
@@ -12,11 +13,10 @@ class ShortConv(StateMixer):
     """Convolves channels times a gate, and multiplies the result by another gate. Both products are rounded
     to the model's dtype, and so is the result of the convolution."""
 
-    def __init__(self, kernel: Tensor, bias: Tensor | None) -> None:
-        """`kernel` float32 [num_channels, kernel_size], `bias` [num_channels]."""
-        self._conv = CausalConv(kernel, bias)
+    def __init__(self, kernel: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """`kernel` float32 [num_channels, kernel_size], `bias` [num_channels]; `dtype` is that of tokens."""
+        self._convolve = make_convolve(kernel, bias, dtype)
 
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
         gate, out_gate, channels = projected.chunk(3, dim=1)
-        convolved = self._conv.convolve(gate * channels, states)
-        return out_gate * convolved.to(projected.dtype)
+        return out_gate * self._convolve(gate * channels, states)

@@ -22,7 +22,7 @@ class ShortConvWeights(StateWeights):
     bias: Tensor | None
 
     def make_mixer(self, *, is_deterministic: bool) -> ShortConv:
-        return ShortConv(self.kernel, self.bias)
+        return ShortConv(self.kernel, self.bias, self.input.parts[0].dtype)
 
 
 class ShortConvWeightReader(StateWeightReader):

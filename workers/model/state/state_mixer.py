@@ -29,8 +29,8 @@ class StateMixer(ABC):
 
     def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
         """Compute with the other of `tp` ranks, which have the other parts of the state: `all_reduce` adds up
-        over them what no rank has whole. Called once, before the first step. Most kinds of layers need nothing
-        of each other's parts."""
+        over them what no rank has whole. Called once, before the first step. Most kinds of layers need
+        nothing of each other's parts."""
         assert tp > 1
 
     @abstractmethod
