@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -119,9 +120,7 @@ class _Run:
         try:
             with _bar("measuring perplexity") as shown:
                 before, after = (
-                    layered_perplexity(
-                        folder, dtype, windows, lambda done, total, what=what: shown(done / total, what)
-                    )
+                    layered_perplexity(folder, dtype, windows, functools.partial(_show_part, shown, what))
                     for folder, what in ((self._source, "before"), (self._out, "after"))
                 )
         except QuantizationError as error:
@@ -155,7 +154,7 @@ def _text_of(file: Path | None) -> str:
     """Return the text in the file, or the description of this distribution."""
     if file is not None:
         return _read(file)
-    return str(importlib.metadata.metadata("tandem-serve").get_payload())
+    return str(importlib.metadata.metadata("tandem-serve").json["description"])
 
 
 def _read(file: Path) -> str:
@@ -163,6 +162,10 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{file}: cannot be read: {error}") from error
+
+
+def _show_part(shown: Shown, what: str, done: int, total: int) -> None:
+    shown(done / total, what)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def _drawn(seed: int, num_outputs: int = 6, num_inputs: int = 24) -> tuple[Tenso
 
 def _products(inputs: Tensor) -> InputProducts:
     found = InputProducts(inputs.shape[1])
-    for part in inputs.split(64):
+    for part in torch.split(inputs, 64):
         found.add(part)
     return found
 

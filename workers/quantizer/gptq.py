@@ -57,7 +57,7 @@ def gptq_rounded(
     """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded,
     where large inputs count more. The squares that are returned are of the products with the inputs rather
     than of the weights."""
-    pieces = weight.split(max(1, _PIECE_BYTES // (4 * weight.shape[1])))
+    pieces = torch.split(weight, max(1, _PIECE_BYTES // (4 * weight.shape[1])))
     return joined([_rounded(rows.float(), inputs, target, dtype) for rows in pieces])
 
 

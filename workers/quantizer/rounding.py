@@ -49,7 +49,7 @@ class NearestRounder:
 
     def rounded(self, name: str, weight: Tensor, dtype: torch.dtype) -> Rounded:
         step = max(1, _PIECE_BYTES // (4 * weight.shape[1]))
-        pieces = [_nearest(rows.float(), self._target, dtype) for rows in weight.split(step)]
+        pieces = [_nearest(rows.float(), self._target, dtype) for rows in torch.split(weight, step)]
         return joined(pieces)
 
 
