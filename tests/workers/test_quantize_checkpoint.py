@@ -83,6 +83,17 @@ def _grouped(values: Tensor, num_groups: int) -> Tensor:
     return values.double().view(len(values), num_groups, -1)
 
 
+def test_small_weights_in_float16_have_scales_that_are_small_enough() -> None:
+    """And a row of zeros has a scale that is none."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).mul_(1e-3).half()
+    weight[3] = 0
+    rounded = NearestRounder(QuantizationTarget.of("int8")).rounded("", weight, torch.float16)
+    found = rounded.codes.double() * rounded.scales.double()
+    assert bool((rounded.scales > 0).all())
+    assert float((found - weight.double()).abs().max()) <= 0.51 * float(weight.abs().max()) / 127
+    assert not bool(found[3].any())
+
+
 def test_codes_are_packed_as_the_specification_says(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The first code in the lowest bits, each as its distance from the smallest: by hand for one row."""
     source = make_checkpoint("qwen3", **SHAPE)

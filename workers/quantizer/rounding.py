@@ -104,5 +104,7 @@ def squared(values: Tensor) -> float:
 
 
 def _scale(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the dtype in which they are stored, before codes are taken by them."""
-    return values.clamp(min=_LEAST_SCALE).to(dtype).clamp_(min=torch.finfo(dtype).tiny)
+    """Round scales to the dtype in which they are stored, before codes are taken by them. They stay above
+    zero: float16 has numbers below the smallest normal one for them."""
+    limits = torch.finfo(dtype)
+    return values.clamp(min=max(_LEAST_SCALE, limits.tiny * limits.eps)).to(dtype)
