@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.drawn_trust import draw_trust
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
+from benchmarks.random_quantized import QUANTIZED_FORMS, draw_quantized
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
@@ -50,6 +51,8 @@ from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import TargetRank, WriterRank
 from workers.engine_bench.driver import EngineDriver
 from workers.messages.rank_channel import BatchEntry, StepPlan
+from workers.model.make_linear import make_linear
+from workers.model.products import Linear
 from workers.model.sizes import ModelWork
 from workers.model.tensor_files import TensorFiles
 from workers.rank.device_accounts import CudaAccounts
@@ -87,6 +90,8 @@ MODEL_TO_SIZES = {
     "8b": Sizes(LLAMA_8B, QWEN3_30B_QUARTER, 2 << 30, 8192, 4096, 64, 128),
     "tiny": Sizes({}, _TINY_EXPERTS, 8 << 20, 128, 96, 8, 16),
 }
+# As many weights of products as caches do not hold.
+_NUM_WEIGHTS = 8
 # The batches in which a model with experts decodes.
 EXPERT_BATCHES = (1, 32)
 
@@ -389,6 +394,33 @@ def deterministic(bench: Bench) -> Iterator[Line]:
         yield {"figure": f"deterministic {figure}", "value": value, "limit": limit, "ratio": value / limit}
 
 
+def quantized(bench: Bench) -> Iterator[Line]:
+    """Products with quantized weights: the time to copy their bytes, or of their operations, over theirs."""
+    _needs_cuda(bench)
+    num_outputs, num_inputs = 2 * LLAMA_8B["intermediate_size"], LLAMA_8B["hidden_size"]
+    for name, form in QUANTIZED_FORMS.items():
+        weights = [draw_quantized(form, num_outputs, num_inputs, bench.device) for _ in range(_NUM_WEIGHTS)]
+        linears = [make_linear(weight) for weight in weights]
+        for num_rows in (1, 16, 64, bench.sizes.prefill_tokens):
+            x = torch.randn(num_rows, num_inputs, device=bench.device).to(torch.bfloat16)
+            work = partial(_multiply_all, linears, x)
+            seconds = best_s(work, CLOCK, bench.device, 10) / len(linears)
+            read_s = weights[0].num_bytes / bench.limits.byte_s
+            limit_s = max(read_s, 2 * num_rows * num_outputs * num_inputs / bench.limits.flop_s)
+            yield {
+                "figure": f"{name} product_us of {num_rows} rows",
+                "value": seconds * 1e6,
+                "limit": limit_s * 1e6,
+                "ratio": limit_s / seconds,
+                "target": 0.7,
+            }
+
+
+def _multiply_all(linears: Sequence[Linear], x: Tensor) -> None:
+    for linear in linears:
+        linear(x)
+
+
 def cuda_ipc(bench: Bench) -> Iterator[Line]:
     """Pushes between two processes, with checksums: their rate over that of copies on the device."""
     rate = push_rate(bench.device, bench.sizes)
@@ -431,7 +463,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {
     part.__name__: part
-    for part in (decode, prefill, experts, idle, sampling, cuda_ipc, offload, deterministic)
+    for part in (decode, prefill, experts, quantized, idle, sampling, cuda_ipc, offload, deterministic)
 }
 
 

@@ -66,13 +66,25 @@ CLOCK = SystemClock()
 class UnsummedPool(HostPool):
     """A pool that returns zeros for sums."""
 
-    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
+    def store(
+        self,
+        block_ids: Sequence[int],
+        region: ByteRegion,
+        offsets: Sequence[int],
+        layers: tuple[int, ...] | None = None,
+    ) -> list[int]:
         table = self._table(self.layout.shard)
         copy_runs(self.region, self.offsets(block_ids), region, offsets, table, sums=False, streamed=True)
         return [0] * len(block_ids)
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
+        self,
+        block_ids: Sequence[int],
+        piece: Shard,
+        region: ByteRegion,
+        offsets: Sequence[int],
+        shard: Shard,
+        layers: tuple[int, ...] | None = None,
     ) -> list[int]:
         table = self._table(piece).reversed()
         copy_runs(region, offsets, self.region, self.offsets(block_ids), table, sums=False, streamed=True)

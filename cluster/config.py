@@ -178,11 +178,6 @@ class PoolConfig(_Settings):
                 f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights of floats have the dtype "
                 "of KV; leave weight_dtype out, or name the same dtype, or int8, int4 or fp8"
             )
-        if self.weight_dtype in ("int8", "int4", "fp8") and "cuda" in self.stage_devices:
-            raise ValueError(
-                f"weight_dtype {self.weight_dtype} on cuda: there are no products of such weights there yet; "
-                "leave weight_dtype out, or set device: cpu"
-            )
         if self.engine.deterministic:
             self._refuse_nondeterministic()
         return self

@@ -1,4 +1,11 @@
-"""KV events, from an engine core to the watchers of its prefix cache."""
+"""KV events, from an engine core to the watchers of its prefix cache.
+
+Blocks are named by the KV of layers that see all tokens. Where other groups of layers have a window, or keep
+a state, what these need of a prefix may be gone while the blocks are still there. A block is *marked* where
+all such groups have theirs of it: their KV of the block, or the state behind it, on the device or in the
+node's store. A prompt can be continued behind a block when it is marked, and as many before it as the longest
+window reaches, `marks_needed` in all.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +34,25 @@ class BlocksRemoved(Part, frozen=True):
 
 class KvEvents(Message, frozen=True):
     """What changed in a replica's prefix cache since sequence number `sequence - 1`. A watcher that sees a
-    gap, or another epoch, asks for a snapshot."""
+    gap, or another epoch, asks for a snapshot. Blocks `marked` are so from now on, the `unmarked` are not."""
 
     publisher: ReplicaIdentity
     sequence: int
     stored: tuple[BlocksStored, ...]
     removed: tuple[BlocksRemoved, ...]
+    marked: tuple[bytes, ...] = ()
+    unmarked: tuple[bytes, ...] = ()
 
 
 class KvSnapshot(Message, frozen=True):
-    """All a replica holds, as (parent, key) chains, valid up to and including `sequence`."""
+    """All a replica holds, as (parent, key) chains, valid up to and including `sequence`; and the blocks that
+    are marked. With `marks_needed` 0 no layer has a window or a state, and none is."""
 
     publisher: ReplicaIdentity
     sequence: int
     stored: tuple[BlocksStored, ...]
+    marked: tuple[bytes, ...] = ()
+    marks_needed: int = 0
 
 
 class KvSnapshotRequest(Message, frozen=True):

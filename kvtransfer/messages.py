@@ -8,6 +8,8 @@ ids are `bytes`, sizes are bytes, times are seconds.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvtransfer.codec import Part
 
 PROTOCOL_VERSION = 8
@@ -54,6 +56,16 @@ class KvGroup(Part, frozen=True):
 STATE_WINDOW = 2
 # States are float32, whatever activations are.
 STATE_ITEM_BYTES = 4
+
+
+class MovedBytes(NamedTuple):
+    """KV of each token, in layers without a window; of each of the last `window` tokens, in layers with one;
+    and the states."""
+
+    token_bytes: int
+    window_token_bytes: int
+    window: int
+    state_bytes: int
 
 
 class WindowBlocks(Part, frozen=True):
@@ -105,10 +117,36 @@ class CompatibilityRecord(Part, frozen=True):
     @property
     def token_bytes(self) -> int:
         """KV of one token over all layers and heads, without states, which do not grow with tokens."""
+        if not self.groups:
+            return self._layer_bytes * self.num_layers
+        sizes = zip(self.groups, self.group_bytes, strict=True)
+        return sum(size for group, size in sizes if not group.state_size)
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """What each group keeps, over all heads: KV of one token, or the state of one sequence."""
+        return tuple(
+            len(group.layers) * (STATE_ITEM_BYTES * group.state_size * self.num_kv_heads or self._layer_bytes)
+            for group in self.groups
+        )
+
+    @property
+    def _layer_bytes(self) -> int:
         head_bytes = self.head_dim * (self.kv_item_bytes or 2) + self.scale_bytes
-        of_groups = sum(len(group.layers) for group in self.groups if not group.state_size)
-        num_layers = of_groups if self.groups else self.num_layers
-        return self.num_kinds * num_layers * self.num_kv_heads * head_bytes
+        return self.num_kinds * self.num_kv_heads * head_bytes
+
+    @property
+    def moved_bytes(self) -> MovedBytes:
+        """What a sequence that moves to another replica takes along."""
+        groups = list(zip(self.groups, self.group_bytes, strict=True))
+        windows = [(group.window, size) for group, size in groups if group.window and not group.state_size]
+        window_token_bytes = sum(size for _, size in windows)
+        return MovedBytes(
+            self.token_bytes - window_token_bytes,
+            window_token_bytes,
+            max((window for window, _ in windows), default=0),
+            self.state_bytes,
+        )
 
     @property
     def state_bytes(self) -> int:

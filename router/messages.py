@@ -43,6 +43,11 @@ class ReplicaLoad(Part, frozen=True):
     # The tokens of a step, and the sequences that can run; 0 if unknown.
     max_batch_tokens: int = 0
     max_sequences: int = 0
+    # What a prompt takes along when it is handed over, beside KV of its tokens in layers without a window, in
+    # tokens of such KV: of each of its last `window_tokens` in layers with one, and its states.
+    window_tokens: int = 0
+    window_token_ratio: float = 0.0
+    state_tokens: float = 0.0
 
 
 class QueueState(Part, frozen=True):
@@ -105,7 +110,8 @@ class Candidate(Part, frozen=True):
     ("decode"); `pressure_s` is what others suffer and what decoding there takes, plus penalties, named in
     `note`. `transfer_s` of a "prefill" candidate is what sending the whole prompt from there takes. A pair
     costs both costs, less `router.policies.OVERLAP` of the shorter `queue_s`, plus `transfer_s` times the
-    uncached share of the prompt at the decode side.
+    uncached share of the prompt at the decode side. What is sent whatever the decode side has, windows and
+    states, takes `once_s`, which is in the `cost_s` of a "prefill" candidate.
     """
 
     replica_id: str
@@ -126,6 +132,7 @@ class Candidate(Part, frozen=True):
     prefill_s: float = 0.0
     # The time of a decode step there, with the request.
     step_s: float = 0.0
+    once_s: float = 0.0
 
 
 class Candidates(Sequence[Candidate]):

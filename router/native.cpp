@@ -10,8 +10,9 @@ namespace {
 constexpr double NEVER = std::numeric_limits<double>::infinity();
 constexpr int64_t NONE = -1;
 
-// A mask has four bits of each replica (router/radix.py): device, DRAM, NVMe, and one that is never set.
+// A mask has four bits of each replica (router/radix.py): device, DRAM, NVMe and mark.
 constexpr int SLOT_BITS = 4;
+constexpr int DRAM_BIT = 1, MARK_BIT = 3;
 constexpr int64_t SLOTS_PER_WORD = 64 / SLOT_BITS;
 constexpr uint64_t DEVICE_BITS = 0x1111111111111111ull;
 
@@ -29,9 +30,9 @@ constexpr uint32_t HASH_FACTOR = 0x9E3779B1u;
 struct Row {
   int64_t slot, sides, role, checksum, length_class;
   int64_t turn, num_sent_tokens, num_held_tokens, num_sent_sequences, num_held_sequences, num_free_blocks,
-      num_total_blocks, max_local_tokens;
+      num_total_blocks, max_local_tokens, window_tokens;
   double received_at, num_places, place_s, token_s, product_s, attention_s, mixed_s, transfer_s, dram_s, nvme_s,
-      present_step_s, step_s;
+      present_step_s, step_s, state_s, window_token_s;
 };
 
 struct Query {
@@ -115,7 +116,9 @@ inline Costs price(const Settings& settings, const Row& now, const Query& query,
     local_pressure_s += settings.stale_s;
   }
   Costs costs;
-  costs.prefill_s = own_s + load_s + queue_s + prefill_pressure_s;
+  const double once_s =
+      now.state_s + static_cast<double>(std::min(num_tokens, now.window_tokens)) * now.window_token_s;
+  costs.prefill_s = own_s + load_s + queue_s + prefill_pressure_s + once_s;
   costs.decode_s = place_wait_s + decode_pressure_s;
   costs.local_s = own_s + load_s + std::max(queue_s, place_wait_s) + local_pressure_s;
   costs.transfer_s = static_cast<double>(num_tokens) * now.transfer_s;
@@ -170,6 +173,33 @@ void count_blocks(const uint64_t* masks, int64_t num_keys, int64_t num_words, in
     count_changes(last_device, 0, position, of_device);
     count_changes(last_dram, 0, position, of_dram);
     count_changes(last_nvme, 0, position, of_nvme);
+  }
+}
+
+// Cuts what `count_blocks` has counted of each replica with marks to the last block behind which it can continue, among
+// the first `most`. Replica `slot` needs `needed[slot]` marks without a gap there, or one at each block from the first
+// on; with 0 it needs none.
+void limit_to_marks(const uint64_t* masks, int64_t num_words, int64_t most, int32_t* counts, const int32_t* needed,
+                    int64_t num_needed) {
+  const int64_t num_slots = num_words * SLOTS_PER_WORD;
+  for (int64_t slot = 0; slot < num_needed; slot++) {
+    int32_t &device = counts[slot], &dram = counts[num_slots + slot], &nvme = counts[2 * num_slots + slot];
+    const int64_t num_counted = device + dram + nvme;
+    if (!needed[slot] || !num_counted) continue;
+    const uint64_t* const word = masks + slot / SLOTS_PER_WORD;
+    const int shift = static_cast<int>(slot % SLOTS_PER_WORD) * SLOT_BITS;
+    int64_t end = 0, num_marked = 0;
+    for (int64_t position = 1; position <= std::min(num_counted, most); position++) {
+      const bool is_marked = word[(position - 1) * num_words] >> (shift + MARK_BIT) & 1;
+      num_marked = is_marked ? num_marked + 1 : 0;
+      if (num_marked >= std::min<int64_t>(needed[slot], position)) end = position;
+    }
+    if (end == num_counted) continue;
+    device = static_cast<int32_t>(std::min<int64_t>(device, end));
+    dram = 0;
+    for (int64_t position = device; position < end; position++)
+      dram += word[position * num_words] >> (shift + DRAM_BIT) & 1;
+    nvme = static_cast<int32_t>(end) - device - dram;
   }
 }
 

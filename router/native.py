@@ -19,7 +19,8 @@ _FLAGS = ("-O3", "-std=c++17", "-fno-exceptions", "-ffp-contract=off", "-march=n
 
 
 class RouterKernel:
-    """`count_blocks` and `find_cheapest` of native.cpp. Both keep the GIL: they take microseconds."""
+    """`count_blocks`, `limit_to_marks` and `find_cheapest` of native.cpp. They keep the GIL: they take
+    microseconds."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.PyDLL(str(path))
@@ -27,6 +28,9 @@ class RouterKernel:
         self.count_blocks: Any = library.count_blocks
         self.count_blocks.restype = None
         self.count_blocks.argtypes = [ctypes.c_char_p, count, count, address]
+        self.limit_to_marks: Any = library.limit_to_marks
+        self.limit_to_marks.restype = None
+        self.limit_to_marks.argtypes = [ctypes.c_char_p, count, count, address, address, count]
         self.find_cheapest: Any = library.find_cheapest
         self.find_cheapest.restype = None
         self.find_cheapest.argtypes = [address] * 6

@@ -5,7 +5,7 @@ All delays that a choice causes are added: those of the request itself, of later
 that it disturbs. What things take at a replica is in `router.rates`, by its own measurements, so unlike
 replicas share load by their speed.
 
-    prefill p         own_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p)
+    prefill p         own_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p) + once_s(p)
     decode d          place_wait_s(d) + num_steps x step_s(d) + no space(d)
     pair p, d         prefill p + decode d - met(p, d) + transfer_s(p) x uncached part(d)
     local d           prefill d + decode d
@@ -17,6 +17,9 @@ one token must be computed. *Prefill* is that without the decodes: what others s
 the time its tier takes. Loading delays no other request: other work runs meanwhile. A token that would take
 as long to load as to compute is computed, and counts as uncached. At the decode side of a pair only the
 device counts: the prefill side sends what only the store holds all the same.
+
+*Once*: what is sent to the decode side whatever that has: states, and the KV in layers with a window, of the
+last tokens alone.
 
 *Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold,
 as far as it goes before the request; or of waiting for a place among the sequences that run, if that is
@@ -225,7 +228,9 @@ def prefill_candidate(query: RouteQuery, replica: ReplicaCost) -> Candidate:
     if replica.is_stale:
         pressure_s += STALE_S
         note = f"{note}, stale load" if note else "stale load"
-    return _computing("prefill", replica, pressure_s, note, query.num_tokens * state.rates.transfer_s)
+    rates = state.rates
+    once_s = rates.once_s(query.num_tokens, state.report.window_tokens)
+    return _computing("prefill", replica, pressure_s, note, query.num_tokens * rates.transfer_s, once_s)
 
 
 def decode_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> Candidate:
@@ -356,7 +361,9 @@ def _pair_cost_s(prefill: Candidate, decode: Candidate) -> float:
     return cost_s + prefill.transfer_s * share
 
 
-def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
+def _computing(
+    side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float, once_s: float = 0.0
+) -> Candidate:
     """Return a candidate on whose replica the prompt is computed."""
     state = replica.state
     queue_s = max(replica.queue_s, replica.place_wait_s) if side == "local" else replica.queue_s
@@ -368,13 +375,14 @@ def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, tr
         queue_s=queue_s,
         transfer_s=transfer_s,
         pressure_s=pressure_s,
-        cost_s=replica.own_s + replica.load_s + queue_s + pressure_s,
+        cost_s=replica.own_s + replica.load_s + queue_s + pressure_s + once_s,
         note=note,
         dram_tokens=replica.dram_tokens,
         nvme_tokens=replica.nvme_tokens,
         load_s=replica.load_s,
         prefill_s=replica.own_s,
         step_s=state.rates.step_s,
+        once_s=once_s,
     )
 
 

@@ -23,7 +23,7 @@ from router.radix import Match, PrefixTree
 # The structs of native.cpp, field by field.
 _SETTINGS = struct.Struct("6d2q")
 _ROW_IDENTITY = struct.Struct("5q")
-_ROW_LOAD = struct.Struct("8q12d")
+_ROW_LOAD = struct.Struct("9q14d")
 _QUERY = struct.Struct("7q5d")
 _RESULT = struct.Struct("4d3q")
 _TABLE = struct.Struct("2Pq2P")
@@ -172,6 +172,7 @@ class PriceTable:
             state.num_free_blocks,
             report.num_total_blocks,
             report.max_local_tokens,
+            report.window_tokens,
             report.received_at,
             state.num_places,
             state.place_s,
@@ -184,6 +185,8 @@ class PriceTable:
             rates.nvme_s,
             rates.present_step_s,
             rates.step_s,
+            rates.state_s,
+            rates.window_token_s,
         )
 
     def _waits(self, waits: Mapping[str, float]) -> ctypes.Array[ctypes.c_double]:

@@ -27,8 +27,9 @@ _MATCHED_AT_ONCE = 256
 StoreTier = Literal["dram", "nvme"]
 Counts = ctypes.Array[ctypes.c_int32]
 
-# A mask has four bits for each replica: one for its device, one for each tier, and one that is never set.
+# A mask has four bits for each replica: one for its device, one for each tier, and one for its mark.
 _SLOT_BITS = 4
+_MARK_BIT = 3
 _TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
 _WORD_BYTES = 8
 _SLOTS_PER_WORD = 8 * _WORD_BYTES // _SLOT_BITS
@@ -98,6 +99,22 @@ class _Holder:
     predicted_until: dict[bytes, float] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.
     num_expecting: dict[bytes, int] = field(default_factory=dict)
+    # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
+    marks_needed: int = 0
+    # The marked blocks that it reported, and how many predictions and expectations there are of a mark.
+    marked: set[bytes] = field(default_factory=set)
+    num_foreseen: dict[bytes, int] = field(default_factory=dict)
+
+    def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have
+        passed stays while there is space; of states, which one block marks, only the last is certain."""
+        if self.marks_needed == 1:
+            return keys[-1:]
+        return keys if self.marks_needed else ()
+
+    @property
+    def mark_bit(self) -> int:
+        return 1 << _SLOT_BITS * self.slot + _MARK_BIT
 
     @property
     def device_bit(self) -> int:
@@ -113,6 +130,7 @@ class _Prediction(NamedTuple):
     until: float
     holder: _Holder
     keys: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
 
 
 class Expectation(NamedTuple):
@@ -120,6 +138,7 @@ class Expectation(NamedTuple):
 
     holder: _Holder
     keys: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
 
 
 class PrefixTree:
@@ -138,6 +157,9 @@ class PrefixTree:
     What the store of a replica's node holds has bits of its own, by tier. A prefix is a chain: blocks in the
     store count only when all before them are on the device or in the store. The running conjunction of the
     masks says who still has the prefix at each block, for 16 replicas a word (`count_blocks`).
+
+    Where layers of a replica have windows or states, it can continue a prompt only behind blocks that it has
+    marked (`kvtransfer.kv_events`): of such a replica a match counts the blocks up to the last such place.
 
     Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
     may be unknown here, so every key needs its own entry anyway (190 bytes with one holder); compressed runs
@@ -160,6 +182,8 @@ class PrefixTree:
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
         self._predictions: deque[_Prediction] = deque()
+        # The marks that each replica needs, by slot; None: no replica needs any.
+        self._marks_needed: Counts | None = None
 
     def add_replica(self, identity: ReplicaIdentity) -> None:
         """Add this epoch of the replica with no known blocks, and wipe the blocks of an earlier epoch."""
@@ -176,6 +200,7 @@ class PrefixTree:
             self._slot_to_id.append(identity.replica_id)
         self._holders[identity.replica_id] = _Holder(identity, slot)
         self._id_to_slot = {**self._id_to_slot, identity.replica_id: slot}
+        self._note_marks()
 
     def remove_replica(self, replica_id: str) -> None:
         """Wipe everything of the replica. Afterwards no mask has its bit, so the bit may be reused."""
@@ -186,12 +211,16 @@ class PrefixTree:
         _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
         self._unstore(holder, tuple(holder.stored))
+        _clear_bit(self._key_to_mask, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+        holder.marked.clear()
+        holder.num_foreseen.clear()
         holder.held.clear()
         holder.predicted_until.clear()
         holder.num_expecting.clear()
         self._slot_to_id[holder.slot] = ""
         self._free_slots.append(holder.slot)
         self._id_to_slot = {name: it.slot for name, it in self._holders.items()}
+        self._note_marks()
 
     def slot(self, replica_id: str) -> int:
         """Return where a `Match` counts a known replica, until it is removed."""
@@ -217,6 +246,8 @@ class PrefixTree:
                     else:
                         self._unstore(holder, removal.keys)
                 self._take(holder, events.stored)
+                self._unmark(holder, events.unmarked)
+                self._mark(holder, events.marked)
                 return True
             holder.in_step = False
         now = self._clock.now()
@@ -238,6 +269,10 @@ class PrefixTree:
         self._remove(holder, holder.held - on_device)
         self._unstore(holder, holder.stored.keys() - in_store)
         self._take(holder, snapshot.stored)
+        self._unmark(holder, holder.marked - set(snapshot.marked))
+        self._mark(holder, snapshot.marked)
+        holder.marks_needed = snapshot.marks_needed
+        self._note_marks()
         holder.sequence = snapshot.sequence
         holder.in_step = True
         holder.asked_at = None
@@ -255,7 +290,8 @@ class PrefixTree:
             return
         self._expire()
         unconfirmed = tuple(filterfalse(holder.held.__contains__, keys))
-        if not unconfirmed:
+        marks = holder.foreseen(keys)
+        if not unconfirmed and holder.marked.issuperset(marks):
             return
         until = self._clock.now() + self._prediction_ttl_s
         bit, masks = holder.device_bit, self._key_to_mask
@@ -263,7 +299,8 @@ class PrefixTree:
         holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
         new_masks = map(or_, map(get_mask, unconfirmed, repeat(0)), repeat(bit))
         masks.update(zip(unconfirmed, new_masks, strict=True))
-        self._predictions.append(_Prediction(until, holder, unconfirmed))
+        self._foresee(holder, marks)
+        self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
 
     def expect(self, replica_id: str, keys: tuple[bytes, ...]) -> Expectation | None:
         """Count these blocks as held by the replica until `withdraw`: a request waits that will compute them
@@ -276,11 +313,13 @@ class PrefixTree:
         for key in keys:
             numbers[key] = numbers.get(key, 0) + 1
         _set_bit(self._key_to_mask, holder.device_bit, new)
-        return Expectation(holder, keys)
+        marks = holder.foreseen(keys)
+        self._foresee(holder, marks)
+        return Expectation(holder, keys, marks)
 
     def withdraw(self, expectation: Expectation) -> None:
         """Do not expect these blocks any more. Whatever else says that the replica holds them stays."""
-        holder, keys = expectation
+        holder, keys, marks = expectation
         numbers = holder.num_expecting
         if self._holders.get(holder.identity.replica_id) is not holder:
             return
@@ -290,20 +329,28 @@ class PrefixTree:
         for key in over:
             del numbers[key]
         self._clear_device(holder, over)
+        self._unforesee(holder, marks)
 
-    def match(self, keys: Sequence[bytes]) -> Match:
+    def match(self, keys: Sequence[bytes], most_blocks: int | None = None) -> Match:
         """Count for each replica how many of the leading keys it has, and where: it continues in the store
-        where its device part ends, until a block is in neither."""
+        where its device part ends, until a block is in neither. A replica with marks can continue behind the
+        last block that is counted, and this is among the first `most_blocks` (None: any)."""
         self._expire()
         masks = self._masks(keys)
         num_words = max(1, -(-len(self._slot_to_id) // _SLOTS_PER_WORD))
         num_slots = num_words * _SLOTS_PER_WORD
         counts = (ctypes.c_int32 * (3 * num_slots))()
+        most = len(masks) if most_blocks is None else max(0, min(most_blocks, len(masks)))
+        needed = self._marks_needed
         if self._kernel is None:
             count_blocks(masks, num_slots, counts)
+            if needed is not None:
+                limit_to_marks(masks[:most], num_slots, counts, needed)
         else:
             packed = b"".join(map(methodcaller("to_bytes", num_words * _WORD_BYTES, "little"), masks))
             self._kernel.count_blocks(packed, len(masks), num_words, counts)
+            if needed is not None:
+                self._kernel.limit_to_marks(packed, num_words, most, counts, needed, len(needed))
         return Match(self._id_to_slot, counts, num_slots)
 
     @property
@@ -321,6 +368,11 @@ class PrefixTree:
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 
+    def num_marked(self, replica_id: str) -> int:
+        """Return the number of block keys that the replica reported to be marked."""
+        holder = self._holders.get(replica_id)
+        return 0 if holder is None else len(holder.marked)
+
     def check(self) -> None:
         """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
@@ -333,6 +385,9 @@ class PrefixTree:
                 expected[key] = expected.get(key, 0) | holder.device_bit
             for key, tier in holder.stored.items():
                 expected[key] = expected.get(key, 0) | holder.store_bit(tier)
+            assert all(number > 0 for number in holder.num_foreseen.values())
+            for key in (*holder.marked, *holder.num_foreseen):
+                expected[key] = expected.get(key, 0) | holder.mark_bit
         assert expected == self._key_to_mask
         assert self._id_to_slot.keys() == self._holders.keys()
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
@@ -386,6 +441,41 @@ class PrefixTree:
             for key in over:
                 del predicted_until[key]
             self._clear_device(prediction.holder, over)
+            self._unforesee(prediction.holder, prediction.marks)
+
+    def _note_marks(self) -> None:
+        """Note the marks that each replica needs."""
+        needed = [0] * len(self._slot_to_id)
+        for holder in self._holders.values():
+            needed[holder.slot] = holder.marks_needed
+        self._marks_needed = (ctypes.c_int32 * len(needed))(*needed) if any(needed) else None
+
+    def _mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        holder.marked.update(keys)
+        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+
+    def _unmark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        holder.marked.difference_update(keys)
+        self._clear_mark(holder, keys)
+
+    def _foresee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        """Count these blocks as marked until `_unforesee`."""
+        for key in keys:
+            holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1
+        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+
+    def _unforesee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        if self._holders.get(holder.identity.replica_id) is not holder:
+            return
+        for key in keys:
+            holder.num_foreseen[key] -= 1
+            if not holder.num_foreseen[key]:
+                del holder.num_foreseen[key]
+        self._clear_mark(holder, keys)
+
+    def _clear_mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+        gone = [key for key in keys if key not in holder.marked and key not in holder.num_foreseen]
+        _clear_bit(self._key_to_mask, holder.mark_bit, gone)
 
     def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
         """Clear the device's bit of the keys that are known to be there from no other source."""
@@ -408,6 +498,26 @@ def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
             if bits != last[tier]:
                 _count_changes(last[tier], bits, position, counts, tier * num_slots)
                 last[tier] = bits
+
+
+def limit_to_marks(masks: Sequence[int], num_slots: int, counts: Counts, marks_needed: Iterable[int]) -> None:
+    """Cut what is counted of each replica with marks to the last block behind which it can continue."""
+    for slot, needed in enumerate(marks_needed):
+        num_device, num_dram, num_nvme = (counts[tier * num_slots + slot] for tier in range(3))
+        num_counted = num_device + num_dram + num_nvme
+        if not needed or not num_counted:
+            continue
+        bits = [mask >> _SLOT_BITS * slot for mask in masks[:num_counted]]
+        end = num_marked = 0
+        for position, each in enumerate(bits, 1):
+            num_marked = num_marked + 1 if each >> _MARK_BIT & 1 else 0
+            if num_marked >= min(needed, position):
+                end = position
+        if end < num_counted:
+            counts[slot] = num_device = min(num_device, end)
+            in_dram = sum(each >> _TIER_TO_BIT["dram"] & 1 for each in bits[num_device:end])
+            counts[num_slots + slot] = in_dram
+            counts[2 * num_slots + slot] = end - num_device - in_dram
 
 
 def _count_changes(before: int, now: int, position: int, counts: Counts, start: int) -> None:

@@ -52,6 +52,14 @@ class Rates(NamedTuple):
     step_s: float
     # Is in `product_s`, `attention_s` and `mixed_s`.
     correction: float
+    # The times to send the states of a sequence, and a token's KV in layers with a window.
+    state_s: float = 0.0
+    window_token_s: float = 0.0
+
+    def once_s(self, num_tokens: int, window_tokens: int) -> float:
+        """Return the time to send what goes to another replica with a prompt whatever that one has: the KV in
+        its last `window_tokens`, where layers have a window, and states."""
+        return self.state_s + min(num_tokens, window_tokens) * self.window_token_s
 
     def prefill_s(self, num_tokens: int, num_before: int) -> float:
         """Return the time to compute `num_tokens` tokens behind `num_before`."""
@@ -81,18 +89,21 @@ def rates_of(
         mixed_s = correction * _mixed_s(report)
     else:
         product_s, attention_s, mixed_s = correction * token_s, 0.0, 0.0
+    transfer_s = 1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s
     # The arguments are positional, as this runs for every replica that has reported since the last decision.
     return Rates(
         token_s,
         product_s,
         attention_s,
         mixed_s,
-        1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
+        transfer_s,
         _load_s(report, "dram", token_s),
         _load_s(report, "nvme", token_s),
         decode_step_s,
         _step_s(report, num_sequences, decode_step_s, others, context_tokens),
         correction,
+        report.state_tokens * transfer_s,
+        report.window_token_ratio * transfer_s,
     )
 
 

@@ -199,7 +199,7 @@ class RouterService:
         `on_finished`. Ignores pins and policies. Raises `NoReplicaError` if there is none."""
         decode_ids = self.members.move_ids(request)
         query = self._query(request)
-        match = self.tree.match(request.block_keys)
+        match = self.tree.match(request.block_keys, self._most_reused(request))
         view = View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
         replicas = replica_costs(query, self._states(decode_ids), view)
         priced = [
@@ -310,6 +310,10 @@ class RouterService:
         self.tree.check()
         self.loads.check()
 
+    def _most_reused(self, request: RouteRequest) -> int:
+        """Return how many of its blocks a request can reuse: it computes at least its last token."""
+        return (max(request.num_tokens, 1) - 1) // self._block_tokens
+
     def _query(self, request: RouteRequest) -> RouteQuery:
         return RouteQuery(
             num_tokens=max(request.num_tokens, 1),
@@ -339,7 +343,7 @@ class RouterService:
             self._withdraw(placement)
         try:
             self._expect_held()
-            match = self.tree.match(request.block_keys)
+            match = self.tree.match(request.block_keys, self._most_reused(request))
             oldest = self._clock.now() - self._config.stale_load_s
             view = View(match, waits or {}, queued_part, oldest, limit)
             found = self._choose(request, view, prefers_capacity, before)
@@ -502,7 +506,9 @@ class RouterService:
         if choice.prefill:
             (prefill,) = replica_costs(query, self._states([choice.prefill]), view)
             lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
-            transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
+            rates, window_tokens = prefill.state.rates, prefill.state.report.window_tokens
+            transfer_s = query.num_tokens * rates.transfer_s * lacking
+            transfer_s += rates.once_s(query.num_tokens, window_tokens)
             other = _other("alone", choice.local_cost_s, view.limit)
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {other}"
         else:

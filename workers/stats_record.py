@@ -154,3 +154,20 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # The imbalance of ranks as it would be without copies of experts, and the copies of all layers.
     expert_uncopied_imbalance: float = 0.0
     num_expert_copies: int = 0
+
+    # Groups of layers by name: "full", "latent" (full, of one latent a token), "window N", "state". Bytes of
+    # a token, of all ranks together, and the most that one sequence keeps, where this has a bound; and
+    # blocks, as above.
+    layers_token_bytes: dict[str, int] = {}
+    layers_sequence_bytes: dict[str, int] = {}
+    num_layers_blocks: dict[str, int] = {}
+    num_free_layers_blocks: dict[str, int] = {}
+    num_cached_layers_blocks: dict[str, int] = {}
+    # Of models with windows or states, prompts that could begin behind all cached KV of theirs, and those
+    # that could not; and the cached tokens of these that are computed again, for want of the window or the
+    # state behind them.
+    num_snapshot_hits: int = 0
+    num_snapshot_misses: int = 0
+    num_recomputed_tokens: int = 0
+    # States written through to the host tier.
+    num_stored_states: int = 0

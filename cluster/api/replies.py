@@ -290,6 +290,7 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
                 prefill_s=item.prefill_s,
                 load_s=item.load_s,
                 transfer_s=item.transfer_s,
+                once_s=item.once_s,
                 pressure_s=item.pressure_s,
                 step_s=item.step_s,
                 cost_s=item.cost_s,

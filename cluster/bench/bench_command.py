@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from cluster.model_source.source import ModelSource
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
 from workers.model.model_folder import described_folder, weights_folder
+from workers.model.quantization.weight_form import WeightDtype
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
@@ -61,6 +62,9 @@ def bench_engine(
     expert_offload: Annotated[
         int, typer.Option(min=0, help="Experts of each layer that the CPU computes, as in `engine`.")
     ] = 0,
+    weights: Annotated[
+        str, typer.Option(help="Forms of weights that are measured beside: int8,int4,fp8.")
+    ] = "",
     peer: Annotated[
         str,
         typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
@@ -100,6 +104,7 @@ def bench_engine(
         device=device,
         with_deterministic=deterministic,
         expert_offload=expert_offload,
+        weights=_weight_forms(weights),
     )
     lines: list[dict[str, Any]] = []
 
@@ -115,6 +120,14 @@ def bench_engine(
     if not as_json:
         # With all peers the table is wider than 80 columns, and nothing of it can be folded.
         Console(width=max(out.width, _ENGINE_TABLE_WIDTH)).print(engine_table(lines))
+
+
+def _weight_forms(listed: str) -> tuple[WeightDtype, ...]:
+    known = get_args(WeightDtype)
+    names = [name for name in listed.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(known)}")
+    return tuple(name for name in known if name in names)
 
 
 _ENGINE_TABLE_WIDTH = 120

@@ -20,6 +20,7 @@ from cluster.api.client import Client, Collector, Completion
 from cluster.api.generate_options import GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
+from cluster.cli.layers_table import layers_parts
 from cluster.cli.store_tables import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto.enums import name_of
@@ -171,7 +172,7 @@ def status_view(
         f"{_kv_capacity(status)}"
     )
     parts: list[RenderableType] = [head, *admission_parts(status), *pool_parts(status)]
-    parts.append(_replica_table(status.replicas))
+    parts += [_replica_table(status.replicas), *layers_parts(status.replicas)]
     by_replica = {replica.replica_id: replica.paths for replica in paths}
     parts += [
         Text(f"{replica.replica_id}: {note}")
@@ -344,9 +345,16 @@ def _candidate_table(decision: pb.Decision) -> Table:
             candidate.side,
             str(candidate.matched_tokens),
             str(candidate.uncached_tokens),
-            *(f"{1e3 * getattr(candidate, f'{name}_s'):.1f}" for name in _TERMS),
+            *(f"{1e3 * _term_s(candidate, name):.1f}" for name in _TERMS),
         )
     return table
+
+
+def _term_s(candidate: pb.Candidate, name: str) -> float:
+    """Return a term of a candidate's cost. A transfer includes windows and states, which are sent whatever
+    the other side has."""
+    once_s = candidate.once_s if name == "transfer" else 0.0
+    return float(getattr(candidate, f"{name}_s")) + once_s
 
 
 class _PathMatrix:

@@ -143,7 +143,8 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
     """Report the KV of a replica where `kv_tokens` is `auto`, and why it is so much."""
     if context.needs is None:
         return
-    context_tokens = read_model_config(described_model(context.config)).max_context_tokens
+    model = read_model_config(described_model(context.config))
+    context_tokens = model.max_context_tokens
     for pool, need in zip(context.config.pools, context.needs.pools, strict=True):
         if pool.engine.kv_tokens != "auto":
             continue
@@ -152,12 +153,16 @@ def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
             continue
         kv_bytes = need.host_kv_bytes(need.kv_tokens)
         seen = f"pool {pool.name}: kv_tokens auto is {need.kv_tokens} a replica, {gb(kv_bytes)}"
+        if model.latent is not None:
+            seen += (
+                f" (keys and values of each head take {model.latent.saving(model.num_heads):.1f} times that)"
+            )
         if saved_bytes := need.saved_kv_bytes(need.kv_tokens):
             seen += f" ({gb(saved_bytes)} more if layers with a window kept all tokens)"
         if state_bytes := need.state_bytes(need.kv_tokens):
             seen += f" ({gb(state_bytes)} of it for states and their snapshots)"
         figures: Figures = {"pool": pool.name, "kv_tokens": need.kv_tokens, "kv_bytes": kv_bytes}
-        least = least_kv_tokens(read_model_config(described_model(context.config)), pool.engine.block_tokens)
+        least = least_kv_tokens(model, pool.engine.block_tokens)
         remedy = "lower store.dram_gb, replicas or max_sequences, set surge: false, or use more machines"
         if context.config.transfer.data_host not in LOOPBACK:
             why = f"{need.kv_reason}: more where fewer of them are placed here"

@@ -236,6 +236,38 @@ def expert_load(live: Live) -> Iterator[CheckResult]:
         )
 
 
+# The part of prompts with cached KV that may compute some of it again.
+_MISSED = 0.25
+
+
+def snapshots(live: Live) -> Iterator[CheckResult]:
+    """Check whether prompts can begin behind their cached KV, where layers have windows or states."""
+    for replica in live.status.replicas:
+        load = replica.load
+        num_prompts = load.num_snapshot_hits + load.num_snapshot_misses
+        if not num_prompts:
+            continue
+        seen = (
+            f"{replica.replica_id}: {load.num_snapshot_hits} of {num_prompts} prompts with cached KV began "
+            f"behind all of it, the others computed {load.num_recomputed_tokens} cached tokens again"
+        )
+        figures: Figures = {
+            "num_hits": load.num_snapshot_hits,
+            "num_misses": load.num_snapshot_misses,
+            "num_recomputed_tokens": load.num_recomputed_tokens,
+        }
+        if load.num_snapshot_misses <= _MISSED * num_prompts:
+            yield ok(seen, **figures)
+            continue
+        yield warning(
+            seen,
+            "KV of the prefix is there, but where the prompt leaves it no window or recurrent state is left",
+            "for recurrent states more engine.state_snapshots, or an engine.snapshot_every_tokens, so that "
+            "prompts that branch off find one near; for windows more engine.kv_tokens; or a larger store",
+            **figures,
+        )
+
+
 def failures(live: Live) -> Iterator[CheckResult]:
     """Check the counters of failed requests of the gateway at the given address."""
     num_failed = live.status.num_failed_requests - live.before.num_failed_requests
@@ -368,6 +400,12 @@ CHECKS = (
     Check("preemptions", GROUP, "Sequences preempted just now", preemptions),
     Check(
         "expert-load", GROUP, "Whether some ranks have much more work for experts than others", expert_load
+    ),
+    Check(
+        "snapshots",
+        GROUP,
+        "Whether prompts can begin behind cached KV, where layers have windows or recurrent states",
+        snapshots,
     ),
     Check("failures", GROUP, "Requests that failed", failures),
     Check(

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import asdict, replace
 
@@ -542,11 +542,23 @@ class ReplicaConnections:
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,
-                transfer_tok_s=load.transfer_gb_s * 1e9 / (self._token_bytes or 1),
                 max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
+                **_transfer_of(load, view.hello),
                 **{name: getattr(load, name) for name in _ROUTED} | {"num_running": num_running},
             )
         )
+
+
+def _transfer_of(load: LoadReport, hello: ReplicaHello | None) -> dict[str, Any]:
+    """Return the fields that say what a hand-over takes from there."""
+    if hello is None or not (moved := hello.compatibility.moved_bytes).token_bytes:
+        return {"transfer_tok_s": 0.0}
+    return {
+        "transfer_tok_s": load.transfer_gb_s * 1e9 / moved.token_bytes,
+        "window_tokens": moved.window,
+        "window_token_ratio": moved.window_token_bytes / moved.token_bytes,
+        "state_tokens": moved.state_bytes / moved.token_bytes,
+    }
 
 
 def _serves(view: ReplicaView, model: str | None) -> bool:

@@ -73,6 +73,7 @@ NEEDS_STORED_PROMPT = "a prompt must be in the store and no longer on the device
 NEEDS_OVERLOAD = "more requests must come than the replicas can take"
 NEEDS_USED_UP_LIMIT = "a tenant must have used up a limit"
 NEEDS_EXPERTS = "needs a model with experts, and enough tokens to tell them apart"
+NEEDS_STATES = "needs a model whose layers partly have windows or keep states, and prompts with cached KV"
 NEEDS_FULL_STORE = "the store must be full or unavailable"
 
 

@@ -11,6 +11,7 @@ from cluster.metrics.metric import (
     NEEDS_HAND_OVER,
     NEEDS_NVME,
     NEEDS_PAIR,
+    NEEDS_STATES,
     NEEDS_STORED_PROMPT,
     of_node,
     of_path,
@@ -233,6 +234,54 @@ KV = (
         "offloaded_blocks", "num_offloaded_blocks", "blocks", "Blocks of running sequences in host memory."
     ),
     of_replica(
+        "layers_token_bytes",
+        "layers_token_bytes",
+        "bytes",
+        "KV of a token in a group of layers (full, latent, window N), all ranks together.",
+        by="layers",
+    ),
+    of_replica(
+        "layers_sequence_bytes",
+        "layers_sequence_bytes",
+        "bytes",
+        "The most that a sequence keeps in layers with a window or a recurrent state.",
+        by="layers",
+        why_empty=NEEDS_STATES,
+    ),
+    of_replica("layers_blocks", "num_layers_blocks", "blocks", "Blocks of a group of layers.", by="layers"),
+    of_replica(
+        "free_layers_blocks",
+        "num_free_layers_blocks",
+        "blocks",
+        "Free blocks of a group of layers, cached ones included that nobody uses.",
+        by="layers",
+    ),
+    of_replica(
+        "cached_layers_blocks",
+        "num_cached_layers_blocks",
+        "blocks",
+        "Cached blocks of a group of layers that nobody uses; of states, snapshots.",
+        by="layers",
+    ),
+    of_replica(
+        "snapshot_hits_total",
+        "num_snapshot_hits",
+        "prompts",
+        "Prompts that began behind all their cached KV, where layers have windows or states.",
+    ),
+    of_replica(
+        "snapshot_misses_total",
+        "num_snapshot_misses",
+        "prompts",
+        "Prompts that could not, for want of the window or the state there.",
+    ),
+    of_replica(
+        "recomputed_tokens_total",
+        "num_recomputed_tokens",
+        "tokens",
+        "Tokens of these with cached KV that were computed again.",
+    ),
+    of_replica(
         "prefix_queried_tokens_total",
         "num_queried_tokens",
         "tokens",
@@ -275,6 +324,12 @@ KV = (
     ),
     of_replica(
         "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."
+    ),
+    of_replica(
+        "stored_states_total",
+        "num_stored_states",
+        "states",
+        "Recurrent states written through to the node's store.",
     ),
     of_replica(
         "unstored_blocks_total",

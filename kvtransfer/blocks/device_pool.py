@@ -140,9 +140,15 @@ class DevicePool(KvPool):
         """Allocate host memory, pinned if the pool is on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
 
-    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
+    def store(
+        self,
+        block_ids: Sequence[int],
+        region: ByteRegion,
+        offsets: Sequence[int],
+        layers: tuple[int, ...] | None = None,
+    ) -> list[int]:
         """Copy to host memory without a stop on the device."""
-        assert self.layout.group is None, "records have all layers"
+        assert self.layout.group == layers, "records have the layers of the pool's blocks"
         self.check_blocks(block_ids)
         shard, size = self.layout.shard, self.layout.block_bytes
         memory = _memory(region, offsets, size)
@@ -156,10 +162,16 @@ class DevicePool(KvPool):
             return self._pending(totals, shard).result()
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
+        self,
+        block_ids: Sequence[int],
+        piece: Shard,
+        region: ByteRegion,
+        offsets: Sequence[int],
+        shard: Shard,
+        layers: tuple[int, ...] | None = None,
     ) -> list[int]:
         """Copy whole records to the device, where they are summed and their part is taken."""
-        assert self.layout.group is None, "records have all layers"
+        assert self.layout.group == layers, "records have the layers of the pool's blocks"
         self.check_blocks(block_ids)
         memory = _memory(region, offsets, self.piece_bytes(shard))
         with self._working():
@@ -283,12 +295,15 @@ class DevicePool(KvPool):
 
 
 def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
-    """View the piece of the blocks, uint8 [num_blocks, num_layers, num_kinds, num_heads, head_bytes]."""
-    shard = blocks.layout.shard
-    sizes = shard.num_layers, blocks.layout.num_kinds, shard.num_heads, blocks.layout.head_bytes
+    """View the piece of the blocks, with those of its layers that they have, uint8
+    [num_blocks, num_layers, num_kinds, num_heads, head_bytes]."""
+    layout, shard = blocks.layout, blocks.layout.shard
+    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.head_bytes
     whole = blocks.data.view(len(blocks.data), *sizes)
-    layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
-    return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
+    first = layout.num_layers(Shard(shard.layer_start, piece.layer_start, 0, 0))
+    layers = slice(first, first + layout.num_layers(piece))
+    heads = slice(piece.head_start - shard.head_start, piece.head_end - shard.head_start)
+    return whole[:, layers, :, heads]
 
 
 def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tensor:

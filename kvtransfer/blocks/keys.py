@@ -6,6 +6,8 @@
 HMAC and H are SHA-256 cut to 128 bits. Gateways alone know the root secret. Without it nobody can compute the
 keys of a prompt that is guessed, or find out from keys that two groups have sent the same prompt. Replicas
 continue a chain from its root, which does not reveal the secret.
+
+The state behind a block has a key of its own, derived from the block's, by which stores keep the two apart.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 
 _DOMAIN = b"tandem-root-1"
+_STATE_DOMAIN = b"tandem-state-1"
 _LENGTH = struct.Struct("<I")
 
 
@@ -36,6 +39,11 @@ def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes,
         key = hashlib.sha256(key + tokens[start : start + stride]).digest()[:KEY_BYTES]
         keys.append(key)
     return tuple(keys)
+
+
+def state_key(key: bytes) -> bytes:
+    """Compute the key of the recurrent state behind the last token of the block of this key."""
+    return hashlib.sha256(_STATE_DOMAIN + key).digest()[:KEY_BYTES]
 
 
 def root_key(secret: bytes, fingerprint: bytes, sharing_group: str) -> bytes:

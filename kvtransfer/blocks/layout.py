@@ -57,7 +57,8 @@ class PlannedPiece(NamedTuple):
 class BlockLayout:
     """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`, with
     `scale_bytes` of scales for a token of a head's K or V. `num_kinds` is 2, keys and values, or 1, latents
-    of both. `group` are the layers of the model that its blocks have, ascending; None: all of them."""
+    of both. `group` are the layers of the model that its blocks have, ascending; None: all of them. With
+    `is_state` these have recurrent states in place of keys and values."""
 
     shard: Shard
     head_dim: int
@@ -66,6 +67,7 @@ class BlockLayout:
     scale_bytes: int = 0
     num_kinds: int = 2
     group: tuple[int, ...] | None = None
+    is_state: bool = False
 
     @staticmethod
     def of(compatibility: CompatibilityRecord, shard: Shard, group: int = 0) -> BlockLayout:
@@ -81,7 +83,7 @@ class BlockLayout:
         """Return the layout of a group's blocks, where this is that of a block of all layers with KV."""
         if not group.state_size:
             return replace(self, group=group.layers)
-        return BlockLayout(self.shard, group.state_size, 1, STATE_ITEM_BYTES, 0, 1, group.layers)
+        return BlockLayout(self.shard, group.state_size, 1, STATE_ITEM_BYTES, 0, 1, group.layers, True)
 
     def layers_of(self, piece: Shard) -> Sequence[int]:
         """Return the layers of a piece that its blocks have."""

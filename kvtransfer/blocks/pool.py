@@ -45,18 +45,30 @@ class KvPool(ABC):
         """Allocate writable host memory that `gather` and `scatter` access at full speed."""
 
     @abstractmethod
-    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
-        """Copy whole blocks to these offsets of `region`, host memory outside the pool, where blocks have all
-        layers. Returns the sums of the copied bytes themselves; none where blocks have the layers of a group
-        alone, and the others' places are left as they are."""
+    def store(
+        self,
+        block_ids: Sequence[int],
+        region: ByteRegion,
+        offsets: Sequence[int],
+        layers: tuple[int, ...] | None = None,
+    ) -> list[int]:
+        """Copy whole blocks to these offsets of `region`, host memory outside the pool, where blocks have
+        these layers (None: all). Returns the sums of the copied bytes themselves; none where blocks of the
+        pool have less layers, and the others' places are left as they are."""
 
     @abstractmethod
     def load(
-        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
+        self,
+        block_ids: Sequence[int],
+        piece: Shard,
+        region: ByteRegion,
+        offsets: Sequence[int],
+        shard: Shard,
+        layers: tuple[int, ...] | None = None,
     ) -> list[int]:
-        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard`, of all
-        layers, at the offset. Returns the sums of all of `shard`, which the pool itself need not hold; none
-        where blocks have the layers of a group alone."""
+        """Fill that piece of each block from the packed bytes of the larger (or equal) piece `shard`, of
+        these layers (None: all), at the offset. Returns the sums of all of `shard`, which the pool itself
+        need not hold; none where blocks of the pool have less layers."""
 
     def attach(self, region: ByteRegion) -> None:
         """Make this memory fast to access, before its first `store` and `load`."""
@@ -111,17 +123,29 @@ class HostPool(KvPool):
     def allocate_staging(self, num_bytes: int) -> memoryview:
         return np.empty(num_bytes, dtype=np.uint8).data
 
-    def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
-        table, is_whole = record_table(self.layout), self.layout.group is None
+    def store(
+        self,
+        block_ids: Sequence[int],
+        region: ByteRegion,
+        offsets: Sequence[int],
+        layers: tuple[int, ...] | None = None,
+    ) -> list[int]:
+        table, is_whole = record_table(self.layout, layers), self.layout.group == layers
         targets = self.offsets(block_ids)
         return copy_runs(self.region, targets, region, offsets, table, sums=is_whole, streamed=True)
 
     def load(
-        self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
+        self,
+        block_ids: Sequence[int],
+        piece: Shard,
+        region: ByteRegion,
+        offsets: Sequence[int],
+        shard: Shard,
+        layers: tuple[int, ...] | None = None,
     ) -> list[int]:
         targets = self.offsets(block_ids)
-        table = part_table(self.layout, piece, shard)
-        is_whole = self.layout.group is None
+        table = part_table(self.layout, piece, shard, layers)
+        is_whole = self.layout.group == layers
         if piece == shard and is_whole:
             return copy_runs(region, offsets, self.region, targets, table, streamed=True)
         copy_runs(region, offsets, self.region, targets, table, sums=False, streamed=True)
@@ -148,13 +172,13 @@ def piece_table(layout: BlockLayout, piece: Shard) -> RunTable:
 
 
 @functools.lru_cache(maxsize=256)
-def record_table(layout: BlockLayout) -> RunTable:
-    """Return the runs from a block to the packed bytes of all layers of its shard."""
-    return RunTable(plan_runs(layout, replace(layout, group=None), layout.shard))
+def record_table(layout: BlockLayout, layers: tuple[int, ...] | None) -> RunTable:
+    """Return the runs from a block to the packed bytes of its shard, of these layers (None: of all)."""
+    return RunTable(plan_runs(layout, replace(layout, group=layers), layout.shard))
 
 
 @functools.lru_cache(maxsize=256)
-def part_table(layout: BlockLayout, piece: Shard, shard: Shard) -> RunTable:
-    """Return the runs from the packed bytes of `shard`, of all layers, to the part `piece` of a block. Raises
-    `ValueError` if one of the two does not hold it."""
-    return RunTable(plan_runs(replace(layout, shard=shard, group=None), layout, piece))
+def part_table(layout: BlockLayout, piece: Shard, shard: Shard, layers: tuple[int, ...] | None) -> RunTable:
+    """Return the runs from the packed bytes of `shard`, of these layers (None: of all), to the part `piece`
+    of a block. Raises `ValueError` if one of the two does not hold it."""
+    return RunTable(plan_runs(replace(layout, shard=shard, group=layers), layout, piece))

@@ -17,7 +17,7 @@ import msgspec
 from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreError, WireError
-from kvtransfer.messages import CompatibilityRecord
+from kvtransfer.messages import CompatibilityRecord, KvGroup
 from kvtransfer.store.messages.records import HEADER_BYTES as HEADER_BYTES
 from kvtransfer.store.messages.records import RecordInfo
 
@@ -76,6 +76,18 @@ def space_id(compatibility: CompatibilityRecord) -> bytes:
         if not field.required and fields[field.name] == field.default:
             del fields[field.name]
     return hashlib.sha256(msgspec.msgpack.encode(fields)).digest()[:SPACE_BYTES]
+
+
+def stored_form(compatibility: CompatibilityRecord) -> CompatibilityRecord:
+    """Return what decides the bytes of a replica's records. Records of KV have all layers, whatever windows
+    these have on a device; groups of layers with states have records of their own, each beside that of a
+    block (`kvtransfer.blocks.keys.state_key`)."""
+    groups = compatibility.groups
+    states = tuple(group for group in groups if group.state_size)
+    if not states:
+        return msgspec.structs.replace(compatibility, groups=())
+    layers = sorted(layer for group in groups if not group.state_size for layer in group.layers)
+    return msgspec.structs.replace(compatibility, groups=(KvGroup(tuple(layers), 0), *states))
 
 
 def image_bytes(num_payload: int) -> int:

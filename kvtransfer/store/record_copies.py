@@ -78,23 +78,32 @@ class PutWork(CopyWork):
     def __init__(self, order: StorePut) -> None:
         super().__init__()
         self._order = order
-        self._block_bytes = 0
+        # The payload of records of KV, and of states.
+        self._sizes = [0, 0]
         self._sums: list[int] = []
 
     def next(self, limit_bytes: int) -> CopyBatch | None:
-        start = len(self._sums)
-        count = min(max(1, limit_bytes // self._block_bytes), len(self._order.copies) - start)
-        return CopyBatch(range(start, start + count), count * self._block_bytes) if count else None
+        start, copies = len(self._sums), self._order.copies
+        if start == len(copies):
+            return None
+        is_state, size = copies[start].is_state, self._sizes[copies[start].is_state]
+        end = start + 1
+        while (
+            end < len(copies) and copies[end].is_state == is_state and (end + 1 - start) * size <= limit_bytes
+        ):
+            end += 1
+        return CopyBatch(range(start, end), (end - start) * size)
 
     def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
+        parts = RecordParts.of(pools, is_state=copies[0].is_state)
         sums: list[int] = []
-        for number, pool in _held(pools):
+        for number, pool in parts.held():
             block_ids = [(copy.block_id, *copy.windows)[number] for copy in copies]
-            sums = pool.store(block_ids, arena.region, offsets)
-        self._sums += sums or _record_sums(arena, offsets, self._block_bytes)
+            sums = pool.store(block_ids, arena.region, offsets, parts.layers)
+        self._sums += sums or _record_sums(arena, offsets, self._sizes[copies[0].is_state])
         self._num_bytes += batch.num_bytes
         if faults.at("store.corrupt.put"):
             arena.region.bytes[offsets[0]] ^= 1
@@ -106,14 +115,16 @@ class PutWork(CopyWork):
         return StorePutDone(self._order.number, (), 0, 0.0, reason)
 
     def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
-        self._block_bytes = _record_bytes(pools[0], pools[0].layout.shard)
         _check_arena(self._order.arena, arena)
-        for copy in self._order.copies:
-            _check_windows(copy.windows, pools)
-        for number, pool in _held(pools):
-            pool.check_blocks([(it.block_id, *it.windows)[number] for it in self._order.copies])
-        for copy in self._order.copies:
-            _check_record(copy.offset, self._block_bytes, arena)
+        for is_state in {copy.is_state for copy in self._order.copies}:
+            parts = RecordParts.of(pools, is_state=is_state)
+            size = self._sizes[is_state] = parts.record_bytes(pools[0].layout.shard)
+            copies = [copy for copy in self._order.copies if copy.is_state == is_state]
+            for copy in copies:
+                parts.check_windows(copy.windows)
+                _check_record(copy.offset, size, arena)
+            for number, pool in parts.held():
+                pool.check_blocks([(it.block_id, *it.windows)[number] for it in copies])
 
 
 class GetWork(CopyWork):
@@ -124,9 +135,9 @@ class GetWork(CopyWork):
     def __init__(self, order: StoreGet) -> None:
         super().__init__()
         self._order = order
-        shapes: dict[tuple[Shard, Shard], list[int]] = {}
+        shapes: dict[tuple[Shard, Shard, bool], list[int]] = {}
         for position, read in enumerate(order.reads):
-            shapes.setdefault((read.shard, read.piece), []).append(position)
+            shapes.setdefault((read.shard, read.piece, read.is_state), []).append(position)
         self._groups = list(shapes.values())
         # The copies of the first group that are done already.
         self._num_done = 0
@@ -137,7 +148,7 @@ class GetWork(CopyWork):
             return None
         group = self._groups[0]
         num_bytes = self._order.reads[group[0]].num_bytes
-        positions = group[self._num_done : self._num_done + max(1, limit_bytes // num_bytes)]
+        positions = group[self._num_done : self._num_done + max(1, limit_bytes // max(1, num_bytes))]
         return CopyBatch(positions, len(positions) * num_bytes)
 
     def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
@@ -147,13 +158,17 @@ class GetWork(CopyWork):
             arena.expect(read.offset, HEADER_BYTES + read.num_bytes)
         shard, piece = reads[0].shard, reads[0].piece
         offsets = [read.offset + HEADER_BYTES for read in reads]
+        parts = RecordParts.of(pools, is_state=reads[0].is_state)
         sums: list[int] = []
-        for number, pool in _held(pools):
+        for number, pool in parts.held():
+            if not pool.piece_bytes(piece):
+                continue  # the record has no layers of this group, or none for this rank
             named = [(read.block_id, *read.windows)[number] for read in reads]
             wanted = [
                 (block_id, offset) for block_id, offset in zip(named, offsets, strict=True) if block_id >= 0
             ]
-            sums = pool.load([it for it, _ in wanted], piece, arena.region, [it for _, it in wanted], shard)
+            block_ids, places = [it for it, _ in wanted], [it for _, it in wanted]
+            sums = pool.load(block_ids, piece, arena.region, places, shard, parts.layers)
         sums = sums or _record_sums(arena, offsets, reads[0].num_bytes)
         compared = zip(batch.positions, reads, sums, strict=True)
         self._bad += [position for position, read, total in compared if total != read.checksum]
@@ -171,39 +186,58 @@ class GetWork(CopyWork):
 
     def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
         _check_arena(self._order.arena, arena)
-        for read in self._order.reads:
-            _check_windows(read.windows, pools)
-        for number, pool in _held(pools):
-            named = [(read.block_id, *read.windows)[number] for read in self._order.reads]
-            pool.check_blocks([block_id for block_id in named if block_id != -1 or not number])
         for first in (self._order.reads[group[0]] for group in self._groups):
             _check_shape(first, pools[0])
-        for read in self._order.reads:
-            if read.num_bytes != _record_bytes(pools[0], read.shard):
-                raise StoreError(f"a record of {read.num_bytes} bytes cannot hold {read.shard}")
-            _check_record(read.offset, read.num_bytes, arena)
+        for is_state in {read.is_state for read in self._order.reads}:
+            parts = RecordParts.of(pools, is_state=is_state)
+            reads = [read for read in self._order.reads if read.is_state == is_state]
+            for read in reads:
+                parts.check_windows(read.windows)
+                if read.num_bytes != parts.record_bytes(read.shard):
+                    raise StoreError(f"a record of {read.num_bytes} bytes cannot hold {read.shard}")
+                _check_record(read.offset, read.num_bytes, arena)
+            for number, pool in parts.held():
+                named = [(read.block_id, *read.windows)[number] for read in reads]
+                pool.check_blocks([block_id for block_id in named if block_id != -1 or not number])
 
 
-def _record_bytes(pool: KvPool, shard: Shard) -> int:
-    """Return the payload of a record of this shard: blocks of all layers."""
-    return replace(pool.layout, shard=shard, group=None).block_bytes
+class RecordParts(NamedTuple):
+    """The pools of a rank whose blocks make up one kind of record, and the layers that such records have
+    (None: all of the model). Where some groups of layers have states, records of KV have the others."""
 
+    pools: Sequence[KvPool]
+    layers: tuple[int, ...] | None
 
-def _held(pools: Sequence[KvPool]) -> Iterator[tuple[int, KvPool]]:
-    """Yield the pools of groups of which this rank has layers, with the numbers of the groups."""
-    for number, pool in enumerate(pools):
-        if pool.layout.block_bytes:
-            yield number, pool
+    @staticmethod
+    def of(pools: Sequence[KvPool], *, is_state: bool) -> RecordParts:
+        """Return the parts of a record of states, or of KV. `StoreError` when there are no states."""
+        its = [pool for pool in pools if pool.layout.is_state == is_state]
+        if not its:
+            raise StoreError(f"this rank has no blocks of {'states' if is_state else 'KV'}")
+        if len(its) == len(pools):
+            return RecordParts(its, None if len(its) > 1 else its[0].layout.group)
+        return RecordParts(its, tuple(sorted(layer for pool in its for layer in pool.layout.group or ())))
+
+    def held(self) -> Iterator[tuple[int, KvPool]]:
+        """Yield the pools of groups of which this rank has layers, with the numbers of the groups."""
+        for number, pool in enumerate(self.pools):
+            if pool.layout.block_bytes:
+                yield number, pool
+
+    def record_bytes(self, shard: Shard) -> int:
+        """Return the payload of a record of this shard."""
+        return replace(self.pools[0].layout, shard=shard, group=self.layers).block_bytes
+
+    def check_windows(self, windows: Sequence[int]) -> None:
+        """Raise `StoreError` unless there is a block for each group behind the first."""
+        if len(windows) != len(self.pools) - 1:
+            num_groups = len(self.pools) - 1
+            raise StoreError(f"{len(windows)} blocks of windows, this rank has {num_groups} groups of them")
 
 
 def _record_sums(arena: MappedArena, offsets: Sequence[int], num_bytes: int) -> list[int]:
     """Sum the payloads of records, to which several groups of layers have contributed."""
     return sum_runs(arena.region, offsets, RunTable([Run(0, 0, num_bytes)]))
-
-
-def _check_windows(windows: Sequence[int], pools: Sequence[KvPool]) -> None:
-    if len(windows) != len(pools) - 1:
-        raise StoreError(f"{len(windows)} blocks of windows, this rank has {len(pools) - 1} groups of them")
 
 
 def _check_arena(arena: bytes, mapped: MappedArena) -> None:

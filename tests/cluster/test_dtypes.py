@@ -141,11 +141,6 @@ def test_weights_may_be_named_like_kv(weight_dtype: str) -> None:
     assert make(dtype="bf16", weight_dtype=weight_dtype).pools[0].weight_dtype == weight_dtype
 
 
-def test_rounded_weights_are_refused_where_there_are_no_products() -> None:
-    with pytest.raises(ConfigError, match=r"pools\[0\]: weight_dtype int4 on cuda: .* set device: cpu"):
-        make(dtype="bf16", weight_dtype="int4", device="cuda")
-
-
 def test_an_update_to_other_weights_is_refused_by_name() -> None:
     running = settle_dtype(make(), {"n": SSE}).config
     with pytest.raises(ConfigError, match="weight_dtype is auto now, the file says int8"):

@@ -26,7 +26,8 @@ ROOT = HERE.parent.parent
 SIDE_BY_SIDE = (
     "attention", "decoder", "experts", "latents", "engine", "products", "graphs", "warm_up", "quantized_kv",
     "sampling", "layer_ops", "checksum", "kernel_noise", "layer_launches", "compiled_attention",
-    "compiled_layer_kernels", "compiled_experts", "host_experts",
+    "compiled_layer_kernels", "compiled_experts", "compiled_quantized_products", "host_experts",
+    "quantized_products", "gated_delta", "state_layers", "compiled_states",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")
 FIGURES = ("decode", "prefill", "experts")

@@ -89,12 +89,21 @@ def test_offsets_that_a_session_was_not_granted_are_ignored(harness: CatalogHarn
     assert harness.catalog.commit(SESSION, offset, 1) is not None
 
 
-@pytest.mark.parametrize("num_bytes", [0, -1, ARENA_BYTES, 1 << 60])
+@pytest.mark.parametrize("num_bytes", [-1, ARENA_BYTES, 1 << 60])
 def test_an_impossible_size_is_refused_and_evicts_nothing(harness: CatalogHarness, num_bytes: int) -> None:
     harness.put_chain("a", "b")
     assert harness.allocate("c", num_bytes=num_bytes) == REFUSED
     assert harness.names() == {"a", "b"}
     assert harness.catalog.stat().num_refused == 1
+
+
+def test_a_record_of_no_bytes_is_kept(harness: CatalogHarness) -> None:
+    """A rank may have no layer of the group."""
+    offset = harness.allocate("c", num_bytes=0)
+    assert offset >= 0
+    assert harness.catalog.commit(SESSION, offset, 1) is not None
+    assert harness.names() == {"c"}
+    harness.catalog.check()
 
 
 def test_a_tenant_whose_name_no_header_takes_is_refused(harness: CatalogHarness) -> None:

@@ -13,6 +13,7 @@ from arena_harness import (
     NUM_BLOCKS,
     RIGHT,
     SLOT_BYTES,
+    GroupedRank,
     SharedArena,
     StandInOwner,
     WorkerRank,
@@ -31,12 +32,13 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
-from kvtransfer.messages import Shard
+from kvtransfer.messages import STATE_WINDOW, KvGroup, Shard
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.store.messages.store_orders import (
     StoreAttached,
     StoreCopy,
     StoreGet,
+    StoreGetDone,
     StorePut,
     StorePutDone,
     StoreRead,
@@ -85,6 +87,44 @@ def test_what_is_put_is_got_again(owner: StandInOwner, arena: SharedArena, make_
             assert reader.blocks[target].tobytes() == writer.blocks[block].tobytes()
         untouched = [block for block in range(NUM_BLOCKS) if block not in (2, 4, 6)]
         assert (reader.blocks[untouched] == before[untouched]).all()
+
+
+@pytest.mark.parametrize("make_pool", [HostPool, device_pool])
+def test_states_and_kv_of_other_layers_have_records_of_their_own(
+    owner: StandInOwner, arena: SharedArena, make_pool: MakePool
+) -> None:
+    """One order has both; of a record of the whole model a rank reads its part."""
+    groups = KvGroup((1, 3), 0), KvGroup((0,), STATE_WINDOW, 24)
+    kv_pairs, state_pairs = [(3, 1), (0, 2)], [(2, 3)]
+    with (
+        GroupedRank(MODEL, groups, 1, make_pool) as writer,
+        GroupedRank(RIGHT, groups, 2, make_pool) as reader,
+    ):
+        assert writer.attach(owner).error == reader.attach(owner).error == ""
+        copies = [StoreCopy(block, slot * SLOT_BYTES) for block, slot in kv_pairs]
+        copies[1:1] = [StoreCopy(block, slot * SLOT_BYTES, (), True) for block, slot in state_pairs]
+        writer.worker.handle(StorePut(1, arena.id, tuple(copies)))
+        done = writer.reports.take(StorePutDone)
+        assert not done.error
+        reads = []
+        for copy, total in zip(copies, done.sums, strict=True):
+            blocks, layout = writer.kept[copy.is_state], writer.layouts[copy.is_state]
+            lying = arena.payload(copy.offset, layout.block_bytes)
+            assert lying.tobytes() == blocks[copy.block_id].tobytes()
+            assert total == checksum(lying.tobytes())
+            sizes = MODEL, RIGHT, layout.block_bytes, total
+            reads.append(StoreRead(copy.block_id + 1, copy.offset, *sizes, (), copy.is_state))
+        reader.worker.handle(StoreGet(2, arena.id, tuple(reads)))
+        assert reader.reports.take(StoreGetDone).bad == ()
+        for copy in copies:
+            layout = writer.layouts[copy.is_state]
+            rows = writer.kept[copy.is_state][copy.block_id].reshape(-1, 4, layout.head_bytes)
+            here = reader.kept[copy.is_state][copy.block_id + 1]
+            assert here.tobytes() == rows[:, RIGHT.head_start : RIGHT.head_end].tobytes()
+        # A record of KV is none of a state, though both are whole.
+        wrong = StoreRead(0, reads[0].offset, MODEL, RIGHT, reads[0].num_bytes, reads[0].checksum, (), True)
+        reader.worker.handle(StoreGet(3, arena.id, (wrong,)))
+        assert "cannot hold" in reader.reports.take(StoreGetDone).error
 
 
 @pytest.mark.parametrize("make_pool", [HostPool, device_pool])

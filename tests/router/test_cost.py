@@ -84,6 +84,19 @@ def test_prefill_terms() -> None:
     assert stale.note == "stale load"
 
 
+def test_windows_and_states_are_sent_once_whatever_the_other_has() -> None:
+    plain = state("prefill")
+    report = replace(plain.report, window_tokens=128, window_token_ratio=3.0, state_tokens=2000.0)
+    grouped = plain._replace(report=report, rates=rates_of(report, 0))
+    costs = [prefill_candidate(QUERY, held(it, 640)) for it in (plain, grouped)]
+    assert costs[0].once_s == 0.0
+    assert costs[1].once_s == pytest.approx((2000 + 3 * 128) / 50_000)
+    assert costs[1].cost_s == pytest.approx(costs[0].cost_s + costs[1].once_s)
+    assert costs[1].transfer_s == costs[0].transfer_s
+    short = QUERY._replace(num_tokens=100)
+    assert prefill_candidate(short, held(grouped, 0)).once_s == pytest.approx((2000 + 300) / 50_000)
+
+
 def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
     candidate = prefill_candidate(QUERY, held(state("both", sequences=3), 0))
     assert candidate.pressure_s == pytest.approx((WORK_PART * 1000 + 3 * 1000) * TOKEN_S)

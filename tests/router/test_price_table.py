@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from hypothesis import given, settings
@@ -41,6 +42,8 @@ replicas = st.fixed_dictionaries(
         "nvme": st.integers(0, 10),
         "wait": st.sampled_from([None, None, 0.0, 3.0]),
         "sequence_s": st.sampled_from([0.0, 0.001]),
+        # The blocks that are marked, of a replica with windows and states; None: it has neither.
+        "marked": st.none() | st.sets(st.integers(0, 43)),
     }
 )
 
@@ -148,7 +151,10 @@ def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_sh
             BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
             BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
         )
-        router.tree.apply_snapshot(KvSnapshot(identity, 1, chains))
+        marked: Any = it["marked"]
+        has_groups = marked is not None
+        marks = tuple(KEYS[index] for index in sorted(marked) if index < len(KEYS)) if has_groups else ()
+        router.tree.apply_snapshot(KvSnapshot(identity, 1, chains, marks, 2 if has_groups else 0))
         router.loads.on_load(
             ReplicaLoad(
                 identity=identity,
@@ -168,6 +174,9 @@ def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_sh
                 attention_token_s=1e-8,
                 decode_sequence_s=float(str(it["sequence_s"])),
                 max_sequences=int(str(it["max_sequences"])),
+                window_tokens=300 if has_groups else 0,
+                window_token_ratio=1.75 if has_groups else 0.0,
+                state_tokens=1024.5 if has_groups else 0.0,
             )
         )
     return router

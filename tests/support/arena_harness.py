@@ -26,7 +26,7 @@ from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.messages import Shard
+from kvtransfer.messages import KvGroup, Shard
 from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages.arena_mapping import ArenaGrant, RankHello
@@ -225,6 +225,42 @@ class WorkerRank:
         heads = slice(piece.head_start - own.head_start, piece.head_end - own.head_start)
         whole = self.blocks.reshape(shape)
         return np.ascontiguousarray(whole[:, layers, :, heads]).reshape(NUM_BLOCKS, -1)
+
+
+class GroupedRank:
+    """Hands over a pool of random bytes for each group of layers; states are last."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        groups: Sequence[KvGroup],
+        seed: int,
+        make_pool: Callable[[BlockLayout, KvMemory], KvPool],
+    ) -> None:
+        self.layouts = [layout(shard).of_group(group) for group in groups]
+        # Of each group [blocks, block_bytes], the memory of its pool.
+        self.kept: list[Bytes] = []
+        pools = []
+        for number, its in enumerate(self.layouts):
+            memory = KvMemory.allocate(NUM_BLOCKS * its.block_bytes)
+            blocks: Bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, -1)
+            blocks[:] = np.random.default_rng((seed, number)).integers(0, 256, blocks.shape, dtype=np.uint8)
+            self.kept.append(blocks)
+            pools.append(make_pool(its, memory))
+        self.reports = StoreReports()
+        clock = SystemClock()
+        governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
+        self.worker = StoreWorker(pools, 0, governor, TRUST, Faults(), clock, self.reports.put)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close()
+
+    def attach(self, owner: StandInOwner) -> StoreAttached:
+        self.worker.handle(AttachStore(owner.address, SESSION))
+        return self.reports.take(StoreAttached)
 
 
 def put(rank: WorkerRank, arena: SharedArena, number: int, pairs: Sequence[tuple[int, int]]) -> StorePutDone:

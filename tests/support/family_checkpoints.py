@@ -456,7 +456,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 # Families whose heads are as wide as `hidden_size` says.
-WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe", "lfm2")
+WITHOUT_HEAD_DIM = ("phi3", "cohere2", "stablelm", "olmoe", "lfm2", "lfm2_moe")
 # Families whose heads of keys and values are expanded from a latent, one for each head of queries.
 LATENT = tuple(name for name, family in NAME_TO_FAMILY.items() if family.has_latent_attention)
 CASES: dict[str, dict[str, Any]] = {
@@ -490,7 +490,7 @@ def write_family_checkpoint(
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.7, 1.3)
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path)
 

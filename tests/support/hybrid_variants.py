@@ -85,6 +85,33 @@ HYBRID_VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2_moe": (
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+            "num_dense_layers": 1,
+        },
+        {
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_bias": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 33,
+            "num_dense_layers": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 7},
         {

@@ -23,6 +23,7 @@ SPARSE = {
 NEEDED: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 15},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
     "nemotron_h": {"hybrid_override_pattern": "M*-" * 10},
 }
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
 from hybrid_attention import attention_over
+from optional_programs import needs_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
 from parallel_ranks import ParallelCase, RankProcesses, form, run_case
 from safetensors.torch import load_file
+from slow_cases import slow_but
 
 from workers.errors import CheckpointError
 from workers.model.decoder import Decoder, load_decoder
@@ -121,6 +123,25 @@ def test_the_state_of_a_border_continues_in_another_block(family: str, tmp_path:
     assert model.tables[1][2:] != model.tables[0][2:4]
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", HYBRID)
+def test_deterministic_logits_depend_on_nothing_else(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Neither on how a prompt is cut nor on other sequences, bit for bit."""
+    _write(tmp_path, family)
+    model = PagedModel(load_decoder(tmp_path, dtype, CPU, is_deterministic=True), dtype)
+    model.attention = attention_over(model.decoder, model.kv, is_deterministic=True)
+    prompt, other = tokens_of(6, 75), tokens_of(7, 40)
+    expected = model.chunked(0, prompt, 75)
+    assert torch.equal(model.chunked(1, prompt, 1), expected)
+    found, start = [], 0
+    for length in (33, 1, 31, 10):
+        work = [(2 + start, other[:9]), (1000, prompt[start : start + length]), (3 + start, other)]
+        found.append(model.step(work)[1])
+        start += length
+    assert torch.equal(torch.cat(found), expected)
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[RankProcesses]:
     with RankProcesses(6) as started:
@@ -128,7 +149,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 @pytest.mark.parametrize("family", HYBRID)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(tuple(LAYOUTS), "2x3"))
 def test_ranks_equal_one(family: str, layout: str, processes: RankProcesses, tmp_path: Path) -> None:
     model_dir, (tp, stages) = _write(tmp_path / "model", family), LAYOUTS[layout]
     prompts = [tokens_of(seed, count) for seed, count in ((1, 41), (2, 70), (3, 5))]
@@ -169,3 +190,17 @@ def test_states_that_key_value_heads_do_not_divide_are_refused(tmp_path: Path) -
     file.write_text(text.replace('"hidden_size": 80', '"hidden_size": 84, "head_dim": 16'), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"num_key_value_heads 5 divides .* 84 channels"):
         read_model_config(tmp_path)
+
+
+@needs_compiler
+def test_a_family_with_states_has_models_without_them(tmp_path: Path) -> None:
+    """All layers of Granite 4.0 Micro attend."""
+    keys = HYBRID["granitemoehybrid"] | {"layer_types": ["full_attention"] * 4, "num_local_experts": 0}
+    write_family_checkpoint(
+        tmp_path, "granitemoehybrid", **(SHAPE | keys | {"position_embedding_type": "rope"})
+    )
+    model = PagedModel(_load(tmp_path), torch.float32)
+    assert model.decoder.config.state is None
+    assert model.decoder.layers[0].packed() is not None, "it runs in one call of the kernels"
+    prompt = tokens_of(5, 60)
+    assert error_of(model.chunked(0, prompt, 32), reference_logits(reference_of(tmp_path), prompt)) <= 1e-4

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from workers.errors import CheckpointError
 from workers.model.decoder import load_decoder
+from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mxfp4 import dequantized
+from workers.model.experts.quantized_experts import QuantizedExperts
+from workers.model.quantization.weight_form import AS_STORED, DEQUANTIZED
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
 
@@ -76,10 +79,13 @@ def test_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None:
         quantization_config=Mxfp4Config(dequantize=True),
     ).float()
     prompt = tokens_of(1, 70)
-    model = PagedModel(load_decoder(tmp_path, torch.float32, CPU), torch.float32)
     expected = reference_logits(reference.eval(), prompt)
     assert expected.std() >= 0.3
-    assert error_of(model.chunked(0, prompt, 32), expected) <= 1e-4
+    for form in (AS_STORED, DEQUANTIZED):
+        decoder = load_decoder(tmp_path, torch.float32, CPU, form=form)
+        kept = [isinstance(it._experts, QuantizedExperts) for it in decoder.mixtures.values()]
+        assert kept == [form is AS_STORED] * 4
+        assert error_of(PagedModel(decoder, torch.float32).chunked(0, prompt, 32), expected) <= 1e-4
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (3, 3)])
@@ -91,10 +97,11 @@ def test_every_rank_holds_its_part(tp: int, ep: int, tmp_path: Path) -> None:
     parts: list[torch.Tensor] = []
     for rank in range(tp):
         shard = ShardSpec(0, 1, rank, tp, ep)
-        with WeightReader(tmp_path, config, shard, torch.float32, CPU) as reader:
+        with WeightReader(tmp_path, config, shard, torch.float32, CPU, form=DEQUANTIZED) as reader:
             mixture = reader.layer(0).mixture
         assert mixture is not None
         experts = mixture.experts
+        assert isinstance(experts, ExpertWeights)
         assert experts.down_bias is not None
         parts += [torch.cat((gate, up)) for gate, up in zip(experts.gates, experts.ups, strict=True)]
         total = total + sum(down.double().sum() for down in experts.downs) + experts.down_bias.double().sum()
@@ -103,9 +110,10 @@ def test_every_rank_holds_its_part(tp: int, ep: int, tmp_path: Path) -> None:
         of_experts = sum(it.nbytes for it in (*experts.gates, *experts.ups, *experts.downs))
         assert two - one > of_experts
         assert two - one < of_experts + 4 * 64 * 400
-    with WeightReader(tmp_path, config, ShardSpec(0, 1), torch.float32, CPU) as reader:
+    with WeightReader(tmp_path, config, ShardSpec(0, 1), torch.float32, CPU, form=DEQUANTIZED) as reader:
         whole = reader.layer(0).mixture
     assert whole is not None
+    assert isinstance(whole.experts, ExpertWeights)
     assert whole.experts.down_bias is not None
     downs = sum(down.double().sum() for down in whole.experts.downs) + whole.experts.down_bias.double().sum()
     torch.testing.assert_close(total, torch.as_tensor(downs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from quantized_checkpoints import FORMATS, OWN_ORDERS, quantize
 from safetensors.torch import load_file
 
 from workers.model.decoder import load_decoder
+from workers.model.experts.expert_products import ExpertWeights
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
+from workers.model.model_config import read_model_config
 from workers.model.quantization.weight_form import WeightForm
 from workers.model.weights import ShardSpec, WeightReader
 
@@ -44,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("int4 with zero points", {"family": "cohere"}),
     "qwen3_moe": ("awq", {"family": "qwen3_moe", **_EXPERTS}),
     "mixtral": ("gptq", {"family": "mixtral", "num_local_experts": 5}),
+    "mixtral in another order": ("gptq in another order", {"family": "mixtral", "num_local_experts": 3}),
     "qwen3_next": (
         "fp8 in blocks",
         {
@@ -153,3 +158,39 @@ def test_ranks_together_equal_one(model: str, layout: str, processes: RankProces
     if layout == "2x1":
         alone = ParallelCase("alone", str(plain), 1, [(0, 2)], [tokens_of(1, 50)], [[32, 18]], 6, str(plain))
         assert error_of(found[0]["logits"], run_case(alone, form(alone, None, 0))["logits"]) <= 1e-4
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"])
+def test_experts_stay_quantized(model: str, tp: int, ep: int, tmp_path: Path) -> None:
+    """Of each rank: they are those of the dequantized weights, in a tensor for each expert or for all."""
+    if ep > tp:
+        pytest.skip("no more parts than ranks")
+    how, keys = MODELS[model]
+    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    for rank in range(tp):
+        shard = ShardSpec(0, 1, rank, tp, ep)
+        found, expected = (_experts_of(folder, shard) for folder in (tmp_path, plain))
+        assert isinstance(found, QuantizedExpertWeights)
+        assert isinstance(expected, ExpertWeights)
+        for kind in ("gates", "ups", "downs"):
+            kept, others = list(getattr(found, kind)), list(getattr(expected, kind))
+            assert len(kept) == len(others)
+            assert all(torch.equal(one.dequantized(), other) for one, other in zip(kept, others, strict=True))
+
+
+def _experts_of(folder: Path, shard: ShardSpec) -> ExpertWeights | QuantizedExpertWeights:
+    config = read_model_config(folder)
+    with WeightReader(folder, config, shard, torch.float32, CPU) as reader:
+        mixture = reader.layer(0).mixture
+        assert mixture is not None
+        experts = mixture.experts
+        if isinstance(experts, QuantizedExpertWeights):
+            return dataclasses.replace(
+                experts, gates=list(experts.gates), ups=list(experts.ups), downs=list(experts.downs)
+            )
+        return dataclasses.replace(
+            experts, gates=list(experts.gates), ups=list(experts.ups), downs=list(experts.downs)
+        )

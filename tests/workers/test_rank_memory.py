@@ -138,6 +138,7 @@ COUNTED = [name for name in CASES if name.endswith("-1")] + [
     "ernie4_5_moe-3",
     "deepseek_v2-2",
     "lfm2-3",
+    "lfm2_moe-3",
     "granitemoehybrid-2",
     "granitemoehybrid-3",
     "nemotron_h-3",

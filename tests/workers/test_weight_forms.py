@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from family_checkpoints import write_family_checkpoint
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, tokens_of
 from quantized_checkpoints import FORMATS, OWN_ORDERS, is_product, quantize
+from runner_parts import ON_CPU
 from safetensors.torch import load_file, save_file
 
-from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.errors import CheckpointError
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import DigestCache, model_fingerprint
@@ -28,6 +31,8 @@ from workers.model.quantization.stored_format import CodeType, Layout, StoredFor
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
+from workers.rank.model_runner import ModelRunner
+from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -133,6 +138,59 @@ def test_weights_are_counted_as_they_are_kept(how: str, source: Path, tmp_path: 
                 num_panels = -(-whole.num_outputs // PANEL)
                 saved += 2 * whole.num_outputs * whole.num_inputs - num_panels * form.num_panel_bytes
     assert counted == pytest.approx(saved, rel=0.2)
+
+
+@uses_compiler
+@pytest.mark.parametrize(
+    ("asked", "reported"),
+    [("auto", "int4 group 32"), ("bf16", "bfloat16"), ("int8", "int8, rounded")],
+)
+def test_a_rank_reports_the_form_of_its_weights(
+    asked: str, reported: str, source: Path, tmp_path: Path
+) -> None:
+    quantize(source, tmp_path, FORMATS["awq"])
+    compute = ON_CPU._replace(dtype=torch.bfloat16, weights=WeightForm(asked))
+    runner = ModelRunner(CheckpointFolder(tmp_path), compute, RankCapacity(16, 512), ManualClock(5.0))
+    with closing(runner):
+        assert runner.ready_fields.compatibility.weight_dtype == reported
+
+
+@uses_compiler
+@pytest.mark.parametrize("how", ["int4 with zero points", "gptq", "fp8 in blocks", "int8"])
+def test_bfloat16_computes_with_quantized_weights(how: str, source: Path, tmp_path: Path) -> None:
+    """Nearer to float32 than with weights that are rounded to bfloat16, or about as near."""
+    plain = quantize(source, tmp_path, FORMATS[how])
+    prompt = tokens_of(1, 50)
+
+    def logits_of(folder: Path, dtype: torch.dtype, form: WeightForm) -> torch.Tensor:
+        decoder = load_decoder(folder, dtype, CPU, form=form)
+        return PagedModel(decoder, dtype).chunked(0, prompt, 32)
+
+    exact = logits_of(plain, torch.float32, AS_STORED)
+    kept, rounded_once = (
+        error_of(logits_of(tmp_path, torch.bfloat16, form), exact) for form in (AS_STORED, WeightForm("bf16"))
+    )
+    assert kept <= 1.3 * rounded_once + 1e-3
+
+
+@uses_compiler
+@pytest.mark.parametrize("how", ["awq", "fp8 in blocks"])
+def test_experts_are_counted_as_they_are_kept(how: str, tmp_path: Path) -> None:
+    keys = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
+    names = {name for name in checkpoint.name_to_size if ".experts." in name}
+    of_experts = Checkpoint(
+        {name: checkpoint.name_to_size[name] for name in names}, checkpoint.name_to_format
+    )
+    rank, split = RankShape(config, 0, 2), RankShape(config, 0, 2, 1, 2, 2)
+    num_weights = 2 * 5 * 3 * 64 * 64
+    assert of_experts.weight_bytes(rank, 2) == 2 * num_weights
+    assert 0.5 * num_weights < of_experts.weight_bytes(rank, 2, AS_STORED) < 1.2 * num_weights
+    assert of_experts.weight_bytes(split, 2, AS_STORED) < of_experts.weight_bytes(rank, 2, AS_STORED)
+    copied = dataclasses.replace(split, expert_copies=1)
+    assert of_experts.weight_bytes(copied, 2, AS_STORED) == of_experts.weight_bytes(copied, 2)
 
 
 def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from workers.engine_bench.rounds import (
 from workers.errors import CapacityError, PeerError
 from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.quantization.weight_form import AS_STORED, WeightDtype, WeightForm
+from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.sizes import refuse_expert_offload
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, measure_limits
@@ -61,7 +63,8 @@ _MOST_PEER_DECODE_TOKENS = 8192
 class BenchOptions:
     """The options of a benchmark. `decode` are pairs of batch and context; `peer_cache` None: a folder that
     is removed afterwards. `with_deterministic`: our engine is also measured in deterministic mode, as a peer
-    is. `expert_offload` experts of each layer are computed by the CPU."""
+    is; and so with each of the forms `weights` of weights. `expert_offload` experts of each layer are
+    computed by the CPU."""
 
     model_dir: Path
     dtype: str
@@ -75,6 +78,7 @@ class BenchOptions:
     device: str = "cpu"
     with_deterministic: bool = False
     expert_offload: int = 0
+    weights: Sequence[WeightDtype] = ()
 
     def measures(self) -> list[Measure]:
         """Return one measure for each prompt length and each decode batch."""
@@ -105,7 +109,7 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
     measures = options.measures()
     with contextlib.ExitStack() as stack:
 
-        def make_driver(*, is_deterministic: bool) -> EngineDriver:
+        def make_driver(form: WeightForm = AS_STORED, *, is_deterministic: bool = False) -> EngineDriver:
             runner = ModelRunner(
                 CheckpointFolder(options.model_dir),
                 ComputeSettings(
@@ -114,6 +118,7 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
                     options.threads,
                     is_deterministic=is_deterministic,
                     expert_offload=options.expert_offload,
+                    weights=form,
                 ),
                 RankCapacity(
                     options.block_tokens,
@@ -126,15 +131,18 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
             runner.warm_up()
             return EngineDriver(runner, clock, options.block_tokens)
 
-        drivers = {OURS: make_driver(is_deterministic=False)}
+        drivers = {OURS: make_driver()}
         if options.with_deterministic:
             drivers[DETERMINISTIC] = make_driver(is_deterministic=True)
+        forms: dict[str, WeightForm] = {name: WeightForm(name) for name in options.weights}
+        drivers |= {name: make_driver(form) for name, form in forms.items()}
         emit(check_logits(drivers[OURS], options.model_dir))
         for driver in drivers.values():
             driver.fill_kv()
         emit(_machine(drivers[OURS].runner))
         cache_dir = options.peer_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        turns = _Turns(drivers, config, clock, emit)
+        saved = _saved_bytes(options.model_dir, config, forms, read_dtype(options.dtype).itemsize)
+        turns = _Turns(drivers, config, saved, clock, emit)
         stack.callback(turns.close)
         turns.load_peers(options, measures, cache_dir)
         for measure in _warm_up(measures):
@@ -148,6 +156,17 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         )
         for measure, done in rounds.items():
             _report(measure, done, options.dtype, emit)
+
+
+def _saved_bytes(
+    model_dir: Path, config: ModelConfig, forms: Mapping[str, WeightForm], item_bytes: int
+) -> dict[str, int]:
+    """Return by how much the weights of each form are smaller than those that are stored."""
+    if not forms:
+        return {}
+    checkpoint, whole = Checkpoint.read(model_dir), RankShape(config, 0, config.num_layers)
+    stored = checkpoint.weight_bytes(whole, item_bytes, AS_STORED)
+    return {name: stored - checkpoint.weight_bytes(whole, item_bytes, form) for name, form in forms.items()}
 
 
 def _warm_up(measures: Sequence[Measure]) -> Iterator[Measure]:
@@ -178,9 +197,15 @@ class _Turns:
     """Gives every engine its turn at a measure, ours and the loaded peers, in alternating order."""
 
     def __init__(
-        self, drivers: Mapping[str, EngineDriver], config: ModelConfig, clock: Clock, emit: Emit
+        self,
+        drivers: Mapping[str, EngineDriver],
+        config: ModelConfig,
+        form_to_saved_bytes: Mapping[str, int],
+        clock: Clock,
+        emit: Emit,
     ) -> None:
         self._drivers = drivers
+        self._form_to_saved_bytes = form_to_saved_bytes
         self._config = config
         kv = drivers[OURS].runner.kv
         self._device, self._dtype = kv.device, kv.dtype
@@ -245,6 +270,9 @@ class _Turns:
         else:
             mean_context = measure.context + measure.num_steps / 2
             rates[_LIMIT] = roofline.decode_tok_s(measure.batch, mean_context)
+            for name, saved_bytes in self._form_to_saved_bytes.items():
+                of_form = Roofline(self._config, self._dtype.itemsize, machine, saved_bytes)
+                rates[f"{name} {_LIMIT}"] = of_form.decode_tok_s(measure.batch, mean_context)
         return rates
 
     def cpu_s(self) -> float:
@@ -307,10 +335,12 @@ def _report(measure: Measure, rounds: Sequence[Round], dtype: str, emit: Emit) -
     emit({**line, **rounds_of})
     peers = dict.fromkeys(name for each in rounds for name in each.name_to_tok_s)
     for name in peers:
-        if name not in (OURS, _LIMIT, _PRODUCTS):
+        if name not in (OURS, _PRODUCTS) and not name.endswith(_LIMIT):
             peer_tok_s = _rounded(median_tok_s(rounds, name), 1)
             ratio = _rounded(median_ratio(rounds, OURS, name), 3)
             rates = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
+            if (of_limit := median_ratio(rounds, name, f"{name} {_LIMIT}")) is not None:
+                rates["limit_ratio"] = round(of_limit, 3)
             emit({"what": "peer", "of": measure.what, **shape, "peer": name, **rates})
 
 

@@ -10,6 +10,7 @@ as many sequences, each of which has CONTEXT tokens before them. A failure ends 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib
 import importlib.util
@@ -110,11 +111,16 @@ class TransformersPeer:
             prompts = [self._prompts.of_slot(slot, context_tokens) for slot in range(batch)]
             tokens, cache = self._step(self._torch.tensor(prompts), None)
             self._decoding[batch, context_tokens] = cache, tokens
+        # Recurrent states cannot be cropped: what is decoded changes a copy.
+        is_cropped = all(hasattr(layer, "keys") for layer in cache.layers)
+        if not is_cropped:
+            cache = copy.deepcopy(cache)
         started_at = perf_counter()
         for _ in range(num_steps):
             tokens, cache = self._step(tokens, cache)
         elapsed_s = perf_counter() - started_at
-        cache.crop(-num_steps)
+        if is_cropped:
+            cache.crop(-num_steps)
         return elapsed_s
 
     def _step(self, tokens: Any, cache: Any) -> tuple[Any, Any]:

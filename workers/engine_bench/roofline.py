@@ -32,8 +32,12 @@ class Roofline:
     """The roofline of a machine: the tokens a second that its arithmetic and memory allow. A model that fits
     the caches may exceed the memory bound."""
 
-    def __init__(self, config: ModelConfig, item_bytes: int, machine: DeviceLimits) -> None:
+    def __init__(
+        self, config: ModelConfig, item_bytes: int, machine: DeviceLimits, saved_bytes: int = 0
+    ) -> None:
+        """`saved_bytes`: by how much weights are smaller than of `item_bytes` each."""
         self._work = ModelWork(config, item_bytes)
+        self._saved_bytes = saved_bytes
         self._flop_s, self._byte_s = machine
 
     def prefill_tok_s(self, num_tokens: int) -> float:
@@ -45,7 +49,8 @@ class Roofline:
     def decode_tok_s(self, batch: int, mean_context: float) -> float:
         """Bound one decode step by the lower of arithmetic and memory; weights and all KV are read once."""
         work = self._work.of([(mean_context - 1, 1)] * batch, batch)
-        return batch / max(work.read_bytes / self._byte_s, work.flops / self._flop_s)
+        read_bytes = work.read_bytes - self._saved_bytes
+        return batch / max(read_bytes / self._byte_s, work.flops / self._flop_s)
 
 
 class _Candidate(NamedTuple):

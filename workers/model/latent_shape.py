@@ -54,6 +54,10 @@ class LatentShape(NamedTuple):
         heads share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def saving(self, num_heads: int) -> float:
+        """Return how many times as much KV of a token would be with keys and values of each head."""
+        return num_heads * (self.head_dim + self.v_head_dim) / self.width
+
     @property
     def expanded_dim(self) -> int:
         """The columns of a head that are expanded from the latent of keys and values."""

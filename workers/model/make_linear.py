@@ -1,4 +1,5 @@
-"""Make the linear products of the decoder: packed where there are CPU kernels for them, else by torch."""
+"""Make the linear products of the decoder: by the kernels of the CPU or of CUDA where they serve, else by
+torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from workers.errors import WorkerError
 from workers.model import cuda, native
 from workers.model.native.isa import usable_isas
 from workers.model.products import GatedActivation, InvariantLinear, Linear, PackedLinear, TorchLinear, Weight
+from workers.model.quantization.device_linear import make_device_linear
 from workers.model.quantization.packed_product import packed_quantized
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.torch_product import DequantizingLinear
@@ -55,8 +57,9 @@ def _make_quantized(
         return packed
     whole = QuantizedWeight.joined(parts)
     assert whole is not None, "the parts of a product have one form"
-    is_invariant = is_deterministic and cuda.serves(whole.packed.device)
-    return DequantizingLinear(whole, bias, gate=gate, is_invariant=is_invariant)
+    if cuda.serves(whole.packed.device):
+        return make_device_linear(whole, bias, gate=gate, is_deterministic=is_deterministic)
+    return DequantizingLinear(whole, bias, gate=gate)
 
 
 def _all_of(kind: type[_Part], parts: tuple[object, ...]) -> tuple[_Part, ...]:

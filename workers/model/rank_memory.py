@@ -17,6 +17,7 @@ from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.families.family import TensorTraits
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.quantization.stored_format import (
+    MXFP4,
     QuantizationScheme,
     StoredFormat,
     num_weights,
@@ -68,6 +69,7 @@ _LAYER_PREFIX = re.compile(r"^.*?layers\.\d+\.")
 # The bits of the elements, by their names in safetensors, that codes of quantized weights lie in.
 _CODE_BITS = {"I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
 _OF_FEED_FORWARD = tuple(f".{name}_proj.weight" for name in ("gate", "up", "down", "gate_up"))
+_KEPT_EXPERT = re.compile(r"\.(((gate|up|down)_proj|w[123])\.weight|gate_up_proj|down_proj)$")
 _OF_INPUTS = (".o_proj.weight", ".down_proj.weight")
 # How the plain names of products end whose weights may be quantized.
 _KEPT_PRODUCT = re.compile(
@@ -176,13 +178,26 @@ class Checkpoint(NamedTuple):
         for name, size in self._kept(rank):
             layer, inner = known.layer_of(name) or (0, "")
             plain, each = _plain_name(name, layer, rank.model), float(item_bytes)
-            stored = self.name_to_format.get(name)
-            # Inputs in an order of their own are not divided, unless they are dequantized.
-            is_cut = stored is not None and stored.has_order and rank.tp > 1 and plain.endswith(_OF_INPUTS)
-            if inner and not is_cut and _is_kept_quantized(plain, layer, rank.model):
-                each = form.bytes_each(stored, item_bytes)
+            if inner:
+                each = self._bytes_each(name, plain, layer, rank, item_bytes, form)
             num_bytes += each * size * self._share(plain, layer, rank)
         return round(num_bytes)
+
+    def _bytes_each(
+        self, name: str, plain: str, layer: int, rank: RankShape, item_bytes: int, form: WeightForm
+    ) -> float:
+        """Return the bytes of an element of the tensor of these names, in this layer."""
+        stored, are_experts = self.name_to_format.get(name), ".experts." in plain
+        if are_experts and (rank.expert_offload or rank.expert_copies or not form.has_experts):
+            return item_bytes
+        if are_experts and name.endswith("_blocks"):
+            return form.bytes_each(MXFP4, item_bytes) if form.keeps_stored else item_bytes
+        # Inputs in an order of their own are not divided, and no expert has them.
+        may_be_in_order = are_experts or (rank.tp > 1 and plain.endswith(_OF_INPUTS))
+        if stored is not None and stored.has_order and may_be_in_order:
+            return item_bytes
+        is_kept = _is_kept_quantized(plain, layer, rank.model)
+        return form.bytes_each(stored, item_bytes) if is_kept else item_bytes
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
         """Return the size of the weights of experts in host memory: of all where the CPU computes some."""
@@ -263,10 +278,12 @@ class Checkpoint(NamedTuple):
 
 def _is_kept_quantized(plain: str, layer: int, model: ModelConfig) -> bool:
     """Whether the tensor of this plain name is the weight of a product that may have a quantized one: not of
-    experts, nor of a state, nor what latents are expanded by."""
+    a state, nor what latents are expanded by."""
+    if ".experts." in plain:
+        return _KEPT_EXPERT.search(plain) is not None
     if model.has_state(layer) and not plain.endswith(_OF_FEED_FORWARD):
         return False
-    return _KEPT_PRODUCT.search(plain) is not None and ".experts." not in plain
+    return _KEPT_PRODUCT.search(plain) is not None
 
 
 def _plain_name(name: str, layer: int, model: ModelConfig) -> str:

@@ -29,12 +29,14 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightSlice(NamedTuple):
-    """Rows and columns of the tensor of this name, which is a product's weight of this shape."""
+    """Rows and columns of the tensor of this name, which is a product's weight of this shape; or of that of
+    one expert, where the tensor has those of all [num_experts, num_outputs, num_inputs]."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     rows: slice = _ALL
     columns: slice = _ALL
+    expert: int | None = None
 
 
 @dataclass
@@ -160,7 +162,9 @@ class TensorFiles:
         that ranks that share them have the same weights."""
         if (form := self.form.rounded) is None:
             return None
-        weight = rounded(self.tensor(part.name, part.shape, part.rows, dtype=torch.float32), form)
+        slices = (part.rows,) if part.expert is None else (slice(part.expert, part.expert + 1), part.rows)
+        rows = self.tensor(part.name, part.shape, *slices, dtype=torch.float32)
+        weight = rounded(rows if part.expert is None else rows[0], form)
         return None if weight is None else columns_of(weight, part.columns)
 
     def mapped(

@@ -188,10 +188,24 @@ class EngineCore:
             identity=spec.identity,
             ready=ready,
             engine=EngineParts(
-                self.pool, self.scheduler, self._group, self.steps.rates, self, self.window_pools
+                self.pool,
+                self.scheduler,
+                self._group,
+                self.steps.rates,
+                self,
+                *self._pools_by_kind(),
             ),
             clock=self._clock,
         )
+
+    def _pools_by_kind(self) -> tuple[list[WindowPool], list[WindowPool]]:
+        """Return the blocks of the groups of layers with a window, and of those with states, which follow
+        them."""
+        pools = list(zip(self.compatibility.groups[1:], self.window_pools, strict=True))
+        states = [pool for group, pool in pools if group.state_size]
+        num_windows = len(pools) - len(states)
+        assert states == self.window_pools[num_windows:], "states come last"
+        return self.window_pools[:num_windows], states
 
     # ------------------------------------------------------------------------------- start and stop
 

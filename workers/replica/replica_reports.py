@@ -11,6 +11,8 @@ from workers.disagg.kv_hand_overs import KvHandOvers
 from workers.disagg.peers import Peers
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
+from workers.replica.block_marks import BlockMarks
+from workers.replica.layer_groups import LayerGroups
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -40,6 +42,10 @@ class ReplicaReports:
         self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._peers = peers
         self._connector = connector
+        windows = scheduler.life.tables.windows.pools
+        view = None if connector is None else connector.view
+        self._layer_groups = LayerGroups(ready[0].compatibility, pool, windows) if ready else None
+        self._marks = BlockMarks(windows, pool.block_tokens, view)
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
@@ -54,17 +60,19 @@ class ReplicaReports:
         if self._connector is not None:
             stored_there, removed_there = self._connector.view.take_events()
             stored, removed = stored + stored_there, removed + removed_there
-        if not (stored or removed):
+        marked, unmarked = self._marks.take_events()
+        if not (stored or removed or marked or unmarked):
             return None
         self._kv_sequence += 1
-        return KvEvents(self._identity, self._kv_sequence, stored, removed)
+        return KvEvents(self._identity, self._kv_sequence, stored, removed, marked, unmarked)
 
     def kv_snapshot(self) -> KvSnapshot:
         """Return the whole content of both; send outstanding events before it."""
         stored = self._pool.snapshot()
         if self._connector is not None:
             stored += self._connector.view.snapshot()
-        return KvSnapshot(self._identity, self._kv_sequence, stored)
+        marks = self._marks
+        return KvSnapshot(self._identity, self._kv_sequence, stored, marks.snapshot(), marks.num_needed)
 
     def queue(self) -> QueueReport:
         """Return the numbers of requests that wait and run at this moment; paused ones make way for others,
@@ -123,8 +131,19 @@ class ReplicaReports:
             num_expert_copies=self._steps.copies.num_copies,
             **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
+            **self._of_layer_groups(),
             **self._of_the_store(),
         )
+
+    def _of_layer_groups(self) -> dict[str, Any]:
+        """Return the fields that concern groups of layers."""
+        counts = self._scheduler.life.tables.snapshot_counts
+        return {
+            "num_snapshot_hits": counts.num_hits,
+            "num_snapshot_misses": counts.num_misses,
+            "num_recomputed_tokens": counts.num_recomputed_tokens,
+            **(self._layer_groups.statistics() if self._layer_groups else {}),
+        }
 
     def _of_the_store(self) -> dict[str, Any]:
         """Return the fields that concern the node's store."""
@@ -137,6 +156,7 @@ class ReplicaReports:
             "num_announced_prompts": connector.announced.num_announced,
             "num_announced_blocks": connector.announced.num_loaded_blocks,
             "num_stored_blocks": connector.saver.num_stored,
+            "num_stored_states": connector.saver.num_stored_states,
             "num_unstored_blocks": dict(connector.saver.num_unstored),
             "num_store_checksum_failures": connector.loader.num_checksum_failures,
         }

@@ -11,6 +11,7 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.copied_blocks import CopiedBlocks
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
+from workers.scheduler.snapshot_counts import SnapshotCounts
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import FinishedBlock, StepBatch
 from workers.scheduler.window_pool import WindowPool
@@ -49,6 +50,7 @@ class BlockTables:
         self._block_tokens = pool.block_tokens
         self._copied = CopiedBlocks(pool)
         self._at_hand: list[int] = []
+        self.snapshot_counts = SnapshotCounts()
         # Whether `take_finished` is asked for.
         self.has_store = False
         self._finished: list[FinishedBlock] = []
@@ -81,10 +83,14 @@ class BlockTables:
     def fill(self, sequence: Sequence, demand: BlockDemand, num_new: int) -> None:
         """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
         self.pool.acquire(demand.cached)
+        num_cached = len(demand.cached)
         if demand.windows:
             self.windows.acquire(demand.windows)
             self.windows.give(sequence, demand.windows)
             sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
+            counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
+            self.snapshot_counts.add(*counted)
+            self._offer_state(sequence, num_cached)
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
         sequence.num_registered_blocks = len(demand.cached)
@@ -204,7 +210,18 @@ class BlockTables:
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._copied.give_back(on_device)
-        self.windows.give_back(sequence)
+        self._offer_state(sequence, self.windows.give_back(sequence))
+
+    def _offer_state(self, sequence: Sequence, border: int) -> None:
+        """Let the store have the state behind so many blocks, if there is one: a sequence has begun there, or
+        may."""
+        is_private = sequence.request.submission.facts.is_private
+        if self.has_store and border and self.windows.have_states and not is_private:
+            keys = sequence.block_keys(border, self._block_tokens)
+            parent_key = keys[-2] if border > 1 else ROOT
+            self._finished.append(
+                FinishedBlock(keys[-1], parent_key, keys[0], sequence.sharing_group, has_state=True)
+            )
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""

@@ -39,6 +39,8 @@ class WindowPool:
         # Cached blocks, in the order in which they are evicted.
         self._passed: dict[int, None] = {}
         self._kept: dict[int, None] = {}
+        # Keys that were registered, or are not any more, since `take_changed`.
+        self._changed: dict[bytes, None] = {}
         self.num_references = 0
 
     @property
@@ -89,6 +91,7 @@ class WindowPool:
         self._keys[block_id] = key
         self._key_to_block[key] = block_id
         self._key_to_group[key] = group
+        self._changed[key] = None
         return True
 
     def purge(self, group: str | None) -> int:
@@ -98,6 +101,16 @@ class WindowPool:
         for key in keys:
             self._unregister(self._key_to_block[key])
         return len(keys)
+
+    @property
+    def keys(self) -> Iterable[bytes]:
+        """The keys of all blocks that can be found."""
+        return self._key_to_block.keys()
+
+    def take_changed(self) -> Iterable[bytes]:
+        """Return the keys that `find` may answer otherwise than before the last call."""
+        changed, self._changed = self._changed, {}
+        return changed
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block; the blocks are referenced or cached."""
@@ -186,6 +199,7 @@ class WindowPool:
         assert key is not None
         self._keys[block_id] = None
         del self._key_to_block[key], self._key_to_group[key]
+        self._changed[key] = None
         if self._refs[block_id] == 0:
             self._passed.pop(block_id, None)
             self._kept.pop(block_id, None)

@@ -32,7 +32,7 @@ class WindowTables:
         self._block_tokens = block_tokens
         self._snapshots = snapshots
         self._copied = [CopiedBlocks(pool) for pool in self.pools]
-        self._has_states = any(pool.has_states for pool in self.pools)
+        self.have_states = any(pool.has_states for pool in self.pools)
 
     @property
     def num_retired_references(self) -> list[int]:
@@ -72,7 +72,7 @@ class WindowTables:
 
     def end_of_chunk(self, sequence: Sequence, end: int) -> int:
         """Return where a chunk that may reach `end` ends, so that states are there that others start with."""
-        return self._snapshots.end_of_chunk(sequence, end) if self._has_states else end
+        return self._snapshots.end_of_chunk(sequence, end) if self.have_states else end
 
     def fitting_end(self, sequence: Sequence, end: int) -> int:
         """Return the most tokens, at most `end`, up to which there are blocks for the sequence to write into
@@ -147,14 +147,19 @@ class WindowTables:
             for _, pool, table in self._groups(it)
         )
 
-    def give_back(self, sequence: Sequence) -> None:
+    def give_back(self, sequence: Sequence) -> int:
         """Empty the sequence's tables: no unreported plan names the sequence. The newest border that it
-        passed is where it is continued: by itself, or by the next turn of a chat."""
+        passed is where it is continued: by itself, or by the next turn of a chat. Return the number of blocks
+        before that border, if the state there can be found; 0: there is none."""
+        border = 0
         for group, pool, table in self._groups(sequence):
             self._copied[group - 1].give_back(list(table.block_ids))
             if pool.has_states and table.num_registered:
-                pool.keep(sequence.block_keys(table.num_registered, self._block_tokens)[-1])
+                key = sequence.block_keys(table.num_registered, self._block_tokens)[-1]
+                pool.keep(key)
+                border = table.num_registered if pool.find(key) is not None else 0
         sequence.windows = []
+        return border
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""

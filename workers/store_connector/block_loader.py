@@ -6,6 +6,10 @@
 A load ends in every case, with what came good: the first `n` blocks of the need. Blocks that are bad, late,
 lost or not worth loading are computed. No request waits for an owner that does not answer.
 
+Where layers keep recurrent states, a prefix can be continued only where the state behind its last block is
+there too: a load ends at such a border, and its state comes behind its blocks. Of a load of which less comes,
+the blocks are kept, for the next one.
+
 A load can begin before its request comes (`AnnouncedPrompts`). It is then *early*: it takes only blocks that
 nobody here waits for, holds up nobody, and becomes that of the request's sequence when the request comes.
 """
@@ -16,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtransfer.blocks.keys import state_key
 from kvtransfer.common.clock import Clock
 from kvtransfer.store.messages.engine_session import (
     FetchedBlocks,
@@ -23,6 +28,7 @@ from kvtransfer.store.messages.engine_session import (
     FetchRequest,
     FindAnswer,
     FindRequest,
+    Source,
 )
 from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
 from kvtransfer.store.store_client import StoreClient
@@ -31,7 +37,8 @@ from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.engine_parts import EngineParts
-from workers.store_connector.tier_costs import TierCosts
+from workers.store_connector.state_load import StateLoad
+from workers.store_connector.tier_costs import Borders, TierCosts
 from workers.store_connector.window_load import WindowLoad
 
 # An owner that has not answered a look-up after this time is taken for hung.
@@ -61,8 +68,12 @@ class _Load:
     need: LoadNeed
     began_at: float
     heard_at: float
+    # The first blocks of the need whose KV the device has; a sequence may lack the state behind them.
+    num_here: int
     # Its request has not come.
     is_early: bool = False
+    # What the owner has of it, once it has answered, and the blocks that are fetched of that.
+    answer: FindAnswer | None = None
     tiers: tuple[str, ...] = ()
     # The time since which it waits for free blocks, if there are none.
     found_at: float = 0.0
@@ -70,9 +81,11 @@ class _Load:
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     windows: list[WindowLoad] = field(default_factory=list)
+    state: StateLoad | None = None
     came_from: list[str] = field(default_factory=list)
     is_fetching: bool = False
-    # Blocks before the first bad or missing one, as known so far.
+    # Blocks before the first bad or missing one, as known so far; the state counts as the block behind the
+    # last.
     num_good: int = 0
     parts: dict[int, _Part] = field(default_factory=dict)
     bad_offsets: set[int] = field(default_factory=set)
@@ -83,7 +96,23 @@ class _Load:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        return self.need.keys[self.need.num_held :]
+        """The keys of the blocks that the device lacks."""
+        return self.need.keys[self.num_here :]
+
+    @property
+    def end(self) -> int:
+        """The number of blocks of the prefix that it makes whole."""
+        return self.num_here + len(self.tiers)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether its blocks wait to be fetched, or are."""
+        return bool(self.tiers) or self.state is not None
+
+    @property
+    def num_good_blocks(self) -> int:
+        """The good ones among its blocks, without the state."""
+        return min(self.num_good, len(self.tiers))
 
 
 class BlockLoader:
@@ -99,6 +128,7 @@ class BlockLoader:
     ) -> None:
         self._pool = engine.pool
         self._windows = engine.windows
+        self._states = engine.states
         self._costs = costs
         self._clock = clock
         self._client = client
@@ -123,11 +153,13 @@ class BlockLoader:
 
     @property
     def num_window_references(self) -> tuple[int, ...]:
-        """Blocks of each group with a window that loads hold."""
-        loads = [load for load in self._loads.values() if load.windows]
-        return tuple(
+        """Blocks of each group with a window, and of each with states, that loads hold."""
+        loads = [load for load in self._loads.values() if load.is_fetching]
+        windows = [
             sum(load.windows[group].num_references for load in loads) for group in range(len(self._windows))
-        )
+        ]
+        num_states = sum(load.state is not None for load in loads)
+        return (*windows, *[num_states] * len(self._states))
 
     @property
     def has_orders(self) -> bool:
@@ -180,27 +212,56 @@ class BlockLoader:
     def _ask(self, need: LoadNeed, *, is_early: bool) -> None:
         self._number += 1
         now = self._clock.now()
-        load = self._loads[self._number] = _Load(need, now, now, is_early)
-        if not self._client.send(FindRequest(self._number, need.keys[0], load.keys)):
+        # Blocks whose state alone is gone need not come again. Behind a window they do, with what is in it.
+        only_states = bool(self._states) and not self._windows
+        num_here = len(self._pool.match(need.keys)) if only_states else need.num_held
+        load = self._loads[self._number] = _Load(need, now, now, num_here, is_early)
+        states = self._state_keys(need.keys[need.num_held :])
+        if not self._client.send(FindRequest(self._number, need.keys[0], load.keys, states)):
             self._end(self._number)
+
+    def _state_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return the keys of the states behind these blocks; none where no layer has a state."""
+        return tuple(map(state_key, keys)) if self._states else ()
 
     def prefetch(self, group: str, keys: tuple[bytes, ...]) -> None:
         """Bring blocks near for a request that stands further back in line."""
         self._number += 1
-        self._client.send(FetchRequest(self._number, group, keys[0], keys, to_device=False))
+        states = self._state_keys(keys)
+        self._client.send(FetchRequest(self._number, group, keys[0], keys, to_device=False, states=states))
 
     def found(self, answer: FindAnswer) -> None:
         """Take the owner's answer to a look-up, and fetch the blocks worth loading once there are free ones
         (`pump`)."""
         load = self._loads.get(answer.number)
-        if load is None or load.tiers or load.is_fetching:
+        if load is None or load.answer is not None or load.is_fetching:
             return
-        num_blocks = self._costs.num_worth_loading(answer.tiers, self._rates.prefill_tok_s)
-        load.tiers = answer.tiers[:num_blocks]
+        load.answer = answer
+        self._choose(load, answer, len(answer.tiers))
         load.found_at = self._clock.now()
-        if not load.tiers:
+        if not load.is_found:
             self._end(answer.number)
         self.pump()
+
+    def _choose(self, load: _Load, answer: FindAnswer, num_most: int) -> None:
+        """Choose the blocks that are worth loading, at most `num_most`, and the state behind the last."""
+        tiers, prefill_tok_s = answer.tiers[:num_most], self._rates.prefill_tok_s
+        if not self._states:
+            load.tiers = tiers[: self._costs.num_worth_loading(tiers, prefill_tok_s)]
+            return
+        states: dict[int, str | None] = {}
+        for end in range(load.need.num_held + 1, load.num_here + len(tiers) + 1):
+            if StateLoad(self._states, load.need.keys[end - 1]).is_here:
+                states[end] = None
+            elif (tier := answer.states.get(end - 1 - load.need.num_held)) is not None:
+                states[end] = tier
+        borders = Borders(load.need.num_held, load.num_here, tiers, states)
+        end = self._costs.best_border(borders, prefill_tok_s)
+        load.tiers = tiers[: max(0, end - load.num_here)]
+        load.state = None
+        if end:
+            load.num_here = min(load.num_here, end)
+            load.state = StateLoad(self._states, load.need.keys[end - 1])
 
     def pump(self) -> None:
         """Begin to fetch the blocks that fit now."""
@@ -215,11 +276,11 @@ class BlockLoader:
 
     def _found(self) -> list[tuple[int, _Load]]:
         """Return the loads whose blocks were found and are not being fetched yet, by number."""
-        return [it for it in self._loads.items() if it[1].tiers and not it[1].is_fetching]
+        return [it for it in self._loads.items() if it[1].is_found and not it[1].is_fetching]
 
     def _begin(self, number: int, load: _Load) -> None:
-        held_ids = self._pool.match(load.need.keys[: load.need.num_held])
-        if len(held_ids) < load.need.num_held:  # evicted since: what was found does not follow on them
+        held_ids = self._pool.match(load.need.keys[: load.num_here])
+        if len(held_ids) < load.num_here:  # evicted since: what was found does not follow on them
             self._end(number)
             return
         # A context that reaches into host memory is longer than the pool; and space for the sequence's last,
@@ -229,16 +290,15 @@ class BlockLoader:
         num_most = min(num_most, self._pool.limit(group)) - 1 - len(held_ids)
         if load.is_early:
             num_most = min(num_most, self._num_early_blocks(group))
-        load.tiers = load.tiers[: max(0, num_most)]
-        if not load.tiers:
+        self._limit(load, max(0, num_most))
+        if not load.is_found:
             self._end(number)
             return
         if self._lacks_share(load, held_ids):
             self._hold_back(load, HeldBack.GROUP)
             return
-        end, block_tokens = load.need.num_held + len(load.tiers), self._pool.block_tokens
         windows = [
-            WindowLoad(window, load.need.keys, load.need.num_held, end, block_tokens)
+            WindowLoad(window, load.need.keys, load.num_here, load.end, self._pool.block_tokens)
             for window in self._windows
         ]
         if not all(window.follows_on for window in windows):
@@ -248,27 +308,45 @@ class BlockLoader:
         num_free = self._pool.num_free - num_idle - self._scheduler.counts.num_running
         if load.is_early:
             num_free -= self._scheduler.counts.num_blocks_awaited(None)
-        has_windows = all(window.fits(self._scheduler.counts.num_running) for window in windows)
+        num_running = self._scheduler.counts.num_running
+        has_windows = all(window.fits(num_running) for window in windows)
+        if load.state is not None:
+            load.state = StateLoad(self._states, load.need.keys[load.end - 1])
+            has_windows = load.state.fits(num_running)
         if len(load.tiers) > max(num_free, 0) or not has_windows:
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
             self._hold_back(load, HeldBack.NOBODY if is_patient else HeldBack.EVERYBODY)
             return
         keys, chain = load.keys[: len(load.tiers)], load.need.keys[0]
-        if not self._client.send(FetchRequest(number, group, chain, keys, to_device=True)):
+        states: tuple[bytes, ...] = ()
+        if load.state is not None and not load.state.is_here:
+            states = self._state_keys(load.need.keys[load.end - 1 : load.end])
+        if not self._client.send(FetchRequest(number, group, chain, keys, to_device=True, states=states)):
             self._end(number)
             return
         self._hold_back(load, HeldBack.NOBODY)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
-        load.num_good = len(keys)
+        load.num_good = len(keys) + len(states)
         load.held_ids = held_ids
         self._pool.acquire(held_ids)
         load.block_ids = self._pool.allocate(len(keys), group)
         for window in windows:
             window.take()
         load.windows = windows
+        if load.state is not None:
+            load.state.take()
         if load.is_early:
             self._announced.begin(load.need.request_id, len(held_ids), len(keys))
+
+    def _limit(self, load: _Load, num_most: int) -> None:
+        """Load at most so many blocks."""
+        if len(load.tiers) <= num_most:
+            return
+        if self._states:
+            assert load.answer is not None
+            self._choose(load, load.answer, num_most)
+        load.tiers = load.tiers[:num_most]
 
     def _lacks_share(self, load: _Load, held_ids: Sequence[int]) -> bool:
         """Whether the load's sharing group has too little left of its share."""
@@ -309,16 +387,7 @@ class BlockLoader:
         part = _Part(fetched.first, len(fetched.blocks), set(), {})
         for index, sources in enumerate(fetched.blocks, fetched.first):
             for source in sources:
-                windows = tuple(it.block(load.need.num_held + index) for it in load.windows)
-                read = StoreRead(
-                    load.block_ids[index],
-                    source.offset,
-                    source.shard,
-                    source.piece,
-                    source.num_bytes,
-                    source.checksum,
-                    windows,
-                )
+                read = _read(load, index, source)
                 reads.setdefault(source.rank, []).append(read)
                 part.reads.setdefault(source.rank, []).append((index, source.offset))
         if reads:
@@ -363,7 +432,7 @@ class BlockLoader:
         answers = True
         for number, load in list(self._loads.items()):
             waited_s = now - load.heard_at
-            if not load.tiers and waited_s > FIND_PATIENCE_S:
+            if load.answer is None and waited_s > FIND_PATIENCE_S:
                 answers = False
                 self._end(number)
             elif load.is_fetching and waited_s > FETCH_PATIENCE_S:
@@ -392,23 +461,27 @@ class BlockLoader:
         load = self._loads[number]
         if not load.is_complete or load.parts:
             return
-        parent = load.need.keys[load.need.num_held - 1] if load.need.num_held else ROOT
-        for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
+        parent = load.need.keys[load.num_here - 1] if load.num_here else ROOT
+        for key, block_id in zip(load.keys[: load.num_good_blocks], load.block_ids, strict=False):
             self._pool.register(block_id, parent, key, load.need.sharing_group)
             parent = key
         for window in load.windows:
-            window.register(load.need.num_held + load.num_good, load.need.sharing_group)
+            window.register(load.num_here + load.num_good, load.need.sharing_group)
+        if load.state is not None and load.num_good > len(load.tiers):
+            load.state.register(load.need.sharing_group)
         self._client.send(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)
 
     def _end(self, number: int) -> None:
         load = self._loads.pop(number)
-        came = Counter(load.came_from[: load.num_good] if load.is_complete else ())
+        came = Counter(load.came_from[: load.num_good_blocks] if load.is_complete else ())
         if came:
             self._costs.measured(came, self._clock.now() - load.began_at)
         self._pool.release(load.held_ids + load.block_ids)
         for window in load.windows:
             window.release()
+        if load.state is not None and load.is_fetching:
+            load.state.release()
         self._report(load, dict(came))
 
     def _report(self, load: _Load, num_blocks: dict[str, int]) -> None:
@@ -423,6 +496,19 @@ class BlockLoader:
             else:
                 self._scheduler.end_load(load.need, num_tokens)
             self._control.wake()
+
+
+def _read(load: _Load, index: int, source: Source) -> StoreRead:
+    """Return what a rank copies of a load's block, or, behind the last one, of its state."""
+    is_state = index == len(load.tiers)
+    if is_state:
+        assert load.state is not None
+        block_id, *windows = load.state.block_ids
+    else:
+        block_id = load.block_ids[index]
+        windows = [it.block(load.num_here + index) for it in load.windows]
+    record = source.offset, source.shard, source.piece, source.num_bytes, source.checksum
+    return StoreRead(block_id, *record, tuple(windows), is_state)
 
 
 def _is_for(load: _Load, need: LoadNeed) -> bool:

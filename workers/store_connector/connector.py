@@ -16,12 +16,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages.engine_session import (
@@ -41,13 +39,14 @@ from kvtransfer.store.messages.store_orders import (
     StorePutDone,
     StoreReport,
 )
+from kvtransfer.store.record import stored_form
 from kvtransfer.store.store_client import StoreClient
 from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
 from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import AnnouncedPrompts
 from workers.store_connector.block_loader import BlockLoader
-from workers.store_connector.block_saver import BlockSaver
+from workers.store_connector.block_saver import BlockSaver, StateRecords
 from workers.store_connector.engine_parts import EngineParts
 from workers.store_connector.tier_costs import TierCosts
 from workers.store_connector.tier_view import TierView
@@ -75,8 +74,7 @@ class StoreConnector:
         clock: Clock,
     ) -> None:
         """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks."""
-        # Records have all layers, whatever groups these form on a device.
-        compatibility = replace(ready[0].compatibility, groups=())
+        compatibility = stored_form(ready[0].compatibility)
         shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
@@ -99,8 +97,10 @@ class StoreConnector:
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
         self._client = StoreClient(name, trust, hello, self, clock, engine.control.fail)
         block_bytes = {shard: BlockLayout.of(compatibility, shard).block_bytes for shard in shards}
-        self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
-        self.view = TierView()
+        state_bytes = {shard: _state_bytes(compatibility, shard) for shard in shards}
+        num_bytes = (sum(its[shard] for shard in shards) for its in (block_bytes, state_bytes))
+        self.costs = TierCosts(compatibility.block_tokens, *num_bytes)
+        self.view = TierView(has_states=bool(engine.states))
         self.saver = BlockSaver(
             engine.pool,
             {rank: (shard, block_bytes[shard]) for rank, shard in enumerate(shards)},
@@ -108,6 +108,7 @@ class StoreConnector:
             self._client,
             engine.ranks,
             engine.windows,
+            StateRecords(engine.states, state_bytes),
         )
         self.announced = AnnouncedPrompts()
         self.loader = BlockLoader(engine, self.costs, self._client, self.announced, clock)
@@ -133,7 +134,7 @@ class StoreConnector:
 
     @property
     def num_window_references(self) -> tuple[int, ...]:
-        """Blocks of each group with a window that are held for copies."""
+        """Blocks of each group with a window, and of each with states, that are held for copies."""
         held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)
         return tuple(saved + loaded for saved, loaded in held)
 
@@ -322,6 +323,12 @@ class StoreConnector:
             self._quiet.clear()
         else:
             self._quiet.set()
+
+
+def _state_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
+    """Return the size of the states behind a block in a shard; 0 where no layer has one."""
+    groups = range(1, len(compatibility.groups))
+    return sum(BlockLayout.of(compatibility, shard, group).block_bytes for group in groups)
 
 
 def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:

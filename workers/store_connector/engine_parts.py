@@ -14,8 +14,8 @@ from workers.scheduler.window_pool import WindowPool
 
 class EngineParts(NamedTuple):
     """The blocks that are stored and loaded, the scheduler whose sequences wait for them, the ranks that copy
-    them, the measured rates of steps, the engine core itself, which plans and fails, and the blocks of each
-    group of layers with a window."""
+    them, the measured rates of steps, the engine core itself, which plans and fails, the blocks of each group
+    of layers with a window, and of each with states, which come after those."""
 
     pool: BlockPool
     scheduler: Scheduler
@@ -23,3 +23,4 @@ class EngineParts(NamedTuple):
     rates: StepRates
     control: EngineControl
     windows: Sequence[WindowPool] = ()
+    states: Sequence[WindowPool] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 # The rates assumed until a load was measured, where the owner has measured nothing either.
 ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}
@@ -12,12 +13,26 @@ _WEIGHT = 0.3
 _DRIFT = 1.05
 
 
-class TierCosts:
-    """Tokens a second by tier, as blocks came from there; `block_bytes` are those of all ranks together."""
+class Borders(NamedTuple):
+    """Where a prompt could be continued whose layers keep states. A sequence can use the first `num_usable`
+    blocks as they are; the device has the KV of `num_here`, and `tiers` have that of those behind them.
+    `states` maps numbers of blocks to the tier that has the state behind the last of them (None: the
+    device)."""
 
-    def __init__(self, block_tokens: int, block_bytes: int) -> None:
+    num_usable: int
+    num_here: int
+    tiers: Sequence[str]
+    states: Mapping[int, str | None]
+
+
+class TierCosts:
+    """Tokens a second by tier, as blocks came from there; `block_bytes` of a block, and `state_bytes` of the
+    states behind one, are those of all ranks together."""
+
+    def __init__(self, block_tokens: int, block_bytes: int, state_bytes: int = 0) -> None:
         self._block_tokens = block_tokens
-        self._block_bytes = block_bytes
+        self._block_bytes = max(block_bytes, 1)
+        self._state_bytes = state_bytes
         self._tok_s: dict[str, float] = {}
         self._owner_gb_s: dict[str, float] = {}
 
@@ -54,7 +69,26 @@ class TierCosts:
             saved += 1 / prefill_tok_s - 1 / self.tok_s(tier)
             if saved > best_saved:
                 best, best_saved = index + 1, saved
-        for tier in set(tiers[best:]):
+        self._refuse(tiers[best:])
+        return best
+
+    def best_border(self, borders: Borders, prefill_tok_s: float) -> int:
+        """Return the number of blocks that are best made whole, with the state behind the last of them; 0:
+        computing all takes least. The most blocks while the prefill rate is not known (0)."""
+        if not prefill_tok_s:
+            return max(borders.states, default=0)
+        best, best_saved = 0, 0.0
+        for end, tier in borders.states.items():
+            saved = (end - borders.num_usable) / prefill_tok_s
+            saved -= sum(1 / self.tok_s(its) for its in borders.tiers[: max(0, end - borders.num_here)])
+            if tier is not None:
+                saved -= self._state_bytes / self._block_bytes / self.tok_s(tier)
+            if saved > best_saved:
+                best, best_saved = end, saved
+        self._refuse(borders.tiers[max(0, best - borders.num_here) :])
+        return best
+
+    def _refuse(self, tiers: Sequence[str]) -> None:
+        for tier in set(tiers):
             if tier in self._tok_s:
                 self._tok_s[tier] *= _DRIFT
-        return best

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvtransfer.blocks.keys import state_key
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages.engine_session import TierEvents
 
 
 class TierView:
-    """Maps each key to its tier and parent. After `restart` the next events are the whole content."""
+    """Maps each key to its tier and parent. After `restart` the next events are the whole content.
 
-    def __init__(self) -> None:
+    States are told apart from blocks: each follows the block that it is behind."""
+
+    def __init__(self, *, has_states: bool = False) -> None:
         self._held: dict[bytes, BlocksStored] = {}
+        self._has_states = has_states
+        # The block that each state is behind, by the state's key, and the blocks with one.
+        self._state_to_block: dict[bytes, bytes] = {}
+        self._with_state: set[bytes] = set()
+        # Blocks that changed since `take_changed`.
+        self._changed: dict[bytes, None] = {}
         self._is_whole = True
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
@@ -29,21 +38,43 @@ class TierView:
         gone = list(events.removed)
         if self._is_whole:
             reported = {key for stored in events.stored for key in stored.keys}
-            gone += [key for key in self._held if key not in reported]
+            gone += [key for key in (*self._held, *self._state_to_block) if key not in reported]
             self._is_whole = False
         for key in gone:
-            if self._held.pop(key, None) is not None:
+            if (block := self._state_to_block.pop(key, None)) is not None:
+                self._with_state.discard(block)
+                self._changed[block] = None
+            elif self._held.pop(key, None) is not None:
                 self._stored.pop(key, None)
-                self._removed[key] = None
+                self._removed[key] = self._changed[key] = None
         for stored in events.stored:
             parent = stored.parent
             for key in stored.keys:
                 entry = BlocksStored(parent, (key,), stored.tier)
-                if self._held.get(key) != entry:
+                if self._has_states and parent and key == state_key(parent):
+                    self._state_to_block[key] = parent
+                    self._with_state.add(parent)
+                    self._changed[parent] = None
+                elif self._held.get(key) != entry:
                     self._held[key] = entry
                     self._removed.pop(key, None)
-                    self._stored[key] = None
+                    self._stored[key] = self._changed[key] = None
                 parent = key
+
+    def is_marked(self, key: bytes) -> bool:
+        """Whether the store has what layers with windows, or states, need of this block: records of blocks
+        have the KV of all layers."""
+        return key in (self._with_state if self._has_states else self._held)
+
+    @property
+    def marked(self) -> Iterable[bytes]:
+        """The blocks of which that is true."""
+        return self._with_state if self._has_states else self._held.keys()
+
+    def take_changed(self) -> Iterable[bytes]:
+        """Return the blocks of which that may have changed since the last call."""
+        changed, self._changed = self._changed, {}
+        return changed
 
     def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
         """Return the net change since the last call; the two parts name disjoint keys."""

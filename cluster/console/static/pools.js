@@ -1,6 +1,6 @@
 // The pools: what is wanted, what there is, each replica's load, and the controls.
 
-import { NONE, badge, bar, byId, classes, column, el, keyed, millis, percent, rate, rows, show, text } from "/console/dom.js";
+import { NONE, badge, bar, byId, classes, column, el, keyed, millis, percent, rate, rows, show, size, text } from "/console/dom.js";
 
 const STATES = { ready: "good", leaving: "warn", connecting: "warn", refused: "bad" };
 const LATE_S = 3;
@@ -9,12 +9,17 @@ const MIN_SCALE = 8; // sequences that fill a bar when no replica has more
 const COLUMNS = [
   {
     fill: (cell, { replica }) => {
-      if (!cell.firstElementChild) cell.append(el("span"), el("small"), el("small", { className: "experts" }));
+      if (!cell.firstElementChild) {
+        cell.append(el("span"), el("small"), el("small", { className: "experts" }), el("small"));
+      }
       text(cell.children[0], replica.replica_id);
       const parts = [shapeOf(replica), loadOf(replica).backend, `process ${replica.process_id}`];
       text(cell.children[1], parts.filter(Boolean).join(", "));
       text(cell.children[2], expertsOf(loadOf(replica)));
       show(cell.children[2], Boolean(loadOf(replica).expert_imbalance));
+      const groups = layersOf(loadOf(replica));
+      text(cell.children[3], groups);
+      show(cell.children[3], Boolean(groups));
     },
   },
   {
@@ -83,6 +88,26 @@ export function expertsOf(load) {
   if (!load.num_expert_copies) return shown;
   const ranks = [load.expert_uncopied_imbalance, load.expert_rank_imbalance].map((ratio) => ratio.toFixed(1));
   return `${shown}, ${load.num_expert_copies} copies: ranks ${ranks.join(" to ")}`;
+}
+
+// `full 32 kB a token, 61 % used; state 1.2 MB a sequence, 40 % used`, and with misses
+// `; 3 of 12 prompts computed 512 cached tokens again`: what groups of layers keep; "": all layers are alike.
+export function layersOf(load) {
+  const names = Object.keys(load.num_layers_blocks || {}).sort();
+  if (names.length < 2) return "";
+  const parts = names.map((name) => {
+    const [ofSequence, ofToken, total, free] = [
+      load.layers_sequence_bytes, load.layers_token_bytes, load.num_layers_blocks, load.num_free_layers_blocks,
+    ].map((each) => Number(each[name] || 0));
+    const kept = ofSequence ? `${size(ofSequence)} a sequence` : `${size(ofToken)} a token`;
+    return `${name} ${kept}, ${percent(total ? (total - free) / total : 0)} used`;
+  });
+  const misses = Number(load.num_snapshot_misses);
+  if (misses) {
+    const all = misses + Number(load.num_snapshot_hits);
+    parts.push(`${misses} of ${all} prompts computed ${Number(load.num_recomputed_tokens)} cached tokens again`);
+  }
+  return parts.join("; ");
 }
 
 // `4 GPUs (tp 2 x 2 stages)`, `0.5 GPUs`, `2 processes on CPUs`: what a replica takes, by the shape of the pool's

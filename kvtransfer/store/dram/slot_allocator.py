@@ -114,8 +114,9 @@ class SlotAllocator:
 
     def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
         """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction
-        if needed. None: there is no space, the group has its share, or the fields are too long."""
-        if self.arena is None or info.num_bytes <= 0:
+        if needed. None: there is no space, the group has its share, or the fields are too long. A rank of
+        whose layers none has KV, or none a state, has records of no bytes."""
+        if self.arena is None or info.num_bytes < 0:
             return None
         offset = self._allocate(info)
         if offset is None:

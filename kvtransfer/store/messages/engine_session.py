@@ -69,32 +69,40 @@ class PutCommit(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Engine core to owner: which of these blocks (a chain or its rest) can be fetched? Answered by
-    `FindAnswer` within the look-up budget."""
+    """Engine core to owner: which of these blocks (a chain or its rest) can be fetched, and which of these
+    states, each of which is behind some block of the chain? Answered by `FindAnswer` within the look-up
+    budget."""
 
     number: int
     chain: bytes
     keys: tuple[bytes, ...]
+    states: tuple[bytes, ...] = ()
 
 
 class FindAnswer(Message, frozen=True):
     """Owner to engine core: the tier of each leading block that is available for all shards of the session;
-    shorter than the request when a block is missing."""
+    shorter than the request when a block is missing. `states` are the tiers of the states that are, by their
+    places in the request."""
 
     number: int
     tiers: tuple[Tier, ...]
+    states: dict[int, Tier] = {}
 
 
 class FetchRequest(Message, frozen=True):
     """Engine core to owner: bring these blocks into the host tier. With `to_device`, their sources are sent
     as they arrive (`FetchedBlocks`) and leased until `FetchRelease`. Otherwise this is a prefetch: the blocks
-    are kept there for a while, and there is no answer. Their records belong to the sharing group."""
+    are kept there for a while, and there is no answer. Their records belong to the sharing group.
+
+    The `states` follow the blocks, and are numbered behind them: to the device all, else the last one of
+    which the node knows."""
 
     number: int
     sharing_group: str
     chain: bytes
     keys: tuple[bytes, ...]
     to_device: bool
+    states: tuple[bytes, ...] = ()
 
 
 class Source(Part, frozen=True):

@@ -24,11 +24,13 @@ class StoreAttached(Message, frozen=True):
 
 class StoreCopy(Part, frozen=True):
     """Pairs the rank's part of block `block_id` with the record at `offset`. `windows` are the blocks with
-    the layers of each group behind the first."""
+    the layers of each group behind the first. With `is_state` the groups are those with states, which have
+    records of their own, else those without."""
 
     block_id: int
     offset: int
     windows: tuple[int, ...] = ()
+    is_state: bool = False
 
 
 class StorePut(Message, frozen=True):
@@ -52,8 +54,8 @@ class StorePutDone(Message, frozen=True):
 
 class StoreRead(Part, frozen=True):
     """Fill `piece` of block `block_id` from the record of `shard` at `offset`, whose payload of `num_bytes`
-    must have this checksum; and that of the block in `windows` of each group behind the first, but for
-    -1."""
+    must have this checksum; and that of the block in `windows` of each group behind the first, but for -1.
+    The groups are those of `StoreCopy`."""
 
     block_id: int
     offset: int
@@ -62,6 +64,7 @@ class StoreRead(Part, frozen=True):
     num_bytes: int
     checksum: int
     windows: tuple[int, ...] = ()
+    is_state: bool = False
 
 
 class StoreGet(Message, frozen=True):

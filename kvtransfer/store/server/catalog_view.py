@@ -98,16 +98,20 @@ class CatalogView:
         has found on other nodes."""
         tiers: list[Tier] = []
         for key in keys:
-            held = self._held(key)
-            tier: Tier | None = tier_of(self._needed, held) if held else None
-            if tier is None and not local_only:
-                everywhere = {*held, *(holder.shard for holder in self.holders(key))}
-                if all(cover(shard, everywhere) is not None for shard in self._needed):
-                    tier = "remote"
-            if tier is None:
+            if (tier := self.tier(key, local_only=local_only)) is None:
                 break
             tiers.append(tier)
         return tuple(tiers)
+
+    def tier(self, key: bytes, *, local_only: bool = False) -> Tier | None:
+        """Return the tier of a block, or state, like `tiers`; None: it is not available."""
+        held = self._held(key)
+        tier: Tier | None = tier_of(self._needed, held) if held else None
+        if tier is None and not local_only:
+            everywhere = {*held, *(holder.shard for holder in self.holders(key))}
+            if all(cover(shard, everywhere) is not None for shard in self._needed):
+                tier = "remote"
+        return tier
 
     async def learn(self, chain: bytes, keys: Sequence[bytes]) -> None:
         """Look up the holders of these blocks in the index, within its budget."""
@@ -148,9 +152,12 @@ class CatalogView:
             reads += [PlannedRead(rank, shard, piece) for shard, piece in pieces]
         return FetchPlan(_TIERS[slowest], tuple(reads))
 
-    def payload_bytes(self, shard: Shard) -> int:
-        """Return the payload size of a block's record of that shard; 0 when it cannot be known."""
-        return BlockLayout.of(self._compatibility, shard).block_bytes
+    def payload_bytes(self, shard: Shard, *, is_state: bool = False) -> int:
+        """Return the payload size of the record of that shard of a block, or of a state; 0 when it cannot be
+        known."""
+        num_groups = len(self._compatibility.groups) or 1
+        layouts = (BlockLayout.of(self._compatibility, shard, group) for group in range(num_groups))
+        return sum(layout.block_bytes for layout in layouts if layout.is_state == is_state)
 
     def _held(self, key: bytes) -> Mapping[Shard, Held]:
         return self._catalog.lookup(self.space, key)

@@ -52,6 +52,7 @@ class Fetch:
         send: Callable[[FromOwner], None],
     ) -> None:
         self._request = request
+        self._keys = request.keys + _fetched_states(request, view)
         self._view = view
         self._node = node
         self._send = send
@@ -96,7 +97,7 @@ class Fetch:
                 for block in self._window:
                     self._drop(block)
                 self._window.clear()
-            is_last = not self._window and (bool(reason) or self._position == len(self._request.keys))
+            is_last = not self._window and (bool(reason) or self._position == len(self._keys))
             if self._request.to_device:
                 self._send_blocks(first, blocks, is_last, reason)
             else:
@@ -106,7 +107,7 @@ class Fetch:
     async def _fill_window(self) -> str:
         """Begin to load the next blocks, up to the limits of the window. Return why the fetch ends here, or
         ""."""
-        keys = self._request.keys
+        keys = self._keys
         while self._position < len(keys) and len(self._window) < _MAX_BLOCKS:
             if sum(len(block.loads) for block in self._window) >= self._max_loads:
                 break
@@ -119,28 +120,29 @@ class Fetch:
 
     async def _open(self, index: int) -> _Block | None:
         """Plan the block, and lease or load its records. None: the block is not available."""
-        key = self._request.keys[index]
+        key = self._keys[index]
         plan = self._view.plan(key)
         if plan is None and not self._has_learned:
             self._has_learned = True
-            await self._view.learn(self._request.chain, self._request.keys[index:])
+            await self._view.learn(self._request.chain, self._keys[index:])
             plan = self._view.plan(key)
         return None if plan is None else self._begin(index, plan)
 
     def _begin(self, index: int, plan: FetchPlan) -> _Block:
         block = _Block(index, plan, {}, {})
-        parent = self._request.keys[index - 1] if index else b""
+        parent = self._keys[index - 1] if index else b""
+        is_state = index >= len(self._request.keys)
         for shard in dict.fromkeys(read.shard for read in plan.reads):
-            record = RecordId(self._view.space, self._request.keys[index], shard)
+            record = RecordId(self._view.space, self._keys[index], shard)
             held, offset = self._node.catalog.find(record), self._node.catalog.lease(record)
             if held is not None and offset is not None:
                 block.here[shard] = LoadedRecord(offset, held.info)
             else:
-                block.loads[shard] = self._load(record, parent)
+                block.loads[shard] = self._load(record, parent, is_state=is_state)
         self._node.catalog.count_misses(len(block.loads))
         return block
 
-    def _load(self, record: RecordId, parent: bytes) -> asyncio.Future[LoadedRecord]:
+    def _load(self, record: RecordId, parent: bytes, *, is_state: bool) -> asyncio.Future[LoadedRecord]:
         view = self._view
         info = RecordInfo(
             record,
@@ -148,7 +150,7 @@ class Fetch:
             self._request.chain,
             self._request.sharing_group,
             view.model,
-            view.payload_bytes(record.shard),
+            view.payload_bytes(record.shard, is_state=is_state),
             0,
         )
         holders = [each for each in view.holders(record.key) if each.shard == record.shard]
@@ -161,7 +163,7 @@ class Fetch:
             offsets = [load.result().offset for load in block.loads.values()]
             if all(offset >= 0 for offset in offsets) or NO_SPACE in offsets or block.num_plans == _MAX_PLANS:
                 return
-            plan = self._view.plan(self._request.keys[block.index])
+            plan = self._view.plan(self._keys[block.index])
             if plan is None:
                 return
             self._drop(block)
@@ -219,3 +221,11 @@ class Fetch:
             self._node.loader.forget(load)
         for arrived in block.here.values():
             self._node.catalog.release(arrived.offset)
+
+
+def _fetched_states(request: FetchRequest, view: CatalogView) -> tuple[bytes, ...]:
+    """Return the states that are fetched behind the blocks: only one of use is brought near."""
+    if request.to_device:
+        return request.states
+    near = (key for key in reversed(request.states) if view.tier(key) is not None)
+    return tuple(key for key in (next(near, None),) if key is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Container
 
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import PeerGoneError, WireError
@@ -22,6 +23,7 @@ from kvtransfer.store.messages.engine_session import (
     PutRequest,
 )
 from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner
+from kvtransfer.store.messages.records import Tier
 from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.fetch import Fetch
 from kvtransfer.store.server.node import StoreNode
@@ -146,16 +148,23 @@ class EngineSession:
 
     def _find(self, request: FindRequest) -> None:
         tiers = self._view.tiers(request.keys, local_only=True)
-        if len(tiers) == len(request.keys) or self._node.index is None:
-            self.send(FindAnswer(request.number, tiers))
+        states = self._states(request, local_only=True)
+        is_all = len(tiers) == len(request.keys) and len(states) == len(request.states)
+        if is_all or self._node.index is None:
+            self.send(FindAnswer(request.number, tiers, states))
             return
-        task = self._spawn(self._find_remote(request, len(tiers)), "store-find")
+        task = self._spawn(self._find_remote(request, len(tiers), states), "store-find")
         self._finds.add(task)
         task.add_done_callback(self._finds.discard)
 
-    async def _find_remote(self, request: FindRequest, num_local: int) -> None:
-        await self._view.learn(request.chain, request.keys[num_local:])
-        self.send(FindAnswer(request.number, self._view.tiers(request.keys)))
+    async def _find_remote(self, request: FindRequest, num_local: int, here: Container[int]) -> None:
+        states = tuple(key for place, key in enumerate(request.states) if place not in here)
+        await self._view.learn(request.chain, (*request.keys[num_local:], *states))
+        self.send(FindAnswer(request.number, self._view.tiers(request.keys), self._states(request)))
+
+    def _states(self, request: FindRequest, *, local_only: bool = False) -> dict[int, Tier]:
+        tiers = (self._view.tier(key, local_only=local_only) for key in request.states)
+        return {place: tier for place, tier in enumerate(tiers) if tier is not None}
 
     def _fetch(self, request: FetchRequest) -> None:
         if not request.to_device and len(self._fetches) >= _MAX_PREFETCHES:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cluster.cli.calls import status_view
+from cluster.cli.calls import explain_view, status_view
 from cluster.cli.demo import DemoRow, demo_table
+from cluster.cli.layers_table import layers_parts
 from cluster.cli.progress_report import progress_to, stages
 from cluster.cli.store_tables import size
 from cluster.cli.terminal import NONE
@@ -212,6 +213,38 @@ def test_status_has_the_kv_of_a_replica_of_each_pool() -> None:
     message = admin_pb.StatusResponse(model=pb.Model(block_tokens=64), replicas=replicas)
     assert "KV tokens of a replica: d 1920 to 2560, p 640\n" in shown(status_view(message))
     assert "KV tokens" not in shown(status_view(admin_pb.StatusResponse(replicas=replicas[-1:])))
+
+
+def test_groups_of_layers_are_whole_in_80_columns_with_what_could_not_be_used() -> None:
+    load = admin_pb.Load(
+        layers_token_bytes={"full": 49_152, "window 4096": 196_608},
+        layers_sequence_bytes={"window 4096": 805_306_368, "state": 75_497_472},
+        num_layers_blocks={"full": 131_072, "window 4096": 16_384, "state": 64},
+        num_free_layers_blocks={"full": 100_000, "window 4096": 384, "state": 63},
+        num_cached_layers_blocks={"full": 50_000, "state": 60},
+        num_snapshot_hits=1200,
+        num_snapshot_misses=34,
+        num_recomputed_tokens=56_789,
+    )
+    plain = admin_pb.Load(num_layers_blocks={"full": 64})
+    replicas = [admin_pb.Replica(replica_id=name, load=it) for name, it in (("d-1", load), ("d-2", plain))]
+    text = shown(layers_parts(replicas)[0])
+    lines = [line.split() for line in text.splitlines()]
+    assert ["d-1", "full", "49.2", "kB", NONE, "31072", "50000", "131072", "1200/1234", "56789"] in lines
+    assert [NONE, "state", NONE, "75.5", "MB", "1", "60", "64", NONE, NONE] in lines
+    assert [NONE, "window", "4096", "196.6", "kB", "805.3", "MB", "16000", "0", "16384", NONE, NONE] in lines
+    assert "d-2" not in text
+    assert not layers_parts(replicas[1:])
+    latent = admin_pb.Replica(load=admin_pb.Load(num_layers_blocks={"latent": 64}))
+    assert "latent" in shown(layers_parts([latent])[0])
+
+
+def test_a_transfer_that_is_explained_has_what_is_sent_once() -> None:
+    prefill = pb.Candidate(replica_id="p0", side="prefill", transfer_s=0.0101, once_s=0.0202)
+    explained = pb.ExplainResponse(request_id="r", decisions=[pb.Decision(candidates=[prefill])])
+    console = Console(file=io.StringIO(), width=140)
+    console.print(explain_view(explained))
+    assert "30.3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_stores_are_shown_as_processes_and_as_tiers() -> None:

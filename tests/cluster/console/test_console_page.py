@@ -265,6 +265,31 @@ return import("/console/pools.js").then((pools) => pools.expertsOf(load));
 """
 
 
+async def test_groups_of_layers_are_shown_where_there_are_several(
+    front: ConsoleHarness, browser: Browser
+) -> None:
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#figures", "last minute")
+        assert browser.run(_LAYERS, {"full": "4"}, "0") == ""
+        shown = "full 2.0 kB a token, 25 % used; state 3.0 MB a sequence, 50 % used"
+        assert browser.run(_LAYERS, {"full": "100", "state": "8"}, "0") == shown
+        misses = "; 3 of 12 prompts computed 512 cached tokens again"
+        assert browser.run(_LAYERS, {"full": "100", "state": "8"}, "3") == shown + misses
+
+    await look(check)
+
+
+_LAYERS = """
+const load = {
+  num_layers_blocks: arguments[0], num_free_layers_blocks: { full: "75", state: "4" },
+  layers_token_bytes: { full: "2000" }, layers_sequence_bytes: { state: "3000000" },
+  num_snapshot_misses: arguments[1], num_snapshot_hits: "9", num_recomputed_tokens: "512",
+};
+return import("/console/pools.js").then((pools) => pools.layersOf(load));
+"""
+
+
 async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser) -> None:
     front.dashboard.refusal = (412, "external_scaler_enabled=false")
 

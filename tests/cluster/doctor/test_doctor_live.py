@@ -150,6 +150,25 @@ def test_uneven_ranks_are_a_warning_that_names_the_hottest_expert() -> None:
     assert not said(serving.expert_load, live()), "a model without experts has no such finding"
 
 
+def test_prompts_that_cannot_use_their_cached_kv_are_a_warning() -> None:
+    def missed(num_hits: int, num_misses: int) -> Callable[[admin_pb.StatusResponse], None]:
+        def change(status: admin_pb.StatusResponse) -> None:
+            load = status.replicas[1].load
+            load.num_snapshot_hits, load.num_snapshot_misses = num_hits, num_misses
+            load.num_recomputed_tokens = 4096
+
+        return change
+
+    often = only(serving.snapshots, live(missed(2, 1)))
+    assert often.severity is WARNING
+    assert often.seen.startswith("d0: 2 of 3 prompts with cached KV began behind all of it")
+    assert "4096 cached tokens" in often.seen
+    assert "engine.state_snapshots" in often.remedy
+    assert often.figures == {"num_hits": 2, "num_misses": 1, "num_recomputed_tokens": 4096}
+    assert only(serving.snapshots, live(missed(3, 1))).severity is OK
+    assert not said(serving.snapshots, live()), "a model whose layers all see all tokens has no such finding"
+
+
 def test_other_causes_of_slow_decoding() -> None:
     def pace(change: Callable[[admin_pb.StatusResponse], object], before: bool = True) -> CheckResult:
         def now(status: admin_pb.StatusResponse) -> None:

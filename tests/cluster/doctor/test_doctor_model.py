@@ -67,7 +67,7 @@ def test_a_key_that_changes_results_and_is_ignored_is_named(folder: Path) -> Non
     ("pool", "severity", "said_of_weights"),
     [
         ({"device": "cpu"}, OK, "(awq: int4 group 128), and stay so in products"),
-        ({"device": "cuda", "gpus_per_rank": 1}, NOTE, "and dequantized on cuda"),
+        ({"device": "cuda", "gpus_per_rank": 1}, OK, "and stay so in products"),
         ({"dtype": "bf16", "weight_dtype": "bf16"}, OK, "and weight_dtype is bf16"),
     ],
 )
@@ -80,6 +80,15 @@ def test_it_says_what_becomes_of_quantized_weights(
     well, weights = model.config_json(context(folder, {"name": "p", "role": "both"} | pool))
     assert (well.severity, weights.severity) == (OK, severity)
     assert said_of_weights in weights.seen
+
+
+def test_rounded_weights_need_less_memory() -> None:
+    needed = [
+        needs_of(config_of(TINY, ({"name": "p", "role": "both", "dtype": "bf16", "weight_dtype": form},)))
+        for form in ("bf16", "int8", "int4")
+    ]
+    floats, eights, fours = (sum(rank.weight_bytes for rank in need.pools[0].ranks) for need in needed)
+    assert fours < eights < floats
 
 
 def test_weights_that_were_cut_short_are_named(folder: Path) -> None:

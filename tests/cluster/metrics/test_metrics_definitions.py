@@ -77,6 +77,15 @@ LOAD = LoadReport(
     hottest_expert_share=0.125,
     expert_uncopied_imbalance=2.5,
     num_expert_copies=6,
+    layers_token_bytes={"full": 4096, "window 128": 1024},
+    layers_sequence_bytes={"window 128": 131072},
+    num_layers_blocks={"full": 100, "window 128": 40},
+    num_free_layers_blocks={"full": 60, "window 128": 30},
+    num_cached_layers_blocks={"full": 20, "window 128": 10},
+    num_snapshot_hits=4,
+    num_snapshot_misses=2,
+    num_recomputed_tokens=96,
+    num_stored_states=3,
 )
 
 

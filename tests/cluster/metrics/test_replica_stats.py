@@ -37,7 +37,10 @@ COMPUTED = {
 # Shown by the status alone, as no number that says how much.
 STATUS_ONLY = {"backend", "hottest_expert_layer", "hottest_expert"}
 # What the router knows of a replica beside its statistics.
-ROUTER_ONLY = {"identity", "received_at", "transfer_tok_s", "max_local_tokens"}
+ROUTER_ONLY = {
+    *("identity", "received_at", "transfer_tok_s", "max_local_tokens"),
+    *("window_tokens", "window_token_ratio", "state_tokens"),
+}
 FIELDS = set(ReplicaStats.__struct_fields__)
 
 
@@ -72,7 +75,9 @@ def test_a_mapping_is_exported_under_the_last_label_of_its_metric() -> None:
     for metric in (metric for title in ("Engines", "KV", "Transfer") for metric in SECTIONS[title]):
         if metric.field:
             is_mapping = isinstance(getattr(stats, metric.field), dict)
-            assert is_mapping == (metric.labels[-1] in ("tier", "cause", "class", "transport")), metric.name
+            assert is_mapping == (metric.labels[-1] in ("tier", "cause", "class", "transport", "layers")), (
+                metric.name
+            )
 
 
 def test_every_field_of_a_load_has_its_source() -> None:

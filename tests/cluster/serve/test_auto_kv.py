@@ -151,6 +151,16 @@ def test_too_little_memory_is_refused_with_field_parts_and_remedy(tmp_path: Path
     assert "2048 are needed at least" in found.seen
 
 
+def test_what_latents_save_is_shown(tmp_path: Path) -> None:
+    """A latent of 64 and 8 columns, in place of 4 heads with keys of 24 and values of 16."""
+    sizes: dict[str, Any] = {"kv_lora_rank": 64, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    sizes["v_head_dim"] = 16
+    write_random_checkpoint(tmp_path / "model", "deepseek_v3", num_attention_heads=4, seed=1, **sizes)
+    given = config_of(model=tmp_path / "model", pools=[pools()[1]], store={"dram_gb": 0})
+    seen = only(limits.kv_capacity, kv_context(given, machine(tmp_path, 64 * GB))).seen
+    assert "(keys and values of each head take 2.2 times that)" in seen
+
+
 def test_windows_leave_memory_for_more_context(tmp_path: Path) -> None:
     """Of three layers two have a window of 100 tokens, and keep no more than their sequences need."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -79,14 +79,17 @@ def run_chunks(
     num_chunks, num_heads = len(chunks.tokens), heads.num_value_heads
     inverses = mixed.new_empty(num_chunks, num_heads, CHUNK_TOKENS, CHUNK_TOKENS)
     strides, sizes = _strides(rows, states), _sizes(heads, states)
-    precision = "ieee" if rows.channels.dtype == torch.float32 else "tf32"
-    options = {"CHUNK": CHUNK_TOKENS, "PRECISION": precision, "num_warps": 4, "enable_fp_fusion": False}
+    # Three products of parts are nearly as exact as one of float32, for which there are no tensor cores.
+    precision = "tf32x3" if rows.channels.dtype == torch.float32 else "tf32"
+    options = {"CHUNK": CHUNK_TOKENS, "PRECISION": precision, "num_stages": 1, "enable_fp_fusion": False}
     _inverse_kernel[(num_chunks, num_heads)](
-        *_operands(weights, rows), chunks.tokens, chunks.lengths, inverses, *strides[:3], **sizes, **options
-    )
+        *_operands(weights, rows), chunks.tokens, chunks.lengths, inverses, *strides[:3], **sizes, **options,
+        num_warps=4,
+    )  # fmt: skip
     _chunk_kernel[(len(sequences.reads), num_heads, triton.cdiv(heads.value_dim, _COLUMNS))](
         *_operands(weights, rows), states, sequences.reads, sequences.writes, sequences.firsts,
         sequences.lengths, chunks.firsts, inverses, mixed, *strides, heads.key_dim**-0.5, **sizes, **options,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -265,10 +268,6 @@ def _chunk_kernel(
         rows = channels + tokens[:, None] * channel_stride + (head // VALUES_PER_KEY) * width
         is_key = is_there[:, None] & is_dim[None, :]
         is_value = is_there[:, None] & is_column[None, :]
-        queries = _unit(tl.load(rows + dims, mask=is_key, other=0.0).to(tl.float32), EPS) * scale
-        keys = _unit(tl.load(rows + KEY_DIM + dims, mask=is_key, other=0.0).to(tl.float32), EPS)
-        own = rows + 2 * KEY_DIM + (head % VALUES_PER_KEY) * VALUE_DIM
-        values = tl.load(own + columns, mask=is_value, other=0.0).to(tl.float32)
         logs, beta = _logs_and_betas(
             betas, decays, rates, biases, tokens, is_there, head, beta_stride, decay_stride
         )
@@ -276,16 +275,22 @@ def _chunk_kernel(
         # The last of these sums: one in another order would be rounded otherwise, and not end at zero.
         total = tl.sum(tl.where(places == CHUNK - 1, sums, 0.0), 0)
         since_start = tl.exp(sums)[:, None]
-        known = tl.dot(keys, state, input_precision=PRECISION)
-        wanted = beta[:, None] * (values - since_start * known)
-        inverse = tl.load(system + places[:, None] * CHUNK + places[None, :])
-        changes = tl.dot(inverse, wanted, input_precision=PRECISION)
+        keys = _unit(tl.load(rows + KEY_DIM + dims, mask=is_key, other=0.0).to(tl.float32), EPS)
+        queries = _unit(tl.load(rows + dims, mask=is_key, other=0.0).to(tl.float32), EPS) * scale
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores *= tl.where(is_seen, tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
         out = since_start * tl.dot(queries, state, input_precision=PRECISION)
+        known = tl.dot(keys, state, input_precision=PRECISION)
+        own = rows + 2 * KEY_DIM + (head % VALUES_PER_KEY) * VALUE_DIM
+        values = tl.load(own + columns, mask=is_value, other=0.0).to(tl.float32)
+        wanted = beta[:, None] * (values - since_start * known)
+        inverse = tl.load(system + places[:, None] * CHUNK + places[None, :])
+        changes = tl.dot(inverse, wanted, input_precision=PRECISION)
         out += tl.dot(scores, changes, input_precision=PRECISION)
         to = mixed + (tokens[:, None] * NUM_HEADS + head) * VALUE_DIM + columns[None, :]
         tl.store(to, out, mask=is_value)
+        # Read again: meanwhile there are too few registers for them.
+        keys = _unit(tl.load(rows + KEY_DIM + dims, mask=is_key, other=0.0).to(tl.float32), EPS)
         until_end = keys * tl.exp(total - sums)[:, None]
         state = state * tl.exp(total) + tl.dot(tl.trans(until_end), changes, input_precision=PRECISION)
         system += NUM_HEADS * CHUNK * CHUNK

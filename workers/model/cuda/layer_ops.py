@@ -151,19 +151,24 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def activated(gate, IS_GELU: tl.constexpr):
+    """Return the activation of gates, rounded to their dtype, in float32."""
+    wide = gate.to(tl.float32)
+    exponent = wide
+    if IS_GELU:  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 * y)
+        exponent = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
+    grown = tl.exp(tl.minimum(-exponent, 88.0))  # the largest that float32 holds
+    return (wide / (1.0 + grown)).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
 def _gate_mul_kernel(gate_up, out, in_stride, out_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < size
     gate = tl.load(gate_up + row * in_stride + columns, mask=is_there, other=0.0)
     up = tl.load(gate_up + row * in_stride + size + columns, mask=is_there, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    exponent = wide
-    if IS_GELU:  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 * y)
-        exponent = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
-    grown = tl.exp(tl.minimum(-exponent, 88.0))  # the largest that float32 holds
-    activated = (wide / (1.0 + grown)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * out_stride + columns, (activated * up).to(gate.dtype), mask=is_there)
+    tl.store(out + row * out_stride + columns, (activated(gate, IS_GELU) * up).to(gate.dtype), mask=is_there)
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)

@@ -52,7 +52,7 @@ def with_slots(weights: ExpertWeights, num_slots: int) -> ExpertWeights:
     """Return the weights with `num_slots` more experts, which nobody may use before they are overwritten."""
     num_owned = len(weights.gates)
 
-    def more(of_all: Sequence[Tensor]) -> ReadWhenTaken:
+    def more(of_all: Sequence[Tensor]) -> ReadWhenTaken[Tensor]:
         return ReadWhenTaken(num_owned + num_slots, lambda it: of_all[it if it < num_owned else 0])
 
     gate_up_bias, down_bias = (

@@ -118,7 +118,7 @@ def split_experts(weights: ExpertWeights, device: torch.device, num_in_host: int
 def _copied(weights: ExpertWeights, count: int, device: torch.device) -> ExpertWeights:
     """Return the first `count` experts on the device, each copied when it is taken."""
 
-    def on_device(of_all: Sequence[Tensor]) -> ReadWhenTaken:
+    def on_device(of_all: Sequence[Tensor]) -> ReadWhenTaken[Tensor]:
         return ReadWhenTaken(count, lambda number: of_all[number].to(device))
 
     gate_up_bias, down_bias = (

@@ -16,6 +16,7 @@ from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
+from workers.model.experts.quantized_experts import QuantizedExperts, QuantizedExpertWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
 from workers.model.make_linear import make_linear
@@ -173,12 +174,14 @@ class Mixture:
 
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
+    if isinstance(experts := weights.experts, QuantizedExpertWeights):
+        return QuantizedExperts(experts, is_deterministic=is_deterministic)
     if weights.copies is not None:
-        with_copies = with_slots(weights.experts, weights.copies.num_slots)
+        with_copies = with_slots(experts, weights.copies.num_slots)
         return make_experts(with_copies, is_deterministic=is_deterministic)
     if (offload := weights.offload) is None:
-        return make_experts(weights.experts, is_deterministic=is_deterministic)
-    return split_experts(weights.experts, offload.device, offload.num_in_host)
+        return make_experts(experts, is_deterministic=is_deterministic)
+    return split_experts(experts, offload.device, offload.num_in_host)
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from workers.model.experts.copy_slots import CopyPlace
 from workers.model.experts.expert_products import ExpertWeights
-from workers.model.experts.mixture_shape import DEFAULT_CLAMP, MixtureShape
+from workers.model.experts.mixture_shape import DEFAULT_CLAMP, Clamp, ExpertActivation, MixtureShape
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.stored_experts import ReadWhenTaken, StoredExperts
 from workers.model.families.expert_traits import BranchNormNames, ExpertNames
 from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
+from workers.model.quantization.weight_parts import scaled
 from workers.model.sizes import HeldExperts, held_experts, part
 from workers.model.split_products import ProductRows, fused_rows
 from workers.model.tensor_files import TensorFiles, WeightSlice
@@ -62,7 +64,7 @@ class MixtureWeights:
     router: LinearWeights
     correction: Tensor | None
     held: range
-    experts: ExpertWeights
+    experts: ExpertWeights | QuantizedExpertWeights
     shared: SharedWeights | None
     router_norm: Norm | None = None
     expert_scale: Tensor | None = None
@@ -148,19 +150,35 @@ class MixtureWeightReader:
         shape = (1, num_experts) if self._files.num_dims_of(name) == 2 else (num_experts,)
         return self._files.tensor(name, shape, dtype=torch.float32).flatten().clone()
 
-    def _experts(self, stored: StoredExperts, shape: MixtureShape, held: HeldExperts) -> ExpertWeights:
+    def _experts(
+        self, stored: StoredExperts, shape: MixtureShape, held: HeldExperts
+    ) -> ExpertWeights | QuantizedExpertWeights:
+        factor = self._config.residual_multiplier
+        # Experts that are exchanged or copied are tensors.
+        is_fixed = self._offload is None and self._copies is None
+        if is_fixed and (kept := stored.quantized()) is not None:
+            of_all = kept.downs
+            times_factor = ReadWhenTaken(len(of_all), lambda number: scaled(of_all[number], factor))
+            others = self._beside_products(stored, shape, held)
+            return QuantizedExpertWeights(kept.gates, kept.ups, times_factor, *others)
         gates, ups, downs = stored.products()
+        if factor != 1:
+            downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs
+        return ExpertWeights(gates, ups, downs, *self._beside_products(stored, shape, held))
+
+    def _beside_products(
+        self, stored: StoredExperts, shape: MixtureShape, held: HeldExperts
+    ) -> tuple[ExpertActivation, Tensor | None, Tensor | None, Clamp]:
+        """Return what experts have beside their products: activation, biases and clamp."""
         down_bias, factor = stored.down_bias(), self._config.residual_multiplier
         if held.columns.start and down_bias is not None:
             # The first of the ranks that share an expert adds it.
             down_bias = torch.zeros_like(down_bias)
-        if factor != 1:
-            downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs
-            down_bias = None if down_bias is None else down_bias * factor
+        if factor != 1 and down_bias is not None:
+            down_bias = down_bias * factor
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
         assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
-        clamp = shape.clamp or DEFAULT_CLAMP
-        return ExpertWeights(gates, ups, downs, activation, stored.gate_up_bias(), down_bias, clamp)
+        return activation, stored.gate_up_bias(), down_bias, shape.clamp or DEFAULT_CLAMP
 
     def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
         hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)

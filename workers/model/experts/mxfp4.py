@@ -6,12 +6,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+
 # The numbers of a block, and the bytes that hold them, two each, the first in the lower bits.
 BLOCK_ITEMS = 32
 BLOCK_BYTES = 16
 # The numbers by their codes: sign, two bits of exponent, one of mantissa.
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
+
+
+def quantized(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """Return the numbers of `blocks` and `scales`, as `dequantized` takes them, in the form of all quantized
+    weights."""
+    factors = torch.ldexp(torch.ones(scales.shape), scales.int() - _SCALE_BIAS)
+    return QuantizedWeight(Codes.E2M1, blocks.flatten(1).contiguous(), factors.contiguous(), BLOCK_ITEMS)
 
 
 def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

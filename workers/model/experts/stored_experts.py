@@ -5,36 +5,44 @@ MXFP4."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
-from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized
+from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized, quantized
 from workers.model.families.expert_traits import ExpertNames
+from workers.model.quantization.kept_forms import are_alike, has_experts
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.weight_parts import columns_of, to_device
 from workers.model.sizes import HeldExperts
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
+
+_ALL = slice(None)
 
 
-class ReadWhenTaken(Sequence[Tensor]):
-    """Tensors that are read, and converted, each time that they are taken: all experts of a layer at once
-    may not fit beside those that are packed."""
+_Item = TypeVar("_Item")
 
-    def __init__(self, count: int, read: Callable[[int], Tensor]) -> None:
+
+class ReadWhenTaken(Sequence[_Item], Generic[_Item]):
+    """Weights that are read, and converted, each time that they are taken: all experts of a layer at once may
+    not fit beside those that are packed."""
+
+    def __init__(self, count: int, read: Callable[[int], _Item]) -> None:
         self._count, self._read = count, read
 
     def __len__(self) -> int:
         return self._count
 
     @overload
-    def __getitem__(self, place: int) -> Tensor: ...
+    def __getitem__(self, place: int) -> _Item: ...
 
     @overload
-    def __getitem__(self, place: slice) -> ReadWhenTaken: ...
+    def __getitem__(self, place: slice) -> ReadWhenTaken[_Item]: ...
 
-    def __getitem__(self, place: int | slice) -> Tensor | ReadWhenTaken:
+    def __getitem__(self, place: int | slice) -> _Item | ReadWhenTaken[_Item]:
         chosen = range(self._count)[place]
         if isinstance(chosen, range):
             return ReadWhenTaken(len(chosen), lambda number: self._read(chosen[number]))
@@ -47,6 +55,14 @@ class ExpertProducts(NamedTuple):
     gates: Sequence[Tensor]
     ups: Sequence[Tensor]
     downs: Sequence[Tensor]
+
+
+class QuantizedProducts(NamedTuple):
+    """The weights of experts as `QuantizedExpertWeights` has them."""
+
+    gates: Sequence[QuantizedWeight]
+    ups: Sequence[QuantizedWeight]
+    downs: Sequence[QuantizedWeight]
 
 
 class StoredExperts:
@@ -74,6 +90,25 @@ class StoredExperts:
         if gate_up not in self._files:
             return self._each()
         return self._with_inputs_as_rows() if self._names.is_transposed else self._together()
+
+    def quantized(self) -> QuantizedProducts | None:
+        """Read the products as they are kept quantized; None where they are not, or where there are no
+        products for their form."""
+        gate_up, down = (f"{self._block}{it}" for it in (self._names.gate_up, self._names.down))
+        if f"{gate_up}_blocks" in self._files:
+            found = self._kept_blocks(gate_up, down) if self._files.form.keeps_stored else None
+        elif not self._files.may_quantize:
+            found = None
+        elif gate_up not in self._files:
+            found = self._kept_each()
+        else:
+            found = None if self._names.is_transposed else self._kept_together(gate_up, down)
+        if found is None:
+            return None
+        firsts = found.gates[0], found.ups[0], found.downs[0]
+        if not all(map(has_experts, firsts)):
+            return None
+        return found if are_alike(firsts[:2]) else None
 
     def gate_up_bias(self) -> Tensor | None:
         """Read the biases of gates and ups, [num_held, 2 * num_columns], those of gates first."""
@@ -112,6 +147,76 @@ class StoredExperts:
             each(self._names.each_down, outer, slice(None), self._columns),
         )
 
+    def _kept_each(self) -> QuantizedProducts | None:
+        inner, outer = (self._size, self._hidden_size), (self._hidden_size, self._size)
+
+        def each(name: str, shape: tuple[int, int], rows: slice, columns: slice) -> list[WeightSlice]:
+            names = [f"{self._block}{name.format(expert=expert)}" for expert in self._held]
+            return [WeightSlice(it, shape, rows, columns) for it in names]
+
+        self._leave_others()
+        return self._kept(
+            each(self._names.each_gate, inner, self._columns, _ALL),
+            each(self._names.each_up, inner, self._columns, _ALL),
+            each(self._names.each_down, outer, _ALL, self._columns),
+        )
+
+    def _kept_together(self, gate_up: str, down: str) -> QuantizedProducts | None:
+        inner = (self._num_experts, 2 * self._size, self._hidden_size)
+        outer = (self._num_experts, self._hidden_size, self._size)
+        of_ups = slice(self._size + self._columns.start, self._size + self._columns.stop)
+
+        def each(name: str, shape: tuple[int, ...], rows: slice, columns: slice) -> list[WeightSlice]:
+            return [WeightSlice(name, shape, rows, columns, expert) for expert in self._held]
+
+        return self._kept(
+            each(gate_up, inner, self._columns, _ALL),
+            each(gate_up, inner, of_ups, _ALL),
+            each(down, outer, _ALL, self._columns),
+        )
+
+    def _kept(
+        self, gates: list[WeightSlice], ups: list[WeightSlice], downs: list[WeightSlice]
+    ) -> QuantizedProducts | None:
+        """Return weights each of which is read when it is taken; None where the first expert's are not
+        quantized. All experts have one format."""
+        if any(self._files.quantized(slices[0]) is None for slices in (gates, ups, downs)):
+            return None
+
+        def of(slices: list[WeightSlice]) -> ReadWhenTaken[QuantizedWeight]:
+            self._files.read.update(it.name for it in slices)
+
+            def read(number: int) -> QuantizedWeight:
+                weight = self._files.quantized(slices[number])
+                if weight is None:
+                    name = slices[number].name
+                    raise CheckpointError(f"{self._files.file_of(name)}: {name} has another form than others")
+                return weight
+
+            return ReadWhenTaken(len(slices), read)
+
+        return QuantizedProducts(of(gates), of(ups), of(downs))
+
+    def _kept_blocks(self, gate_up: str, down: str) -> QuantizedProducts | None:
+        """Read experts of MXFP4; the outputs of gate and up take turns."""
+        of_gate_up = self._blocks(gate_up, 2 * self._size, self._hidden_size)
+        of_down = self._blocks(down, self._hidden_size, self._size)
+        count, device = len(self._held), self._files.device
+        if columns_of(quantized(*(it[0] for it in of_down)), self._columns) is None:
+            return None
+
+        def part(offset: int) -> ReadWhenTaken[QuantizedWeight]:
+            blocks, scales = (it[:, offset::2][:, self._columns] for it in of_gate_up)
+            return ReadWhenTaken(count, lambda it: to_device(quantized(blocks[it], scales[it]), device))
+
+        def read_down(number: int) -> QuantizedWeight:
+            whole = quantized(*(it[number] for it in of_down))
+            part = columns_of(whole, self._columns)
+            assert part is not None
+            return to_device(part, device)
+
+        return QuantizedProducts(part(0), part(1), ReadWhenTaken(count, read_down))
+
     def _leave_others(self) -> None:
         names = self._names
         for expert in set(range(self._num_experts)).difference(self._held):
@@ -136,7 +241,7 @@ class StoredExperts:
         self._files.read.update(names)
         held, columns, size = self._held, self._columns, self._size
 
-        def read(name: str, shape: tuple[int, ...], *slices: slice) -> ReadWhenTaken:
+        def read(name: str, shape: tuple[int, ...], *slices: slice) -> ReadWhenTaken[Tensor]:
             def of(place: int) -> Tensor:
                 return self._files.tensor(name, shape, slice(held[place], held[place] + 1), *slices)[0]
 
@@ -163,7 +268,7 @@ class StoredExperts:
             self._columns,
         )
 
-        def part(offset: int) -> ReadWhenTaken:
+        def part(offset: int) -> ReadWhenTaken[Tensor]:
             outputs = gate_up[:, :, offset::2][:, :, self._columns]
             return ReadWhenTaken(len(outputs), lambda number: outputs[number].t().contiguous())
 
@@ -178,7 +283,7 @@ class StoredExperts:
         dtype, device = self._files.dtype, self._files.device
         count, columns = len(self._held), self._columns
 
-        def part(offset: int) -> ReadWhenTaken:
+        def part(offset: int) -> ReadWhenTaken[Tensor]:
             blocks, scales = (it[:, offset::2][:, columns] for it in of_gate_up)
             return ReadWhenTaken(count, lambda it: dequantized(blocks[it], scales[it], dtype).to(device))
 

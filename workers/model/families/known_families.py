@@ -24,6 +24,7 @@ from workers.model.families import (
     granitemoe,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     minimax_m2,
     mistral,
@@ -87,6 +88,7 @@ FAMILIES: tuple[Family, ...] = (
     minimax_m2.FAMILY,
     gpt_oss.FAMILY,
     lfm2.FAMILY,
+    lfm2_moe.FAMILY,
     granitemoehybrid.FAMILY,
     nemotron_h.FAMILY,
 )

@@ -113,16 +113,36 @@ class CausalConv {
   }
 
   void convolve(Token at, int64_t token, const ConvSegment& segment) const {
+    const float* taps = step.taps + segment.channel;
+    auto tap_part = [&](int64_t tap, int64_t i, auto count) { return load_part(taps + tap * step.num_channels + i, count); };
+    if (step.num_taps == 4 && at.place >= num_before) {
+      const T* row = x + (token - num_before) * x_stride + segment.channel;
+      return sum_up(token, segment, [&](int64_t i, auto count) {
+        Vec sum = load_part(row + i, count) * tap_part(0, i, count);
+#pragma GCC unroll 3
+        for (int tap = 1; tap < 4; tap++) sum = sum + load_part(row + tap * x_stride + i, count) * tap_part(tap, i, count);
+        return sum;
+      });
+    }
     Source sources[MOST_TAPS];
     for (int64_t tap = 0; tap < step.num_taps; tap++) sources[tap] = source(at, token, segment, num_before - tap);
-    T* to = out + token * out_stride + segment.channel;
-    const float* taps = step.taps + segment.channel;
-    for_vectors(segment.width, [&](int64_t i, auto count) {
-      Vec sum = load_source(sources[0], i, count) * load_part(taps + i, count);
+    sum_up(token, segment, [&](int64_t i, auto count) {
+      Vec sum = load_source(sources[0], i, count) * tap_part(0, i, count);
       for (int64_t tap = 1; tap < step.num_taps; tap++)
-        sum = sum + load_source(sources[tap], i, count) * load_part(taps + tap * step.num_channels + i, count);
-      if (step.bias) sum = sum + load_part(step.bias + segment.channel + i, count);
-      if (step.is_activated) sum = silu<float>(rounded<T>(sum));
+        sum = sum + load_source(sources[tap], i, count) * tap_part(tap, i, count);
+      return sum;
+    });
+  }
+
+  // Writes the results of a token, whose sums without a bias are sum_at(i, width) for vectors of channels.
+  template <typename SumAt>
+  INLINE void sum_up(int64_t token, const ConvSegment& segment, const SumAt& sum_at) const {
+    T* to = out + token * out_stride + segment.channel;
+    const float* bias = step.bias ? step.bias + segment.channel : nullptr;
+    for_vectors(segment.width, [&](int64_t i, auto count) {
+      Vec sum = sum_at(i, count);
+      if (bias) sum = sum + load_part(bias + i, count);
+      if (step.is_activated) sum = silu<T>(rounded<T>(sum));
       store_part(sum, to + i, count);
     });
   }

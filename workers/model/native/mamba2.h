@@ -84,15 +84,21 @@ class Mamba2Scan {
 
  private:
   void scan(Operands& operands, int64_t sequence, int64_t head, int64_t first) const {
-    load_state(operands.state.data(), step.reads[sequence], head);
-    for (int64_t done = 0; done < step.lengths[sequence]; done += SCAN_TOKENS) {
+    int64_t read = step.reads[sequence], write = step.writes[sequence];
+    // States whose sizes are those of registers are read and written where they lie.
+    bool in_place = dim == padded_dim && size == padded_size;
+    float* to = in_place ? state_of(write, head) : operands.state.data();
+    const float* from = in_place ? read < 0 ? nullptr : state_of(read, head) : to;
+    if (!in_place) load_state(to, read, head);
+    for (int64_t done = 0; done < step.lengths[sequence]; done += SCAN_TOKENS, from = to) {
       int64_t count = std::min<int64_t>(SCAN_TOKENS, step.lengths[sequence] - done);
       prepare(operands, head, first + done, count);
       for (int64_t column = 0; column < padded_dim; column += SCAN_WIDTH)
-        for (int64_t input = 0; input < padded_size; input += SCAN_INPUTS) advance(operands, column, input, count);
+        for (int64_t input = 0; input < padded_size; input += SCAN_INPUTS)
+          advance(operands, from, to, column, input, count);
       finish(operands, head, first + done, count);
     }
-    store_state(operands.state.data(), step.writes[sequence], head);
+    if (!in_place) store_state(to, write, head);
   }
 
   float* state_of(int64_t block, int64_t head) const {
@@ -139,12 +145,14 @@ class Mamba2Scan {
     }
   }
 
-  // Brings some columns of some inputs of the state behind `count` tokens, and adds what they give.
-  void advance(Operands& operands, int64_t column, int64_t input, int64_t count) const {
+  // Brings some columns of some inputs of the state behind `count` tokens, and adds what they give. Without a state to
+  // begin `from`, it is zero.
+  void advance(Operands& operands, const float* from, float* to, int64_t column, int64_t input, int64_t count) const {
     Vec state[SCAN_INPUTS][SCAN_VECS];
-    float* kept = &operands.state[input * padded_dim + column];
+    int64_t at = input * padded_dim + column;
     for (int64_t n = 0; n < SCAN_INPUTS; n++)
-      for (int64_t v = 0; v < SCAN_VECS; v++) state[n][v] = load(kept + n * padded_dim + v * LANES);
+      for (int64_t v = 0; v < SCAN_VECS; v++)
+        state[n][v] = from ? load(from + at + n * padded_dim + v * LANES) : broadcast(0);
     const float *x = &operands.x[column], *b = &operands.b[input], *c = &operands.c[input];
     float* y = &operands.y[column];
     for (int64_t token = 0; token < count; token++) {
@@ -161,7 +169,7 @@ class Mamba2Scan {
       x += padded_dim, y += padded_dim, b += padded_size, c += padded_size;
     }
     for (int64_t n = 0; n < SCAN_INPUTS; n++)
-      for (int64_t v = 0; v < SCAN_VECS; v++) store(state[n][v], kept + n * padded_dim + v * LANES);
+      for (int64_t v = 0; v < SCAN_VECS; v++) store(state[n][v], to + at + n * padded_dim + v * LANES);
   }
 
   // Adds what passes by the state, and writes the results of `count` tokens.

@@ -161,12 +161,12 @@ struct Bf16Decoder<INT8_CODES> {
 
 template <>
 struct Bf16Decoder<E4M3_CODES> {
-  explicit Bf16Decoder(const float*) {}
+  FloatDecoder<E4M3_CODES> floats;
+  explicit Bf16Decoder(const float* table) : floats(table) {}
   INLINE Vec pair(const uint8_t* step, int p, int v) const {
-    __m512i moved = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load_codes(step, p, v)), 7);
-    __m512i halves = _mm512_and_si512(moved, _mm512_set1_epi16(short(0xBF80)));
-    Vec low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-    return (Vec)_mm512_cvtne2ps_pbh(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), low);
+    Vec first, second;  // whose lower halves are 0
+    floats.pair(step, p, v, first, second);
+    return (Vec)_mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
   }
 };
 

@@ -6,18 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
-from workers.model.quantization.weight_form import QUANTIZED_ON
+from workers.model.quantization.weight_form import EXPERTS_ON
 
 
 def has_products(weight: QuantizedWeight) -> bool:
     """Whether there are kernels that compute products with weights of this form, where the weight is."""
-    device = weight.packed.device.type
-    if device not in QUANTIZED_ON or (device == "cpu" and native.load() is None):
-        return False
-    return weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
+    device = weight.packed.device
+    if cuda.serves(device):
+        return True
+    is_served = weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
+    return is_served and device.type == "cpu" and native.load() is not None
+
+
+def has_experts(weight: QuantizedWeight) -> bool:
+    """Whether experts with weights of this form can be computed where the weight is: one after another, as
+    the host sees which are chosen."""
+    return weight.packed.device.type in EXPERTS_ON and weight.order is None and has_products(weight)
 
 
 def are_alike(parts: Sequence[QuantizedWeight]) -> bool:

@@ -114,13 +114,13 @@ def _items(kind: CodeKind, packed: Tensor, num_panels: int, num_groups: int) -> 
     """Return the codes of `packed` [num_panels * width, num_bytes] in their order in the panels, uint8
     [num_panels, num_groups, num_bytes of a group]."""
     width = len(packed) // num_panels
+    grouped = packed.view(num_panels, width, num_groups, -1)
     if kind != CodeKind.NIBBLES:
-        grouped = _padded(packed.view(num_panels, width, num_groups, -1), STEP_INPUTS)
-        pairs = grouped.unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4)
-        return pairs.reshape(num_panels, num_groups, -1)
+        pairs = _padded(grouped, STEP_INPUTS).view(num_panels, width, num_groups, -1, 2)
+        return pairs.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
     # A byte holds a pair. Pair p of a step goes to bits 4p of both halves of an item.
-    grouped = _padded(packed.view(num_panels, width, num_groups, -1), STEP_INPUTS // 2)
-    pairs = grouped.unflatten(-1, (-1, STEP_INPUTS // 2)).int()
+    step = STEP_INPUTS // 2
+    pairs = _padded(grouped, step).view(num_panels, width, num_groups, -1, step).int()
     shifts = torch.arange(0, 16, 4, dtype=torch.int32)
     halves = [((nibbles & 0xF) << shifts).sum(-1, dtype=torch.int32) for nibbles in (pairs, pairs >> 4)]
     items = halves[0] | halves[1] << 16

@@ -67,7 +67,7 @@ class QuantizedTensorFiles(TensorFiles):
             return super().quantized(part)
         if not self.is_quantized(part.name):
             return None
-        return columns_of(self._rows(part.name, part.shape, part.rows, None), part.columns)
+        return columns_of(self._rows(part.name, part.shape, part.rows, part.expert), part.columns)
 
     def _dequantized(
         self,

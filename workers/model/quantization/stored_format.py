@@ -72,6 +72,10 @@ class StoredFormat:
         return self.codes.num_bits / 8 + (scale_bytes + 4 * self.has_zeros) / (self.group or _ROW)
 
 
+# That of the experts of gpt-oss, whose tensors have names of their own.
+MXFP4 = StoredFormat(Layout.PACKED, CodeType.FP4, 32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetedFormat:
     """A format, and the products that have it: by names, by regular expressions behind `re:`, or by their

@@ -245,7 +245,7 @@ class StoredWeight:
             )
         stored = self._files.mapped(name, shape, self._expert if len(shape) == 3 else (), _SCALES)
         if stored.dtype == torch.uint8:
-            scales = torch.ldexp(torch.ones(()), stored.int() - _EXPONENT_BIAS)
+            scales = torch.ldexp(torch.ones(stored.shape), stored.int() - _EXPONENT_BIAS)
         else:
             scales = stored.float()
         return self._spread(scales, name, rows)

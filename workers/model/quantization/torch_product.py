@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from workers.model.products import GatedActivation, InvariantLinear, Linear, TorchLinear, UnpackedLinear
+from workers.model.products import GatedActivation, Linear, TorchLinear, UnpackedLinear
 from workers.model.quantization.quantized_weight import QuantizedWeight
 
 # Outputs whose weights are dequantized together.
@@ -18,16 +18,9 @@ class DequantizingLinear(UnpackedLinear):
     """A product whose weight is dequantized part by part, to the dtype of the rows, whenever it is used."""
 
     def __init__(
-        self,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        gate: GatedActivation | None = None,
-        is_invariant: bool = False,
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, gate: GatedActivation | None = None
     ) -> None:
-        """`is_invariant`: a row's result shall depend on nothing else, on CUDA."""
         self._weight, self._bias, self.gate = weight, bias, gate
-        self._is_invariant = is_invariant
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -48,4 +41,4 @@ class DequantizingLinear(UnpackedLinear):
             outputs = slice(begin, min(begin + _BLOCK_OUTPUTS, self.num_outputs))
             bias = None if self._bias is None else self._bias[outputs].to(dtype)
             weight = self._weight.rows(outputs).dequantized(dtype)
-            yield outputs, InvariantLinear(weight, bias) if self._is_invariant else TorchLinear(weight, bias)
+            yield outputs, TorchLinear(weight, bias)

@@ -15,15 +15,19 @@ _ROUNDED = {
     "fp8": StoredFormat(Layout.PLAIN, CodeType.FP8),
 }
 # The devices with kernels for products of quantized weights.
-QUANTIZED_ON = ("cpu",)
+QUANTIZED_ON = ("cpu", "cuda")
+# Those on which experts have such weights as well.
+EXPERTS_ON = ("cpu",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightForm:
     """`auto`: weights of products are kept as they are stored, where there are products for them; the name of
-    a dtype: quantized ones are dequantized as they are read; or all are rounded to the nearest code."""
+    a dtype: quantized ones are dequantized as they are read; or all are rounded to the nearest code.
+    `has_experts`: experts have this form too, where memory is computed."""
 
     name: str = "auto"
+    has_experts: bool = True
 
     @property
     def rounded(self) -> StoredFormat | None:
@@ -37,7 +41,9 @@ class WeightForm:
 
     def on(self, device: str) -> WeightForm:
         """Return the form that products on the device have."""
-        return self if device in QUANTIZED_ON else DEQUANTIZED
+        if device not in QUANTIZED_ON:
+            return DEQUANTIZED
+        return dataclasses.replace(self, has_experts=device in EXPERTS_ON)
 
     def bytes_each(self, stored: StoredFormat | None, item_bytes: int) -> float:
         """Return the bytes of a product's weight that is stored in this format (None: as floats), where

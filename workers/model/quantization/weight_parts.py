@@ -74,6 +74,8 @@ def rows_at(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
 
 def scaled(weight: QuantizedWeight, factor: float) -> QuantizedWeight:
     """Return the weight times a factor."""
+    if factor == 1:
+        return weight
     offsets = None if weight.offsets is None else weight.offsets * factor
     return dataclasses.replace(weight, scales=weight.scales * factor, offsets=offsets)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.state.causal_conv import CausalConv, PartChannels
 from workers.model.state.native_conv import NativeConv
 from workers.model.state.state_mixer import LayerStates
@@ -27,6 +27,10 @@ def make_convolve(
 ) -> Convolve:
     """Return the convolution of `CausalConv` for channels of this dtype, by a kernel where there is one; with
     `is_activated`, the SiLU of its results, rounded once more."""
+    if cuda.serves(kernel.device):
+        from workers.model.state.triton_conv import TritonConv
+
+        return TritonConv(kernel, bias, parts, is_activated=is_activated)
     if native.serves(kernel.device, dtype):
         kernels = native.load()
         assert kernels is not None

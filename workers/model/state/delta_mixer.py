@@ -6,23 +6,19 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import cuda, native
 from workers.model.state import native_delta
-from workers.model.state.causal_conv import CausalConv
+from workers.model.state.convolve import make_convolve
 from workers.model.state.delta_rule import DeltaRows, DeltaWeights, run_delta_rule
 from workers.model.state.delta_shape import DeltaHeads
-from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_delta import NativeDeltaRule
 from workers.model.state.state_mixer import LayerStates, StateMixer
 from workers.model.state.state_step import StateStep
 
 # Compute a step's outputs, as `run_delta_rule` describes it.
 _RunRule = Callable[[DeltaRows, Tensor, StateStep], Tensor]
-# Compute the SiLU of convolved channels [num_tokens, num_channels].
-_Convolve = Callable[[Tensor, LayerStates], Tensor]
 
 
 class DeltaMixer(StateMixer):
@@ -42,7 +38,7 @@ class DeltaMixer(StateMixer):
         tokens."""
         self._heads = heads
         self._num_kept = (kernel.shape[1] - 1) * heads.channels_per_key
-        self._convolve = _convolution(kernel, dtype)
+        self._convolve = make_convolve(kernel, None, dtype, is_activated=True)
         self._run = _rule(heads, weights, dtype, is_deterministic=is_deterministic)
 
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
@@ -59,19 +55,6 @@ class DeltaMixer(StateMixer):
         num_kept = self._num_kept * (heads.num_key_heads // num_parts)
         shape = num_blocks, num_parts, heads.num_value_heads // num_parts, heads.key_dim, heads.value_dim
         return blocks[:, :, num_kept:].view(shape)
-
-
-def _convolution(kernel: Tensor, dtype: torch.dtype) -> _Convolve:
-    if native.serves(kernel.device, dtype):
-        kernels = native.load()
-        assert kernels is not None
-        return NativeConv(kernels, kernel, None, dtype, is_activated=True)
-    conv = CausalConv(kernel, None)
-
-    def convolve(channels: Tensor, states: LayerStates) -> Tensor:
-        return F.silu(conv.convolve(channels, states).to(channels.dtype))
-
-    return convolve
 
 
 def _rule(

@@ -89,8 +89,8 @@ def run_delta_rule(
     `states` float32 [num_blocks, num_parts, heads_per_part, key_dim, value_dim] are those of the layer in all
     blocks, value heads in their order. `is_deterministic`: each token is computed as if it came alone."""
     tokens = _tokens(heads, weights, rows)
-    if step.device is not None:
-        mixed = _step_once(tokens, states, step.device.reads.long(), step.device.writes.long())
+    if step.is_decode:
+        mixed = _step_once(tokens, states, *step.on(states.device))
     else:
         mixed = _run_sequences(tokens, states, step, is_deterministic=is_deterministic)
     return gated_norm(mixed, rows.gates, weights.norm)
@@ -115,8 +115,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _run_sequences(tokens: _Tokens, states: Tensor, step: StateStep, *, is_deterministic: bool) -> Tensor:
-    """Compute outputs [num_tokens, num_value_heads, value_dim]: all sequences with one token at once, and the
-    others one by one."""
+    """Compute outputs [num_tokens, num_value_heads, value_dim]: those of sequences with one token at once,
+    and the others one by one."""
     mixed = torch.empty_like(tokens.values)
     ends = step.lengths.cumsum()
     single = torch.from_numpy((step.lengths == 1).nonzero()[0])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.sizes import kv_heads
 from workers.model.state.native_mamba2 import gate_and_square, scale_groups
 
@@ -46,6 +46,9 @@ class GatedNorm:
         """`weight` float32 [num_columns] of the rank."""
         self._weight, self._eps, self._groups = weight, eps, groups
         self._widths = torch.tensor(groups.widths)
+        starts = self._widths.cumsum(0) - self._widths
+        # The first column of each group and its width, on the device.
+        self._places = starts.int().to(weight.device), self._widths.int().to(weight.device)
         self._all_reduce: Callable[[Tensor], None] | None = None
 
     @property
@@ -61,6 +64,8 @@ class GatedNorm:
     def normalize(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize float32 x [num_tokens, num_columns], which is overwritten. Returns the result in the
         dtype of `gate`, of the same shape."""
+        if cuda.serves(x.device):
+            return self._by_triton(x, gate)
         kernels = native.load() if native.serves(gate.device, gate.dtype) else None
         if kernels is not None:
             squares = self._summed(gate_and_square(kernels, x, gate, self._widths))
@@ -73,6 +78,15 @@ class GatedNorm:
         for part, factor in zip(parts, factors.unbind(1), strict=True):
             part *= factor[:, None]
         return x.mul_(self._weight).to(gate.dtype)
+
+    def _by_triton(self, x: Tensor, gate: Tensor) -> Tensor:
+        from workers.model.cuda import mamba2_scan_kernels as kernels
+
+        most, (starts, widths) = max(self._groups.widths), self._places
+        squares = self._summed(kernels.gate_and_square(x, gate, starts, widths, most))
+        out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+        sizes = most, self._groups.size, self._eps
+        return kernels.scale_groups(x, self._weight, squares, starts, widths, sizes, out)
 
     def _summed(self, own: Tensor) -> Tensor:
         """Add up the sums of squares of each of the rank's groups, [num_tokens, num_own_groups], with those

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.state.causal_conv import PartChannels
 from workers.model.state.convolve import make_convolve
 from workers.model.state.gated_norm import GatedNorm
@@ -58,6 +58,10 @@ class Mamba2(StateMixer):
 
 
 def _scan(heads: ScanHeads, dtype: torch.dtype, *, is_deterministic: bool) -> _Scan:
+    if cuda.serves(heads.decay.device):
+        from workers.model.state.triton_mamba2 import TritonScan
+
+        return TritonScan(heads, is_deterministic=is_deterministic)
     if native.serves(heads.decay.device, dtype):
         kernels = native.load()
         assert kernels is not None

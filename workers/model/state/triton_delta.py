@@ -35,7 +35,7 @@ class TritonDeltaRule:
         heads = self._heads
         shape = len(rows.channels), heads.num_value_heads, heads.value_dim
         mixed = torch.empty(shape, dtype=torch.float32, device=states.device)
-        if (known := step.device) is not None:
+        if (known := step.device) is not None and step.is_decode:
             sequences = DeltaSequences(known.reads, known.writes)
             run_tokens(heads, self._weights, rows, states, sequences, mixed)
         else:

@@ -293,7 +293,7 @@ class Held(_message.Message):
     def __init__(self, num_prompts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies", "layers_token_bytes", "layers_sequence_bytes", "num_layers_blocks", "num_free_layers_blocks", "num_cached_layers_blocks", "num_snapshot_hits", "num_snapshot_misses", "num_recomputed_tokens", "num_stored_states")
     class NumUnstoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +315,41 @@ class Load(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LayersTokenBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LayersSequenceBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumLayersBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumFreeLayersBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumCachedLayersBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_LANDINGS_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +382,15 @@ class Load(_message.Message):
     HOTTEST_EXPERT_SHARE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_UNCOPIED_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_COPIES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SEQUENCE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_LAYERS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_LAYERS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOT_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOT_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_STATES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -379,7 +423,16 @@ class Load(_message.Message):
     hottest_expert_share: float
     expert_uncopied_imbalance: float
     num_expert_copies: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ...) -> None: ...
+    layers_token_bytes: _containers.ScalarMap[str, int]
+    layers_sequence_bytes: _containers.ScalarMap[str, int]
+    num_layers_blocks: _containers.ScalarMap[str, int]
+    num_free_layers_blocks: _containers.ScalarMap[str, int]
+    num_cached_layers_blocks: _containers.ScalarMap[str, int]
+    num_snapshot_hits: int
+    num_snapshot_misses: int
+    num_recomputed_tokens: int
+    num_stored_states: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ..., layers_token_bytes: _Optional[_Mapping[str, int]] = ..., layers_sequence_bytes: _Optional[_Mapping[str, int]] = ..., num_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_free_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_cached_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_misses: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_stored_states: _Optional[int] = ...) -> None: ...
 
 class PathsRequest(_message.Message):
     __slots__ = ("replica_ids",)

@@ -680,7 +680,7 @@ class Decision(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s")
+    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s", "once_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -693,6 +693,7 @@ class Candidate(_message.Message):
     PRESSURE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
+    ONCE_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     side: str
     matched_tokens: int
@@ -705,7 +706,8 @@ class Candidate(_message.Message):
     pressure_s: float
     step_s: float
     cost_s: float
-    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., note: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., load_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., pressure_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
+    once_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., note: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., load_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., pressure_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., once_s: _Optional[float] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("at_ms", "name", "detail")

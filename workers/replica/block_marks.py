@@ -1,0 +1,46 @@
+"""Which blocks of the prefix index are marked: layers with windows and states have what is theirs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from workers.scheduler.window_pool import WindowPool
+from workers.store_connector.tier_view import TierView
+
+
+class BlockMarks:
+    """The marks of `kvtransfer.kv_events`, of what is on the device and, with a `view`, in the store."""
+
+    def __init__(self, pools: Sequence[WindowPool], block_tokens: int, view: TierView | None = None) -> None:
+        """Take the blocks of each group of layers with a window or states; none: nothing is ever marked."""
+        self._pools = pools
+        self._view = view
+        self._marked: set[bytes] = set()
+        # How many blocks without a gap are to be marked for a prompt to be continued behind the last.
+        self.num_needed = max((-(-(pool.window - 1) // block_tokens) for pool in pools), default=0)
+
+    def take_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Return the blocks that are marked, and those that are not any more, since the last call."""
+        changed = dict.fromkeys(chain.from_iterable(pool.take_changed() for pool in self._pools))
+        if self._view is not None:
+            changed |= dict.fromkeys(self._view.take_changed())
+        if not self._pools:
+            return (), ()
+        marked = [key for key in changed if key not in self._marked and self._is_marked(key)]
+        unmarked = [key for key in changed if key in self._marked and not self._is_marked(key)]
+        self._marked.update(marked)
+        self._marked.difference_update(unmarked)
+        return tuple(marked), tuple(unmarked)
+
+    def snapshot(self) -> tuple[bytes, ...]:
+        """Return all blocks that are marked, outstanding events included."""
+        sources: list[Iterable[bytes]] = [pool.keys for pool in self._pools[:1]]
+        if self._view is not None and self._pools:
+            sources.append(self._view.marked)
+        return tuple(key for key in dict.fromkeys(chain.from_iterable(sources)) if self._is_marked(key))
+
+    def _is_marked(self, key: bytes) -> bool:
+        if self._view is not None and self._view.is_marked(key):
+            return True
+        return all(pool.find(key) is not None for pool in self._pools)
