@@ -172,7 +172,7 @@ def num_weights(name: str, num_items: int, num_item_bits: int, scheme: Quantizat
     stored = scheme.format_of(product_of(plain))
     if name == plain and (stored is None or num_item_bits == 0 or stored.codes is not CodeType.FP4):
         return num_items
-    if stored is None or not (name == plain or name.endswith(("_packed", ".qweight"))):
+    if stored is None or not (name == plain or name.endswith(("_packed", "_codes", ".qweight"))):
         return 0
     return num_items * num_item_bits // stored.codes.num_bits
 
