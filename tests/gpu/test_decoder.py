@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launch_recorder import recorded_launches
+from quantized_checkpoints import FORMATS, quantize
 from runner_parts import by_kernels
 from torch import Tensor
 
@@ -205,6 +206,22 @@ def test_logits_are_those_of_a_cpu(
     reference = Stage(model_dir, CPU)
     for step, logits in zip(steps, actual, strict=True):
         torch.testing.assert_close(logits, reference.logits(step), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("how", ["awq", "gptq in another order", "int8", "fp8 in blocks"])
+def test_logits_of_quantized_weights(device: torch.device, tmp_path: Path, how: str) -> None:
+    """They are those of what the weights are worth, up to the rounding of inputs where that is meant."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS}
+    write_random_checkpoint(tmp_path / "source", "llama", seed=4, vocab_size=VOCAB, **sizes)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    spans = [SequenceSpan(0, 11, (5, 0)), SequenceSpan(4, 1, (3,))]
+    with recorded_launches() as launches:
+        actual = Stage(tmp_path, device).logits(spans)
+    assert launches.count("_quantized_product_kernel") == 4 * NUM_LAYERS
+    expected = Stage(plain, device).logits(spans)
+    is_rounded = "_round_rows_kernel" in launches
+    error = (actual - expected).norm() / expected.norm()
+    assert error <= (0.1 if is_rounded else 2e-5)
 
 
 def test_deterministic_logits_are_the_same_bits(device: torch.device, tmp_path: Path) -> None:

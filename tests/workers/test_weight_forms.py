@@ -193,6 +193,19 @@ def test_experts_are_counted_as_they_are_kept(how: str, tmp_path: Path) -> None:
     assert of_experts.weight_bytes(copied, 2, AS_STORED) == of_experts.weight_bytes(copied, 2)
 
 
+@uses_compiler
+@pytest.mark.parametrize("how", ["int4", "gptq", "fp8 of channels", "nvfp4"])
+@pytest.mark.parametrize("form", ["auto", "fp32"])
+def test_a_loaded_model_does_not_depend_on_its_files(
+    how: str, form: str, source: Path, tmp_path: Path
+) -> None:
+    """Codes are packed from the mapped files, which are unmapped afterwards."""
+    quantize(source, tmp_path, FORMATS[how])
+    decoder = load_decoder(tmp_path, torch.float32, CPU, form=WeightForm(form))
+    assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert decoder.layers
+
+
 def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path, FORMATS["awq"])
     scheme = read_model_config(tmp_path).quantization

@@ -39,7 +39,7 @@ def make_linear(
         kernels = native.load()
         assert kernels is not None
         return PackedLinear(kernels, parts, bias, gate=gate)
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = weight if isinstance(weight, Tensor) else torch.cat(parts)
     if is_deterministic and cuda.serves(whole.device):
         return InvariantLinear(whole, bias, gate=gate)
     return TorchLinear(whole, bias, gate=gate)

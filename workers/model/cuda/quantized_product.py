@@ -53,7 +53,7 @@ class Segments(NamedTuple):
     """The division of a row's inputs: how many inputs a segment has, and how many segments there are."""
 
     num_inputs: int
-    count: int
+    num_segments: int
 
 
 def product_tile(
@@ -114,8 +114,8 @@ def multiply(
     tile = product_tile(num_rows, x.dtype, weight, is_fixed=is_fixed)
     is_few = num_rows <= 64
     segments = segments_of(weight.shape, tile) if is_few or is_fixed else Segments(num_inputs, 1)
-    if is_few and segments.count > 1:
-        partial = x.new_empty(segments.count, num_rows, num_outputs, dtype=torch.float32)
+    if is_few and segments.num_segments > 1:
+        partial = x.new_empty(segments.num_segments, num_rows, num_outputs, dtype=torch.float32)
         _launch(x, weight, None, None, partial, tile, segments, is_split=True)
         _add_segments(partial, bias, row_scales, out, finish)
         return
@@ -140,9 +140,9 @@ def _launch(
     num_rows = x.shape[0]
     num_outputs, num_inputs = weight.shape
     grid = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs)
-    _quantized_product_kernel[(*grid, segments.count if is_split else 1)](
+    _quantized_product_kernel[(*grid, segments.num_segments if is_split else 1)](
         x, weight.packed, weight.scales, weight.offsets, bias, row_scales, out,
-        num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.count,
+        num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.num_segments,
         x.stride(0), weight.packed.stride(0), weight.scales.shape[1], out.stride(-2),
         CODES=weight.codes.value, SCALING=_scaling(x, weight, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
