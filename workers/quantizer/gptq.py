@@ -69,31 +69,32 @@ def _rounded(
     num_groups = target.num_groups(num_inputs)
     importance = total.diagonal().view(num_groups, -1)
     scales = best_scales(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
-    step_of = scales.float().repeat_interleave(num_inputs // scales.shape[1], 1)[:, order]
-    left, codes = weight[:, order], torch.empty(num_outputs, num_inputs)
+    # Columns as rows, whose values lie one after another.
+    left, codes = weight.t()[order].contiguous(), torch.empty(num_inputs, num_outputs)
+    steps = scales.float().t().repeat_interleave(num_inputs // num_groups, 0)
+    ordered = steps[order]
     for begin in range(0, num_inputs, _BLOCK):
         held = slice(begin, min(begin + _BLOCK, num_inputs))
-        changes = _round_block(left[:, held], upper[held, held], step_of[:, held], codes[:, held], target)
-        left[:, held.stop :].addmm_(changes, upper[held, held.stop :], alpha=-1)
-    placed = torch.empty_like(codes).index_copy_(1, order, codes)
-    steps = torch.empty_like(step_of).index_copy_(1, order, step_of)
-    error = placed * steps - weight
-    return Rounded(placed.to(torch.int8), scales, _of_products(error, total), _of_products(weight, total))
+        changes = _round_block(left[held], upper[held, held], ordered[held], codes[held], target)
+        left[held.stop :].addmm_(upper[held, held.stop :].t(), changes, alpha=-1)
+    placed = torch.empty_like(codes).index_copy_(0, order, codes)
+    error = (placed * steps).t() - weight
+    found = placed.t().to(torch.int8).contiguous()
+    return Rounded(found, scales, _of_products(error, total), _of_products(weight, total))
 
 
 def _round_block(
     left: Tensor, upper: Tensor, steps: Tensor, codes: Tensor, target: QuantizationTarget
 ) -> Tensor:
-    """Round the columns `left` of a block, in place, into `codes`; return what they change of the later
-    ones, in units of the rows of `upper`."""
+    """Round the columns `left` [num_columns, num_outputs] of a block, in place, into `codes`; return what
+    they change of the later ones, in units of the rows of `upper`."""
     changes = torch.empty_like(left)
-    for column in range(left.shape[1]):
-        values = left[:, column]
-        code = (values / steps[:, column]).round_().clamp_(-target.largest - 1, target.largest)
-        codes[:, column] = code
-        change = (values - code * steps[:, column]) / upper[column, column]
-        left[:, column:].addr_(change, upper[column, column:], alpha=-1)
-        changes[:, column] = change
+    for column, values in enumerate(left):
+        code = (values / steps[column]).round_().clamp_(-target.largest - 1, target.largest)
+        codes[column] = code
+        change = (values - code * steps[column]) / upper[column, column]
+        left[column:].addr_(upper[column, column:], change, alpha=-1)
+        changes[column] = change
     return changes
 
 
