@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, are_tensors
 from workers.model.norm import Norm
 from workers.model.split_products import ProductRows, SplitProducts
 from workers.model.state.delta_mixer import DeltaMixer
@@ -31,8 +31,7 @@ class DeltaLayerWeights(StateWeights):
 
     def make_mixer(self, *, is_deterministic: bool) -> DeltaMixer:
         weights = DeltaWeights(self.rates, self.biases, Norm(self.norm_weight, self.norm_eps))
-        dtype = self.input.parts[0].dtype
-        return DeltaMixer(self.heads, self.kernel, weights, dtype, is_deterministic=is_deterministic)
+        return DeltaMixer(self.heads, self.kernel, weights, self.dtype, is_deterministic=is_deterministic)
 
 
 class DeltaWeightReader(StateWeightReader):
@@ -53,6 +52,7 @@ class DeltaWeightReader(StateWeightReader):
         return DeltaLayerWeights(
             self._fused_input(prefix) if shape.is_fused else self._input(prefix),
             products.of_inputs(f"{prefix}out_proj", heads.num_values, columns, has_bias=False),
+            products.files.dtype,
             self._heads,
             self._kernel(f"{prefix}conv1d.weight"),
             products.floats(f"{prefix}A_log", num_heads, held).exp_(),
@@ -98,10 +98,11 @@ class DeltaWeightReader(StateWeightReader):
         )
 
     def _joined(self, many: list[ProductRows], few: list[ProductRows]) -> LinearWeights:
-        """Join the rows of two lists, those of the second in one part: it has few of each head."""
-        read = self._products.of_outputs
-        last = read(few, has_bias=False).weight
-        return LinearWeights((*read(many, has_bias=False).parts, last), None)
+        """Join the rows of two lists, tensors of the second in one part: it has few of each head."""
+        product = self._products.of_outputs([*many, *few], has_bias=False)
+        if not are_tensors(product.parts):
+            return product
+        return LinearWeights((*product.parts[: len(many)], torch.cat(product.parts[len(many) :])), None)
 
     def _kernel(self, name: str) -> Tensor:
         """Read the rows of a convolution in the order of the channels that the rank holds."""

@@ -45,7 +45,7 @@ class Mamba2Weights(StateWeights):
             self.conv_bias,
             parts,
             GatedNorm(self.norm, self.eps, groups),
-            self.input.parts[0].dtype,
+            self.dtype,
             is_deterministic=is_deterministic,
         )
 
@@ -103,6 +103,7 @@ class Mamba2WeightReader(StateWeightReader):
         return Mamba2Weights(
             products.of_outputs(parts, has_bias=shape.has_bias),
             products.of_inputs(f"{prefix}out_proj", num_inner, inner, has_bias=shape.has_bias),
+            products.files.dtype,
             torch.cat(kernel)[:, 0].contiguous(),
             torch.cat(bias) if bias else None,
             step_bias,

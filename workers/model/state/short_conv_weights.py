@@ -22,7 +22,7 @@ class ShortConvWeights(StateWeights):
     bias: Tensor | None
 
     def make_mixer(self, *, is_deterministic: bool) -> ShortConv:
-        return ShortConv(self.kernel, self.bias, self.input.parts[0].dtype)
+        return ShortConv(self.kernel, self.bias, self.dtype)
 
 
 class ShortConvWeightReader(StateWeightReader):
@@ -41,6 +41,7 @@ class ShortConvWeightReader(StateWeightReader):
         return ShortConvWeights(
             products.of_outputs(parts, has_bias=has_bias),
             products.of_inputs(f"{prefix}out_proj", size, rows, has_bias=has_bias),
+            products.files.dtype,
             kernel[:, 0].contiguous(),
             products.floats(f"{prefix}conv.bias", (size,), rows) if has_bias else None,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 
+import torch
+
 from workers.model.linear_weights import LinearWeights
 from workers.model.state.state_mixer import StateMixer
 
@@ -12,10 +14,11 @@ from workers.model.state.state_mixer import StateMixer
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateWeights(ABC):
     """The weights of one layer: the rows of the product of the hidden states, and the columns of that of what
-    the layer mixes, both of the parts of the state that the rank holds."""
+    the layer mixes, both of the parts of the state that the rank holds. `dtype` is that of activations."""
 
     input: LinearWeights
     output: LinearWeights
+    dtype: torch.dtype
 
     @abstractmethod
     def make_mixer(self, *, is_deterministic: bool) -> StateMixer:
