@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.kv_form import KvForm
 from workers.model.model_folder import weights_folder
+from workers.quantizer.text_perplexity import perplexity_of, text_windows, token_losses
 from workers.rank.runner_settings import read_dtype
 
 FORMS = ("auto", "int8", "fp8")
@@ -47,9 +47,7 @@ def main() -> None:
     folder = weights_folder(args.model, args.dtype, args.model_cache)
     text = ModelText.load(folder)
     tokens = np.frombuffer(text.encode("\n\n".join(it.read_text() for it in TEXTS)), "<u4")
-    # Parts from all over the text.
-    starts = np.linspace(0, len(tokens) - args.context, args.windows).astype(int)
-    windows = [torch.from_numpy(tokens[at : at + args.context].astype(np.int64)) for at in starts]
+    windows = text_windows(tokens, args.windows, args.context)
     decoder = load_decoder(folder, read_dtype(args.dtype), torch.device("cpu"))
     of_form = {form: perplexity(decoder, read_dtype(args.dtype), form, windows) for form in FORMS}
     for form, found in of_form.items():
@@ -70,7 +68,7 @@ def main() -> None:
 def perplexity(decoder: Decoder, dtype: torch.dtype, form: str, windows: list[Tensor]) -> float:
     """Return the perplexity of the windows, each from its first token on."""
     losses = [_losses(decoder, _attention(decoder, dtype, form, len(window)), window) for window in windows]
-    return math.exp(torch.cat(losses).double().mean())
+    return perplexity_of(losses)
 
 
 def _attention(decoder: Decoder, dtype: torch.dtype, form: str, num_tokens: int) -> AttentionBackend:
@@ -88,8 +86,7 @@ def _losses(decoder: Decoder, attention: AttentionBackend, tokens: Tensor) -> Te
         chunk = tokens[begin : min(begin + CHUNK_TOKENS, len(tokens) - 1)]
         step = StepInput.of([SequenceSpan(begin, len(chunk), range(len(attention.kv)))], BLOCK_TOKENS)
         logits = decoder.logits(decoder.forward(chunk, step, attention))
-        following = tokens[begin + 1 : begin + 1 + len(chunk)]
-        losses.append(torch.nn.functional.cross_entropy(logits, following, reduction="none"))
+        losses.append(token_losses(logits, tokens[begin + 1 : begin + 1 + len(chunk)]))
     return torch.cat(losses)
 
 

@@ -10,6 +10,7 @@ from cluster.config import ClusterConfig
 from workers.model.gguf.gguf_file import GgufFile, is_gguf
 from workers.model.gguf.gguf_names import written_tensors
 from workers.model.model_folder import described_folder, weights_folder
+from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import Checkpoint
 
 
@@ -21,17 +22,26 @@ def described_model(config: ClusterConfig) -> Path:
 
 
 def model_weights(
-    config: ClusterConfig, dtype: str, progress: Callable[[str], None] = lambda phase: None
+    config: ClusterConfig,
+    dtype: str,
+    form: WeightForm,
+    progress: Callable[[str], None] = lambda phase: None,
 ) -> Path:
-    """Return the folder with the model's weights as well. Those of a GGUF file are dequantized to `dtype`
-    here, where that was not done yet. Raises `CheckpointError`."""
-    return weights_folder(config.model_path, dtype, config.model_cache, progress)
+    """Return the folder with the model's weights as well. Those of a GGUF file are converted here, where that
+    was not done yet: to `dtype`, as far as matrices do not stay quantized in this form. Raises
+    `CheckpointError`."""
+    keeps_quantized = form.keeps_stored
+    return weights_folder(
+        config.model_path, dtype, config.model_cache, progress, keeps_quantized=keeps_quantized
+    )
 
 
 def read_checkpoint(config: ClusterConfig) -> Checkpoint:
-    """Read the sizes of the model's tensors; a GGUF file is not dequantized for that. Raises
+    """Read the sizes of the model's tensors; a GGUF file is not converted for that. Raises
     `CheckpointError`."""
     if not is_gguf(config.model_path):
         return Checkpoint.read(config.model_path)
+    from workers.model.gguf.gguf_forms import kept_forms  # here: it imports what reads all types
+
     tensors = written_tensors(GgufFile.read(config.model_path))
-    return Checkpoint({tensor.name: tensor.num_items for tensor in tensors})
+    return Checkpoint({tensor.name: tensor.num_items for tensor in tensors}, kept_forms(tensors))

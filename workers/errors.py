@@ -7,6 +7,7 @@ WorkerError
 ├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
 ├── GrammarRefusedError   a grammar is refused: it is wrong, or beyond what is compiled
 ├── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
+├── QuantizationError     a checkpoint cannot be quantized as asked: the text names what, and the remedy
 └── PeerError             an engine that is measured along with ours: misnamed, not loaded, dead or silent
 """
 
@@ -43,3 +44,7 @@ class RankDiedError(WorkerError):
 
 class PeerError(WorkerError):
     """A peer of the engine benchmark was named wrongly, did not load, died or did not answer in time."""
+
+
+class QuantizationError(WorkerError):
+    """A checkpoint cannot be quantized as asked."""

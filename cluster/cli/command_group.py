@@ -21,6 +21,7 @@ _MODULES: Mapping[str, tuple[str, str]] = {
     "traffic": ("cluster.cli.traffic", "traffic"),
     "scale": ("cluster.cli.scale", "scale"),
     "doctor": ("cluster.cli.doctor", "doctor"),
+    "quantize": ("cluster.cli.quantize_command", "quantize"),
     "bench": ("cluster.bench.bench_command", "cli"),
     "store": ("cluster.cli.store", "cli"),
     "key": ("cluster.cli.key", "cli"),

@@ -96,7 +96,7 @@ def weights(context: CheckContext) -> Iterator[CheckResult]:
 
 def _gguf_weights(context: CheckContext) -> Iterator[CheckResult]:
     """Check a file from which every host dequantizes the weights when it starts its first replica."""
-    from workers.model.gguf.gguf_weights import check_whole  # here: imports what reads all kinds of GGUF
+    from workers.model.gguf.gguf_weights import check_whole  # here: it imports what reads all types
 
     try:
         file = GgufFile.read(context.config.model_path)

@@ -57,6 +57,7 @@ from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
 from workers.messages.rank_channel import StepPace
 from workers.model.model_config import read_model_config
+from workers.model.quantization.weight_form import WeightForm
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 
@@ -184,7 +185,9 @@ class ReplicaActor:
         engine = engine_config(config, pool_name, Machine(), _own_node(cpus))
         self._storing = asyncio.create_task(keep_store(config, life, self._clock))
         dtype = resolve_dtype(config.pools, described_model(config))
-        model_dir = await asyncio.to_thread(model_weights, config, dtype, self._enter)
+        model_dir = await asyncio.to_thread(
+            model_weights, config, dtype, WeightForm(self._pool.weight_dtype), self._enter
+        )
         spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import pytest
 from serving import RunningCluster, environment, tandem
 
+from workers.model.model_folder import weights_folder
+
 FOLDER = os.environ.get("TANDEM_REAL_MODELS", "")
 DOWNLOAD_S = 240
 START_S = 480
@@ -134,7 +136,7 @@ def test_a_gguf_file_is_served_and_knows_the_capital_of_france(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(DOWNLOAD_S + 2 * START_S)
 def test_greedy_answers_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
-    """From the same dequantized weights, in 32-bit floats."""
+    """With weights that stay quantized here, and the same dequantized to 32-bit floats there."""
     file, cache = _download(Path(FOLDER).resolve(), GEMMA3), tmp_path / "cache"
     options = ["--port", "0", "--model-cache", str(cache), "--dtype", "fp32", "--prefill", "0"]
     cluster = RunningCluster(str(file), *options, "--kv-tokens", "4096", start_s=START_S)
@@ -142,8 +144,7 @@ def test_greedy_answers_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> 
         answers = [_greedy(cluster.address, prompt) for prompt in PROMPTS]
     finally:
         cluster.stop()
-    (folder,) = (path.parent for path in cache.glob("*/model.safetensors"))
-    assert answers == _greedy_of_transformers(folder)
+    assert answers == _greedy_of_transformers(weights_folder(file, "fp32", tmp_path / "dequantized"))
 
 
 def _greedy(address: str, prompt: str) -> str:

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize, quantize
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -49,7 +56,8 @@ def write_gguf(
     family = str(config["model_type"])
     tensors: list[tuple[str, Floats]] = []
     for file in sorted(checkpoint.glob("*.safetensors")):
-        for name, values in load_file(file).items():
+        for name, tensor in load_file(file).items():
+            values = tensor.float().numpy()
             tensors.append((_gguf_name(name), _permuted(name, values, family, config)))
     numbers = np.array_split(np.arange(len(tensors)), parts)
     names = (
@@ -98,8 +106,10 @@ def write_family(
     num_kv_heads: int = 0,
     norm_shift: float = 0.0,
     others: Mapping[str, Floats] | None = None,
+    types: Sequence[GGMLQuantizationType] = (),
 ) -> Path:
-    """Write a model of any architecture in 32-bit floats, with the tensor names of the package `gguf`.
+    """Write a model of any architecture in 32-bit floats, with the tensor names of the package `gguf`; its
+    matrices in the `types` in turn, if there are any.
 
     `metadata` has keys without the architecture. With `num_heads` and `num_kv_heads`, the rows of queries and
     keys are brought into the order of llama.cpp; `norm_shift` is added to the weights of norms. `others` are
@@ -111,12 +121,18 @@ def write_family(
     _add_tokens(writer, len(tensors["model.embed_tokens.weight"]))
     (number,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     name_map = get_tensor_name_map(number, int(metadata["block_count"]))
+    number_of_matrix = 0
     for name, values in tensors.items():
         suffix = ".weight" if name.endswith("layer_scalar") else ""
         found = name_map.get_name(name + suffix, (".weight", ".bias"))
         assert found is not None, name
         heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2], 0)
         written = _rotary_order(values, heads) if heads else values
+        is_matrix = values.ndim == 2 and name.endswith(".weight") and "norm" not in name
+        if types and is_matrix and values.shape[1] % 32 == 0:
+            _add_tensor(writer, found, written, types[number_of_matrix % len(types)])
+            number_of_matrix += 1
+            continue
         writer.add_tensor(found, written + np.float32(norm_shift) if "norm.weight" in name else written)
     for name, values in (others or {}).items():
         writer.add_tensor(name, values)
@@ -217,20 +233,34 @@ def _add_tokens(writer: GGUFWriter, vocab_size: int) -> None:
 def _add_tensor(writer: GGUFWriter, name: str, values: Floats, quantization: GGMLQuantizationType) -> None:
     if values.ndim == 1:
         writer.add_tensor(name, values)
-    elif quantization == GGMLQuantizationType.Q4_K:  # the package only reads it
-        writer.add_tensor(name, _q4_k_blocks(values), raw_dtype=quantization)
+    elif quantization in _HALVES:  # the package only reads it
+        writer.add_tensor(name, drawn_blocks(values, quantization), raw_dtype=quantization)
     else:
         writer.add_tensor(name, quantize(values, quantization), raw_dtype=quantization)
 
 
-def _q4_k_blocks(values: Floats) -> npt.NDArray[np.uint8]:
-    """Draw blocks of the type Q4_K for a matrix: two numbers of 16 bits, 12 bytes of scales, and 128
-    bytes of two values each."""
-    rows, columns = values.shape
+# Where a block has its 16-bit floats, scales and minima.
+_HALVES = {
+    GGMLQuantizationType.Q2_K: (80, 82),
+    GGMLQuantizationType.Q3_K: (108,),
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.IQ4_NL: (0,),
+    GGMLQuantizationType.IQ4_XS: (0,),
+}
+
+
+def drawn_blocks(values: Floats, quantization: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """Draw blocks for a matrix of the shape of `values`, whose values are of a like size."""
+    (rows, columns), (block_items, block_bytes) = values.shape, GGML_QUANT_SIZES[quantization]
     generator = np.random.default_rng(rows * columns)
-    blocks = generator.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
-    scale = np.float16(values.std() / 200)
-    blocks[:, :, :4] = np.array([scale, 6 * scale], np.float16).view(np.uint8)
+    blocks = generator.integers(0, 256, (rows, columns // block_items, block_bytes), dtype=np.uint8)
+    for at in _HALVES[quantization]:
+        blocks[:, :, at : at + 2] = np.array([1.0], np.float16).view(np.uint8)
+    scale = np.float16(values.std() / dequantize(blocks.reshape(rows, -1), quantization).std())
+    for at in _HALVES[quantization]:
+        blocks[:, :, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 

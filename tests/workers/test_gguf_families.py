@@ -4,6 +4,7 @@ writes them, back to the same configuration, tensors and logits."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from decoder_logits import decoder_logits
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -20,7 +22,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from workers.errors import CheckpointError
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY
 from workers.model.gguf.gguf_config import ARCHITECTURES
+from workers.model.model_config import read_model_config
 from workers.model.model_folder import described_folder, weights_folder
+from workers.model.quantization.quantized_files import QuantizedTensorFiles
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -36,6 +40,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 127,
     "pad_token_id": None,
 }
+TYPES = tuple(GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "Q4_1", "Q5_1", "Q5_0", "IQ4_NL"))
 TOKENS = torch.randint(128, (1, 70), generator=torch.Generator().manual_seed(5))
 
 
@@ -339,7 +344,14 @@ def _state(model: Any) -> dict[str, Tensor]:
 @pytest.fixture(scope="module", params=list(CASES))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Written:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("gguf")
-    model, config = _random_model(case.config), case.config
+    model = _random_model(case.config)
+    file = _write_file(folder / "model.gguf", case, model)
+    return _Written(case, model, file, weights_folder(file, "fp32", folder / "cache"))
+
+
+def _write_file(file: Path, case: _Case, model: Any, types: Sequence[GGMLQuantizationType] = ()) -> Path:
+    """Write the model, its matrices in the `types` in turn, if there are any."""
+    config = case.config
     metadata = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -350,8 +362,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
     }
     heads = (config.num_attention_heads, SHAPE["num_key_value_heads"]) if case.is_permuted else (0, 0)
-    file = gguf_files.write_family(
-        folder / "model.gguf",
+    return gguf_files.write_family(
+        file,
         case.architecture,
         gguf_files.with_joined_heads({name: tensor.numpy() for name, tensor in _state(model).items()}),
         metadata | case.metadata,
@@ -359,8 +371,8 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         num_kv_heads=heads[1],
         norm_shift=case.norm_shift,
         others=case.others,
+        types=types,
     )
-    return _Written(case, model, file, weights_folder(file, "fp32", folder / "cache"))
 
 
 def test_tensors_are_those_of_the_model(written: _Written) -> None:
@@ -395,6 +407,24 @@ def test_logits_of_the_decoder_are_those_of_the_model(written: _Written) -> None
         expected = written.model(TOKENS).logits[0]
     found = decoder_logits(written.folder, TOKENS[0].tolist())
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4
+
+
+def test_quantized_matrices_are_those_that_were_dequantized(written: _Written, tmp_path: Path) -> None:
+    """Also rows in another order, tensors of several products, embeddings and tied heads."""
+    file = _write_file(tmp_path / "model.gguf", written.case, written.model, TYPES)
+    quantized, plain = (
+        weights_folder(file, "bf16", tmp_path / "cache", keeps_quantized=keeps) for keeps in (True, False)
+    )
+    expected = load_file(plain / "model.safetensors")
+    scheme = read_model_config(quantized).quantization
+    assert scheme is not None
+    with QuantizedTensorFiles(quantized, torch.bfloat16, torch.device("cpu"), scheme) as files:
+        assert files.names == expected.keys()
+        kept = {name for name in expected if files.is_quantized(name)}
+        for name, tensor in expected.items():
+            assert torch.equal(files.tensor(name, tuple(tensor.shape)), tensor), name
+    is_matrix = {name for name, it in expected.items() if it.dim() == 2 and "norm" not in name}
+    assert kept == is_matrix - {name for name in is_matrix if expected[name].shape[1] % 32}
 
 
 def test_every_architecture_has_a_case() -> None:

@@ -27,10 +27,12 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.file_lock import try_lock
 from workers.errors import CheckpointError
 from workers.model.fingerprint import DigestCache, model_fingerprint
+from workers.model.gguf import gguf_weights
 from workers.model.gguf.gguf_file import GgufFile
-from workers.model.gguf.gguf_weights import bfloat16_bits, write_weights
+from workers.model.gguf.gguf_weights import GgufWeights, bfloat16_bits
 from workers.model.model_config import read_model_config, weight_files
 from workers.model.model_folder import described_folder, weights_folder
+from workers.model.quantization.quantized_files import QuantizedTensorFiles
 
 SHAPE = {
     "vocab_size": 256,
@@ -40,6 +42,7 @@ SHAPE = {
     "eos_token_id": None,
 }
 TYPES = ["F32", "F16", "Q8_0", "Q4_1", "Q4_K"]
+FILE = "model.safetensors"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MakeCheckpoint = Callable[..., Path]
 
@@ -108,6 +111,55 @@ def test_a_float_checkpoint_comes_back_bit_for_bit(make_checkpoint: MakeCheckpoi
     assert ours.eos_token_ids == (255,)
 
 
+KEPT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_matrices_that_stay_quantized_are_worth_what_they_were(
+    kind: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Of llama, where rows of queries and keys are in another order in the file."""
+    file = _written(tmp_path, make_checkpoint, "llama", kind)
+    plain, quantized = (
+        weights_folder(file, "fp32", tmp_path / "cache", keeps_quantized=keeps) for keeps in (False, True)
+    )
+    assert plain != quantized
+    expected, scheme = _tensors(plain), read_model_config(quantized).quantization
+    assert scheme is not None
+    assert read_model_config(described_folder(file, tmp_path / "cache")).quantization == scheme
+    with QuantizedTensorFiles(quantized, torch.float32, torch.device("cpu"), scheme) as files:
+        assert files.names == expected.keys()
+        for name, tensor in expected.items():
+            assert files.is_quantized(name) == (tensor.dim() == 2)
+            assert torch.equal(files.tensor(name, tuple(tensor.shape)), tensor), name
+    tokens = torch.randint(256, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    found, reference = decoder_logits(quantized, tokens), decoder_logits(plain, tokens)
+    assert float((found - reference).abs().max() / reference.abs().max()) <= 1e-3
+
+
+def test_pieces_of_a_tensor_that_stays_quantized_are_the_whole(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _written(tmp_path, make_checkpoint, "llama", "Q4_K")
+    for name, num_bytes in (("whole", 1 << 30), ("pieces", 5 * 4 * 512)):
+        monkeypatch.setattr(gguf_weights, "_PIECE_BYTES", num_bytes)
+        (tmp_path / name).mkdir()
+        weights = GgufWeights(GgufFile.read(file), "bf16", keeps_quantized=True)
+        weights.write(tmp_path / name, lambda phase: None)
+        assert weights.num_bytes == sum(it.nbytes for it in load_file(tmp_path / name / FILE).values())
+    assert (tmp_path / "pieces" / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
+
+
+def test_a_file_of_floats_has_nothing_that_stays_quantized(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    file = _written(tmp_path, make_checkpoint, "qwen3", "F16")
+    folder = weights_folder(file, "fp16", tmp_path / "cache", keeps_quantized=True)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    plain = weights_folder(file, "fp16", tmp_path / "cache")
+    assert (folder / FILE).read_bytes() == (plain / FILE).read_bytes()
+
+
 def test_a_split_file_in_several_shards_is_the_same_model(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
@@ -115,7 +167,7 @@ def test_a_split_file_in_several_shards_is_the_same_model(
     first = _written(tmp_path, make_checkpoint, parts=3)
     assert first.name == "model-00001-of-00003.gguf"
     (tmp_path / "shards").mkdir()
-    write_weights(GgufFile.read(first), tmp_path / "shards", "bf16", lambda phase: None, 300_000)
+    GgufWeights(GgufFile.read(first), "bf16").write(tmp_path / "shards", lambda phase: None, 300_000)
     found = _tensors(tmp_path / "shards")
     assert len(weight_files(tmp_path / "shards")) > 2
     assert found.keys() == whole.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeGuard
 
 import torch.nn.functional as F
@@ -153,6 +154,22 @@ class DecoderLayer:
         if gate_up is None or down is None or not (_is_whole(gate_up) and _is_whole(down)):
             return None
         return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
+
+    def replace_products(self, replaced: Callable[[str, Linear], Linear]) -> None:
+        """Replace the products of attention and feed-forward, as far as the layer has them whole, each by
+        `replaced` of its name and itself: `projection`, `output`, `gate_up` and `down`."""
+        if isinstance(self._projection, Linear):
+            self._projection = replaced("projection", self._projection)
+        if isinstance(self.output, Linear):
+            self.output = replaced("output", self.output)
+        if self._gate_up is not None:
+            self._gate_up = replaced("gate_up", self._gate_up)
+        if isinstance(self.down, Linear):
+            self.down = replaced("down", self.down)
+        if self.parallel_sum is not None:
+            assert self.output is not None
+            assert self.down is not None
+            self.parallel_sum = ParallelSum(self.output, self.down)
 
     def _packed_mixture(
         self, qkv: NativeProduct, output: NativeProduct, row_norms: RowNorms | None

@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
@@ -27,6 +28,7 @@ from workers.model.gguf.gguf_config import config_of, generation_config_of
 from workers.model.gguf.gguf_file import GgufFile, is_gguf, model_name_of, part_paths
 from workers.model.gguf.gguf_tokenizer import tokenizer_of
 from workers.model.model_config import read_model_config
+from workers.model.quantization.own_format import own_config
 from workers.model.sentencepiece_tokenizer import (
     CONFIG,
     SOURCES,
@@ -35,7 +37,7 @@ from workers.model.sentencepiece_tokenizer import (
 )
 
 # Part of every key: folders of other versions are not used.
-_FORMAT = "tandem-gguf-1"
+_FORMAT = "tandem-gguf-2"
 _FOLDER_FORMAT = "tandem-folder-1"
 _KEY_CHARS = 24
 _MAX_NAME_CHARS = 80
@@ -46,7 +48,7 @@ _SPARE_BYTES = 64 << 20
 _POLL_S = 0.1
 # After this time a folder that no process asks for is removed, when another one is made.
 _UNUSED_S = 30 * 86400.0
-_OWN_NAME = re.compile(rf"[^.].*-[0-9a-f]{{{_KEY_CHARS}}}(-(fp32|bf16|fp16))?", re.DOTALL)
+_OWN_NAME = re.compile(rf"[^.].*-[0-9a-f]{{{_KEY_CHARS}}}(-(fp32|bf16|fp16))?(-quantized)?", re.DOTALL)
 
 # What is copied beside a tokenizer that was converted.
 _COPIED = (
@@ -69,9 +71,10 @@ def default_cache() -> Path:
 
 def described_folder(model: Path, cache: Path | None = None) -> Path:
     """Return a folder with the configuration and the tokenizer of the model: `model` itself if that is a
-    folder with a tokenizer.json. Raises `CheckpointError`. `cache` None: `default_cache`."""
+    folder with a tokenizer.json. That of a GGUF file says how its matrices are quantized. Raises
+    `CheckpointError`. `cache` None: `default_cache`."""
     if is_gguf(model):
-        return _gguf_folder(model, cache, "", lambda phase: None)
+        return _gguf_folder(model, cache, "", lambda phase: None, keeps_quantized=True)
     if not has_sentencepiece_alone(model):
         return model
     read_model_config(model)  # its errors name the folder, those of a reader of the copy would not
@@ -80,22 +83,33 @@ def described_folder(model: Path, cache: Path | None = None) -> Path:
 
 
 def weights_folder(
-    model: Path, dtype: str, cache: Path | None = None, progress: Progress = lambda phase: None
+    model: Path,
+    dtype: str,
+    cache: Path | None = None,
+    progress: Progress = lambda phase: None,
+    *,
+    keeps_quantized: bool = False,
 ) -> Path:
     """Return a folder with the weights of the model as well, those of a GGUF file in `dtype`: fp32, bf16 or
-    fp16. Raises `CheckpointError`. `progress` is called with what is done where this takes a while."""
-    return _gguf_folder(model, cache, dtype, progress) if is_gguf(model) else model
+    fp16. `keeps_quantized`: its matrices stay quantized. Raises `CheckpointError`. `progress` is called with
+    what is done where this takes a while."""
+    if not is_gguf(model):
+        return model
+    return _gguf_folder(model, cache, dtype, progress, keeps_quantized=keeps_quantized)
 
 
-def _gguf_folder(model: Path, cache: Path | None, dtype: str, progress: Progress) -> Path:
+def _gguf_folder(
+    model: Path, cache: Path | None, dtype: str, progress: Progress, *, keeps_quantized: bool
+) -> Path:
     def write(folder: Path) -> None:
         file = GgufFile.read(model)
-        _write_description(file, folder)
+        _write_description(file, folder, keeps_quantized=keeps_quantized)
         if dtype:
-            _write_weights(file, folder, dtype, progress)
+            _write_weights(file, folder, dtype, progress, keeps_quantized=keeps_quantized)
 
     try:
-        parts = (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype)
+        form = "quantized" if dtype and keeps_quantized else ""
+        parts = (model_name_of(model)[:_MAX_NAME_CHARS], _key(model), dtype, form)
     except OSError as error:
         raise CheckpointError(f"{model}: cannot be read: {os_reason(error, has_path=False)}") from error
     return _made(model, cache, parts, write, progress)
@@ -214,22 +228,33 @@ def _write_folder(model: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
 
 
-def _write_weights(file: GgufFile, folder: Path, dtype: str, progress: Progress) -> None:
-    from workers.model.gguf.gguf_weights import (  # here: what it imports
-        check_whole,
-        weight_bytes,
-        write_weights,
-    )
+def _write_weights(
+    file: GgufFile, folder: Path, dtype: str, progress: Progress, *, keeps_quantized: bool
+) -> None:
+    from workers.model.gguf.gguf_weights import GgufWeights, check_whole  # here: what it imports
 
     check_whole(file)
-    _check_space(file, folder.parent, weight_bytes(file, dtype))
-    write_weights(file, folder, dtype, progress)
+    weights = GgufWeights(file, dtype, keeps_quantized=keeps_quantized)
+    _check_space(file, folder.parent, weights.num_bytes)
+    weights.write(folder, progress)
 
 
-def _write_description(file: GgufFile, folder: Path) -> None:
+def _model_config(file: GgufFile, *, keeps_quantized: bool) -> dict[str, Any]:
+    """Return what config.json says."""
+    config = config_of(file)
+    if not keeps_quantized:
+        return config
+    from workers.model.gguf.gguf_forms import kept_forms  # here, as above
+    from workers.model.gguf.gguf_names import written_tensors
+
+    forms = kept_forms(written_tensors(file))
+    return config | {"quantization_config": own_config(forms)} if forms else config
+
+
+def _write_description(file: GgufFile, folder: Path, *, keeps_quantized: bool) -> None:
     tokenizer = tokenizer_of(file)
     objects = {
-        "config.json": config_of(file),
+        "config.json": _model_config(file, keeps_quantized=keeps_quantized),
         "generation_config.json": generation_config_of(file),
         "tokenizer_config.json": tokenizer.tokenizer_config,
     }

@@ -345,7 +345,10 @@ def _with_local_model(spec: RankSpec, progress: Callable[[str], None]) -> RankSp
     was not done. Raises `CheckpointError`."""
     if not spec.gguf_file:
         return spec
-    folder = weights_folder(Path(spec.gguf_file), spec.dtype, _model_cache(spec), progress)
+    keeps_quantized = WeightForm(spec.weight_dtype).keeps_stored
+    folder = weights_folder(
+        Path(spec.gguf_file), spec.dtype, _model_cache(spec), progress, keeps_quantized=keeps_quantized
+    )
     return replace(spec, model_dir=str(folder))
 
 

@@ -1,14 +1,15 @@
-"""Dequantize the tensors of a GGUF file into safetensors files, piece by piece: what one piece takes in
-memory does not depend on the size of the model or of its largest tensor."""
+"""Write the tensors of a GGUF file into safetensors files, piece by piece: what one piece takes in memory
+does not depend on the size of the model or of its largest tensor. Matrices are dequantized, or stay quantized
+in the form of `workers.model.quantization.own_format`."""
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from io import BufferedWriter
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from workers.errors import CheckpointError
+from workers.model.gguf.gguf_blocks import Bytes
 from workers.model.gguf.gguf_file import GgufFile, GgufTensor, cut_short
+from workers.model.gguf.gguf_forms import kept_forms, rows_in_form
 from workers.model.gguf.gguf_names import WrittenTensor, written_tensors
+from workers.model.quantization.stored_format import StoredFormat
+from workers.model.safetensors_stream import StoredTensor, file_header, index_text, shard_name
 
 _MAX_SHARD_BYTES = 4 << 30
 # Of one piece, as 32-bit floats.
 _PIECE_BYTES = 32 << 20
 _SAFETENSORS_DTYPE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def check_whole(file: GgufFile) -> None:
@@ -37,42 +41,92 @@ def check_whole(file: GgufFile) -> None:
             raise cut_short(tensor.part)
 
 
-def weight_bytes(file: GgufFile, dtype: str) -> int:
-    """Return how many bytes the dequantized weights have."""
-    return sum(tensor.num_items for tensor in written_tensors(file)) * _ITEM_BYTES[dtype]
+class GgufWeights:
+    """The weights of a file as they are written: in `dtype` (fp32, fp16 or bf16), but for matrices that stay
+    quantized, if `keeps_quantized`."""
 
+    def __init__(self, file: GgufFile, dtype: str, *, keeps_quantized: bool = False) -> None:
+        self.file, self.dtype, self.keeps_quantized = file, dtype, keeps_quantized
 
-def write_weights(
-    file: GgufFile,
-    folder: Path,
-    dtype: str,
-    progress: Callable[[str], None],
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
-) -> None:
-    """Write model.safetensors, or several shards and their index. Raises `CheckpointError` for what cannot be
-    dequantized, and `OSError`. `progress` is called with the number of tensors done."""
-    shards = list(_shards(written_tensors(file), _ITEM_BYTES[dtype], max_shard_bytes))
-    num_tensors, num_done = sum(map(len, shards)), 0
-    tensor_to_file: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        name = (
-            f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) > 1
-            else "model.safetensors"
-        )
-        tensor_to_file |= {tensor.name: name for tensor in shard}
-        with (folder / name).open("wb") as stream:
-            stream.write(_header(shard, dtype))
-            for tensor in shard:
-                progress(f"converting {file.path.name}, {num_done} of {num_tensors} tensors")
-                _write_tensor(stream, tensor, dtype)
-                num_done += 1
-            stream.flush()
-            os.fsync(stream.fileno())
-    if len(shards) > 1:
-        total = sum(tensor.num_items for shard in shards for tensor in shard) * _ITEM_BYTES[dtype]
-        index_json = {"metadata": {"total_size": total}, "weight_map": tensor_to_file}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are written."""
+        return sum(it.num_bytes for tensor in self._tensors for it in self._stored(tensor))
+
+    def write(
+        self, folder: Path, progress: Callable[[str], None], max_shard_bytes: int = _MAX_SHARD_BYTES
+    ) -> None:
+        """Write model.safetensors, or several shards and their index. Raises `CheckpointError` for what
+        cannot be dequantized, and `OSError`. `progress` is called with the number of tensors done."""
+        shards = list(self._shards(max_shard_bytes))
+        num_tensors, num_done = sum(map(len, shards)), 0
+        tensor_to_file: dict[str, str] = {}
+        for index, shard in enumerate(shards):
+            name = shard_name(index, len(shards))
+            stored = [it for tensor in shard for it in self._stored(tensor)]
+            tensor_to_file |= {it.name: name for it in stored}
+            with (folder / name).open("wb") as stream:
+                stream.write(file_header(stored))
+                for tensor in shard:
+                    progress(f"converting {self.file.path.name}, {num_done} of {num_tensors} tensors")
+                    self._write_tensor(stream, tensor)
+                    num_done += 1
+                stream.flush()
+                os.fsync(stream.fileno())
+        if len(shards) > 1:
+            text = index_text(tensor_to_file, self.num_bytes)
+            (folder / "model.safetensors.index.json").write_text(text)
+
+    def _shards(self, max_shard_bytes: int) -> Iterator[list[WrittenTensor]]:
+        shard: list[WrittenTensor] = []
+        num_bytes = 0
+        for tensor in self._tensors:
+            size = sum(it.num_bytes for it in self._stored(tensor))
+            if shard and num_bytes + size > max_shard_bytes:
+                yield shard
+                shard, num_bytes = [], 0
+            shard.append(tensor)
+            num_bytes += size
+        yield shard
+
+    def _stored(self, tensor: WrittenTensor) -> list[StoredTensor]:
+        """Return what is stored for a tensor."""
+        form = self._forms.get(tensor.name)
+        if form is None:
+            return [StoredTensor(tensor.name, _SAFETENSORS_DTYPE[self.dtype], tensor.shape)]
+        num_rows, num_inputs = tensor.shape
+        of_groups = (num_rows, num_inputs // form.group)
+        offsets = [StoredTensor(f"{tensor.name}_offsets", "F32", of_groups)] if form.has_zeros else []
+        return [
+            StoredTensor(f"{tensor.name}_codes", "U8", (num_rows, num_inputs * form.codes.num_bits // 8)),
+            StoredTensor(f"{tensor.name}_scales", "F32", of_groups),
+            *offsets,
+        ]
+
+    def _write_tensor(self, stream: BufferedWriter, tensor: WrittenTensor) -> None:
+        """Write a piece of all that is stored for the tensor after another."""
+        sizes = [it.num_bytes for it in self._stored(tensor)]
+        *begins, end = accumulate(sizes, initial=stream.tell())
+        for piece in _pieces(tensor):
+            for number, part in enumerate(self._parts(piece, tensor)):
+                stream.seek(begins[number])
+                begins[number] += stream.write(np.ascontiguousarray(part).tobytes())
+        stream.seek(end)
+
+    def _parts(self, piece: Bytes, tensor: WrittenTensor) -> list[npt.NDArray[Any]]:
+        """Return what is stored for rows of the tensor."""
+        form = self._forms.get(tensor.name)
+        if form is None:
+            return [_cast(_values(piece, tensor), self.dtype)]
+        return [part for part in rows_in_form(piece, _kind(tensor.source), form) if part is not None]
+
+    @functools.cached_property
+    def _forms(self) -> dict[str, StoredFormat]:
+        return kept_forms(self._tensors) if self.keeps_quantized else {}
+
+    @functools.cached_property
+    def _tensors(self) -> list[WrittenTensor]:
+        return written_tensors(self.file)
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -82,59 +136,30 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def _shards(
-    tensors: Sequence[WrittenTensor], item_bytes: int, max_shard_bytes: int
-) -> Iterator[list[WrittenTensor]]:
-    shard: list[WrittenTensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        size = tensor.num_items * item_bytes
-        if shard and num_bytes + size > max_shard_bytes:
-            yield shard
-            shard, num_bytes = [], 0
-        shard.append(tensor)
-        num_bytes += size
-    yield shard
-
-
-def _header(shard: Sequence[WrittenTensor], dtype: str) -> bytes:
-    """Return the beginning of a safetensors file: the length of its header, and the header."""
-    ends = np.cumsum([0, *(tensor.num_items * _ITEM_BYTES[dtype] for tensor in shard)]).tolist()
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for tensor, offsets in zip(shard, pairwise(ends), strict=True):
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPE[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": list(offsets),
-        }
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def _write_tensor(stream: BufferedWriter, tensor: WrittenTensor, dtype: str) -> None:
+def _pieces(tensor: WrittenTensor) -> Iterator[Bytes]:
+    """Iterate over the rows that are written, [num_rows, num_stored_bytes], some at a time."""
     source = tensor.source
-    kind = _kind(source)
-    num_rows, row_items = (
-        (source.shape[0], source.shape[-1]) if len(source.shape) == 2 else (1, tensor.num_items)
-    )
-    stored: npt.NDArray[np.uint8] = np.memmap(
+    num_rows = source.shape[0] if len(source.shape) == 2 else 1
+    stored: Bytes = np.memmap(
         source.part, np.uint8, "r", source.offset, (num_rows, _num_stored_bytes(source) // num_rows)
     )
     if tensor.row is not None:
         stored, num_rows = stored[tensor.row : tensor.row + 1], 1
-    step = max(1, _PIECE_BYTES // (4 * row_items))
+    step = max(1, _PIECE_BYTES // (4 * source.shape[-1]))
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
-        piece = stored[rows] if tensor.rows is None or num_rows == 1 else stored[tensor.rows[rows]]
-        try:
-            values = dequantize(np.ascontiguousarray(piece), kind)
-        except NotImplementedError as error:
-            raise _unknown_type(source) from error
-        if tensor.rows is not None and num_rows == 1:
-            values = values[:, tensor.rows]
-        values = np.ascontiguousarray(values - np.float32(tensor.shift) if tensor.shift else values)
-        stream.write(_cast(values, dtype).tobytes())
+        yield stored[rows] if tensor.rows is None or num_rows == 1 else stored[tensor.rows[rows]]
+
+
+def _values(piece: Bytes, tensor: WrittenTensor) -> npt.NDArray[np.float32]:
+    """Dequantize rows."""
+    try:
+        values = dequantize(np.ascontiguousarray(piece), _kind(tensor.source))
+    except NotImplementedError as error:
+        raise _unknown_type(tensor.source) from error
+    if tensor.rows is not None and len(tensor.shape) == 1:
+        values = values[:, tensor.rows]
+    return np.ascontiguousarray(values - np.float32(tensor.shift) if tensor.shift else values)
 
 
 def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:

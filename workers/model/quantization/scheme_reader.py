@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from workers.errors import CheckpointError
 from workers.model.config_values import shown
+from workers.model.quantization.own_format import METHOD, own_scheme
 from workers.model.quantization.stored_format import (
     CodeType,
     Layout,
@@ -50,6 +51,7 @@ class SchemeReader:
             "gptq": self._gptq,
             "awq": self._awq,
             "fp8": self._fp8,
+            METHOD: lambda: own_scheme(self._config, self._refuse),
             "modelopt": self._modelopt,
             "auto-round": self._auto_round,
             "fbgemm_fp8": lambda: of_all("fbgemm_fp8", _row_wise_fp8()),

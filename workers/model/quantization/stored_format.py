@@ -23,6 +23,8 @@ class Layout(enum.StrEnum):
     GPTQ = "gptq"
     # `product.qweight` with the codes of an input in a row, eight outputs interleaved, `qzeros` and `scales`.
     AWQ = "awq"
+    # `weight_codes`, `weight_scales` and `weight_offsets`, as `workers.model.quantization.own_format` says.
+    OWN = "own"
 
 
 class CodeType(enum.StrEnum):
@@ -32,11 +34,12 @@ class CodeType(enum.StrEnum):
     INT8 = "int8"
     FP8 = "fp8"
     FP4 = "fp4"
+    IQ4_NL = "iq4_nl"
 
     @property
     def num_bits(self) -> int:
         """The bits of a code."""
-        return 4 if self in (CodeType.INT4, CodeType.FP4) else 8
+        return 8 if self in (CodeType.INT8, CodeType.FP8) else 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +136,9 @@ _OF_WEIGHTS = (
     "_zero_point",
     "_shape",
     "_g_idx",
+    "_codes",
+    "_scales",
+    "_offsets",
 )
 # What stands behind the name of a product in the names of such tensors.
 _OF_PRODUCTS = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -166,7 +172,7 @@ def num_weights(name: str, num_items: int, num_item_bits: int, scheme: Quantizat
     stored = scheme.format_of(product_of(plain))
     if name == plain and (stored is None or num_item_bits == 0 or stored.codes is not CodeType.FP4):
         return num_items
-    if stored is None or not (name == plain or name.endswith(("_packed", ".qweight"))):
+    if stored is None or not (name == plain or name.endswith(("_packed", "_codes", ".qweight"))):
         return 0
     return num_items * num_item_bits // stored.codes.num_bits
 

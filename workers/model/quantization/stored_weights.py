@@ -21,6 +21,7 @@ _CODES = {
     CodeType.INT8: Codes.INT8,
     CodeType.FP8: Codes.E4M3,
     CodeType.FP4: Codes.E2M1,
+    CodeType.IQ4_NL: Codes.IQ4_NL,
 }
 # What turns codes without a sign of 8 bits into those with one, and what zero is among codes of 4 bits.
 _SIGN_BIT = 0x80
@@ -59,6 +60,8 @@ class StoredWeight:
         the format."""
         start, stop, _ = held.indices(self._num_outputs)
         rows = slice(start, stop)
+        if self._stored.layout is Layout.OWN:
+            return self._own(rows)
         parts = {
             Layout.PLAIN: self._plain,
             Layout.PACKED: self._packed,
@@ -66,6 +69,21 @@ class StoredWeight:
             Layout.AWQ: self._awq,
         }[self._stored.layout](rows)
         return self._weight(parts)
+
+    def _own(self, rows: slice) -> QuantizedWeight:
+        num_outputs, num_inputs, group = self._num_outputs, self._num_inputs, self._stored.group
+        num_bytes = num_inputs * self._stored.codes.num_bits // 8
+        of_groups, name = (num_outputs, num_inputs // group), self._name
+        offsets = None
+        if f"{name}_offsets" in self._files:
+            offsets = self._mapped(f"{name}_offsets", of_groups, (rows,), ("F32",))
+        return QuantizedWeight(
+            _CODES[self._stored.codes],
+            self._mapped(f"{name}_codes", (num_outputs, num_bytes), (rows,), ("U8",)),
+            self._mapped(f"{name}_scales", of_groups, (rows,), ("F32",)),
+            group,
+            offsets,
+        )
 
     def _weight(self, parts: _Parts) -> QuantizedWeight:
         """Put together what was read, with whole groups."""

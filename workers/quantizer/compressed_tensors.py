@@ -1,0 +1,45 @@
+"""The tensors that compressed-tensors stores for a quantized weight."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.safetensors_stream import StoredTensor
+from workers.quantizer.rounding import Rounded
+from workers.quantizer.target import QuantizationTarget
+
+_WORD_BITS = 32
+
+
+def stored_forms(
+    name: str, shape: tuple[int, ...], scale_dtype: str, target: QuantizationTarget
+) -> list[StoredTensor]:
+    """Return what is stored for the weight `name` [num_outputs, num_inputs], in the order of
+    `stored_tensors`."""
+    num_outputs, num_inputs = shape
+    scales = StoredTensor(f"{name}_scale", scale_dtype, (num_outputs, target.num_groups(num_inputs)))
+    if not target.is_packed:
+        return [StoredTensor(name, "I8", shape), scales]
+    num_words = -(-num_inputs * target.num_bits // _WORD_BITS)
+    packed = StoredTensor(f"{name}_packed", "I32", (num_outputs, num_words))
+    return [packed, scales, StoredTensor(f"{name}_shape", "I64", (2,))]
+
+
+def stored_tensors(rounded: Rounded, target: QuantizationTarget) -> list[Tensor]:
+    """Return the tensors of `stored_forms`."""
+    codes, scales = rounded.codes, rounded.scales
+    if not target.is_packed:
+        return [codes, scales]
+    return [packed_words(codes, target.num_bits), scales, torch.tensor(codes.shape)]
+
+
+def packed_words(codes: Tensor, num_bits: int) -> Tensor:
+    """Pack codes int8 [num_outputs, num_inputs] into int32 [num_outputs, num_words], the first in the lowest
+    bits; what is stored of a code is its distance from the smallest."""
+    raised = codes.short().add_(1 << num_bits - 1).to(torch.uint8)
+    raised = F.pad(raised, (0, -raised.shape[1] % (_WORD_BITS // num_bits)))
+    if num_bits == 4:
+        raised = raised[:, ::2] | raised[:, 1::2] << 4
+    return raised.contiguous().view(torch.int32)

@@ -1,0 +1,103 @@
+"""Round weights so that products of the inputs of a text change least, as GPTQ does: what rounding a column
+changes is taken up by the columns that are not rounded yet."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.quantizer.rounding import Rounded, best_scales, joined
+from workers.quantizer.target import QuantizationTarget
+
+# Columns whose changes reach the later ones together.
+_BLOCK = 128
+# Is added to the diagonal, as a part of its mean.
+_DAMPING = 0.01
+# Of one piece of the outputs, as 32-bit floats.
+_PIECE_BYTES = 64 << 20
+
+
+class _Factors(NamedTuple):
+    """The order in which columns are rounded, those of large inputs first, and the upper Cholesky factor of
+    the inverse of x xT in this order."""
+
+    order: Tensor
+    upper: Tensor
+
+
+class InputProducts:
+    """Sums up x xT of the inputs x of a product: `total` float32 [num_inputs, num_inputs]."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.total = torch.zeros(num_inputs, num_inputs)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add the inputs of some tokens, [num_tokens, num_inputs]."""
+        wide = inputs.float()
+        self.total.addmm_(wide.t(), wide)
+
+    @functools.cached_property
+    def factors(self) -> _Factors:
+        """Those of the sum, to which nothing is added any more."""
+        diagonal = self.total.diagonal()
+        order = diagonal.argsort(descending=True, stable=True)
+        damped = self.total[order][:, order].double()
+        # Inputs that are always zero need some value, too.
+        damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) or 1.0)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
+def gptq_rounded(
+    weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
+) -> Rounded:
+    """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded,
+    where large inputs count more. The squares that are returned are of the products with the inputs rather
+    than of the weights."""
+    pieces = torch.split(weight, max(1, _PIECE_BYTES // (4 * weight.shape[1])))
+    return joined([_rounded(rows.float(), inputs, target, dtype) for rows in pieces])
+
+
+def _rounded(
+    weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
+) -> Rounded:
+    (num_outputs, num_inputs), total = weight.shape, inputs.total
+    order, upper = inputs.factors
+    num_groups = target.num_groups(num_inputs)
+    importance = total.diagonal().view(num_groups, -1)
+    scales = best_scales(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
+    # Columns as rows, whose values lie one after another.
+    left, codes = weight.t()[order].contiguous(), torch.empty(num_inputs, num_outputs)
+    steps = scales.float().t().repeat_interleave(num_inputs // num_groups, 0)
+    ordered = steps[order]
+    for begin in range(0, num_inputs, _BLOCK):
+        held = slice(begin, min(begin + _BLOCK, num_inputs))
+        changes = _round_block(left[held], upper[held, held], ordered[held], codes[held], target)
+        left[held.stop :].addmm_(upper[held, held.stop :].t(), changes, alpha=-1)
+    placed = torch.empty_like(codes).index_copy_(0, order, codes)
+    error = (placed * steps).t() - weight
+    found = placed.t().to(torch.int8).contiguous()
+    return Rounded(found, scales, _of_products(error, total), _of_products(weight, total))
+
+
+def _round_block(
+    left: Tensor, upper: Tensor, steps: Tensor, codes: Tensor, target: QuantizationTarget
+) -> Tensor:
+    """Round the columns `left` [num_columns, num_outputs] of a block, in place, into `codes`; return what
+    they change of the later ones, in units of the rows of `upper`."""
+    changes = torch.empty_like(left)
+    for column, values in enumerate(left):
+        code = (values / steps[column]).round_().clamp_(-target.largest - 1, target.largest)
+        codes[column] = code
+        change = (values - code * steps[column]) / upper[column, column]
+        left[column:].addr_(upper[column, column:], change, alpha=-1)
+        changes[column] = change
+    return changes
+
+
+def _of_products(weight: Tensor, total: Tensor) -> float:
+    """Return the sum of the squares of the products of a weight with all inputs."""
+    return float(((weight @ total) * weight).double().sum())

@@ -1,0 +1,110 @@
+"""Round weights to codes and scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from workers.quantizer.target import QuantizationTarget
+
+# By which code the largest magnitude of a group of codes of 4 bits is divided, one of which fits best: a
+# smaller scale is finer for the others, and clips that one.
+_STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.5, 9.0, 9.5, 10.0)
+_LEAST_SCALE = 1e-8
+# Of one piece, as 32-bit floats.
+_PIECE_BYTES = 64 << 20
+
+
+class Rounded(NamedTuple):
+    """A weight as `codes` int8 [num_outputs, num_inputs] by the `scales` [num_outputs, num_groups] of its
+    groups, and the sums of the squares of what rounding changed and of the weight."""
+
+    codes: Tensor
+    scales: Tensor
+    squared_error: float
+    squared_weight: float
+
+
+class Rounder(Protocol):
+    """Rounds the weights of one layer after another."""
+
+    def begin_layer(self, layer: int) -> None:
+        """Prepare for the weights of a layer; layers are in order, but some may be left out."""
+
+    def rounded(self, name: str, weight: Tensor, dtype: torch.dtype) -> Rounded:
+        """Round a weight [num_outputs, num_inputs], the tensor `name` of the layer, with scales in
+        `dtype`."""
+
+
+class NearestRounder:
+    """Rounds each weight to the nearest code."""
+
+    def __init__(self, target: QuantizationTarget) -> None:
+        self._target = target
+
+    def begin_layer(self, layer: int) -> None:
+        pass
+
+    def rounded(self, name: str, weight: Tensor, dtype: torch.dtype) -> Rounded:
+        step = max(1, _PIECE_BYTES // (4 * weight.shape[1]))
+        pieces = [_nearest(rows.float(), self._target, dtype) for rows in torch.split(weight, step)]
+        return joined(pieces)
+
+
+def joined(pieces: list[Rounded]) -> Rounded:
+    """Return the weight whose outputs are those of the pieces, one after another."""
+    return Rounded(
+        torch.cat([it.codes for it in pieces]),
+        torch.cat([it.scales for it in pieces]),
+        sum(it.squared_error for it in pieces),
+        sum(it.squared_weight for it in pieces),
+    )
+
+
+def best_scales(
+    grouped: Tensor, target: QuantizationTarget, dtype: torch.dtype, importance: Tensor | None = None
+) -> Tensor:
+    """Return a scale in `dtype` for each group of `grouped` float32 [num_outputs, num_groups, group]: of 8
+    bits that which reaches the largest magnitude, of 4 bits that with the least square error, each input
+    counting by its `importance` [num_groups, group]."""
+    largest = grouped.abs().amax(-1)
+    if target.num_bits == 8:
+        return _scale(largest / target.largest, dtype)
+    found, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
+    for step in _STEPS:
+        scales = _scale(largest / step, dtype).float()
+        squares = (codes_of(grouped, scales, target) * scales[..., None] - grouped).square_()
+        error = (squares if importance is None else squares.mul_(importance)).sum(-1)
+        is_better = error < least
+        found, least = torch.where(is_better, scales, found), torch.where(is_better, error, least)
+    return found.to(dtype)
+
+
+def codes_of(grouped: Tensor, scales: Tensor, target: QuantizationTarget) -> Tensor:
+    """Return the codes, in float32, of `grouped` [..., group] by float32 `scales` [...]."""
+    return (grouped / scales[..., None]).round_().clamp_(-target.largest - 1, target.largest)
+
+
+def _nearest(weight: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> Rounded:
+    num_outputs, num_inputs = weight.shape
+    grouped = weight.view(num_outputs, target.num_groups(num_inputs), -1)
+    scales = best_scales(grouped, target, dtype)
+    codes = codes_of(grouped, scales.float(), target)
+    error = codes * scales.float()[..., None] - grouped
+    return Rounded(
+        codes.to(torch.int8).view(num_outputs, num_inputs), scales, squared(error), squared(weight)
+    )
+
+
+def squared(values: Tensor) -> float:
+    """Return the sum of the squares."""
+    return float(values.double().square().sum())
+
+
+def _scale(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to the dtype in which they are stored, before codes are taken by them. They stay above
+    zero: float16 has numbers below the smallest normal one for them."""
+    limits = torch.finfo(dtype)
+    return values.clamp(min=max(_LEAST_SCALE, limits.tiny * limits.eps)).to(dtype)
