@@ -19,7 +19,7 @@ from workers.errors import CheckpointError
 from workers.model.decoder import load_decoder
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mxfp4 import dequantized
-from workers.model.experts.quantized_experts import QuantizedExperts
+from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts
 from workers.model.quantization.weight_form import AS_STORED, DEQUANTIZED
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
@@ -83,7 +83,7 @@ def test_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None:
     assert expected.std() >= 0.3
     for form in (AS_STORED, DEQUANTIZED):
         decoder = load_decoder(tmp_path, torch.float32, CPU, form=form)
-        kept = [isinstance(it._experts, QuantizedExperts) for it in decoder.mixtures.values()]
+        kept = [isinstance(it._experts, PackedQuantizedExperts) for it in decoder.mixtures.values()]
         assert kept == [form is AS_STORED] * 4
         assert error_of(PagedModel(decoder, torch.float32).chunked(0, prompt, 32), expected) <= 1e-4
 

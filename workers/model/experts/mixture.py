@@ -16,6 +16,7 @@ from workers.model.experts.make_experts import choose, make_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
+from workers.model.experts.packed_quantized_experts import packed_quantized_experts
 from workers.model.experts.quantized_experts import QuantizedExperts, QuantizedExpertWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
@@ -175,7 +176,8 @@ class Mixture:
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
     if isinstance(experts := weights.experts, QuantizedExpertWeights):
-        return QuantizedExperts(experts, is_deterministic=is_deterministic)
+        packed = packed_quantized_experts(experts)
+        return packed or QuantizedExperts(experts, is_deterministic=is_deterministic)
     if weights.copies is not None:
         with_copies = with_slots(experts, weights.copies.num_slots)
         return make_experts(with_copies, is_deterministic=is_deterministic)

@@ -22,10 +22,10 @@ from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
 
 _HALF = PANEL // 2
-_ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 
 
-class _Experts(ctypes.Structure):
+class NativeExperts(ctypes.Structure):
     """`Experts` of `native/experts.h`."""
 
     _fields_ = (
@@ -36,10 +36,11 @@ class _Experts(ctypes.Structure):
         ),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("gate_up_form", "down_form")),
     )
 
 
-class _ChosenExperts(ctypes.Structure):
+class NativeChoice(ctypes.Structure):
     """`ChosenExperts` of `native/experts.h`."""
 
     _fields_ = (
@@ -109,10 +110,10 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
         self._down = _Panels(self.num_experts, down_panels, padded_size, dtype, kernels)
         self._down.pack(weights.downs, PANEL, 0)
         self._biases = (
-            _gate_up_bias(weights.gate_up_bias, gate_up_panels),
-            _down_bias(weights.down_bias, down_panels),
+            gate_up_bias_of(weights.gate_up_bias, gate_up_panels),
+            down_bias_of(weights.down_bias, down_panels),
         )
-        self._experts = _Experts(
+        self._experts = NativeExperts(
             ctypes.addressof(self._gate_up.addresses),
             ctypes.addressof(self._down.addresses),
             *(None if bias is None else bias.data_ptr() for bias in self._biases),
@@ -120,7 +121,7 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
             num_inputs,
             padded_size,
             self.hidden_size,
-            _ACTIVATIONS[weights.activation],
+            ACTIVATIONS[weights.activation],
             is_paired,
             *weights.clamp,
         )
@@ -170,7 +171,7 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
             x = F.pad(x, (0, 1))
         elif x.stride(1) != 1:
             x = x.contiguous()
-        chosen = _ChosenExperts(experts.data_ptr(), weights.data_ptr(), experts.shape[1])
+        chosen = NativeChoice(experts.data_ptr(), weights.data_ptr(), experts.shape[1])
         self._run(
             ctypes.byref(self._experts),
             ctypes.byref(chosen),
@@ -185,7 +186,7 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
         return out
 
 
-def _gate_up_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
+def gate_up_bias_of(bias: Tensor | None, num_panels: int) -> Tensor | None:
     """Return the bias in the order of the panels' outputs, 16 of gates and 16 of ups in each."""
     if bias is None:
         return None
@@ -194,6 +195,6 @@ def _gate_up_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
     return halves.view(num_experts, 2, num_panels, _HALF).transpose(1, 2).contiguous()
 
 
-def _down_bias(bias: Tensor | None, num_panels: int) -> Tensor | None:
+def down_bias_of(bias: Tensor | None, num_panels: int) -> Tensor | None:
     """Return the bias, which covers whole panels."""
     return None if bias is None else F.pad(bias, (0, num_panels * PANEL - bias.shape[1])).contiguous()

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "layer_ops.h"
-#include "products.h"
+#include "quantized_products.h"
 
 enum ExpertActivation : int64_t { EXPERT_SILU = 0, EXPERT_GELU = 1, EXPERT_CLAMPED = 2 };
 
@@ -26,6 +26,8 @@ struct Experts {
   const void* down_bias;              // [num_experts, panels, 32] or null
   int64_t num_experts, num_inputs, size, num_outputs, activation, is_bf16;
   float alpha, limit;  // of EXPERT_CLAMPED
+  // The forms of panels of codes, all inputs in their order and none of them added, or null. Panels of floats have none.
+  const QuantizedPanels *gate_up_form, *down_form;
 };
 
 // The experts of rows and the weights of their results, [rows, num_chosen]; an expert of -1 is none.
@@ -100,7 +102,8 @@ class ExpertChunk {
     SumPart part(*this, thread, num_threads);
     std::vector<ExpertTask> gate_up = gate_up_tasks(thread, num_threads), down = part.tasks();
     TileScope tiles;
-    run_gate_up(gate_up, down.empty() ? nullptr : first_panel(down[0], experts_.down_panels, experts_.size));
+    bool is_known = !down.empty() && !experts_.down_form;
+    run_gate_up(gate_up, is_known ? first_panel(down[0], experts_.down_panels, experts_.size) : nullptr);
 #pragma omp barrier
     part.clear();
     run_down(down);
@@ -216,6 +219,8 @@ class ExpertChunk {
       int64_t column = number * PANEL / 2;
       finish_gated(sums, count, bias, size - column, gated_ + (task.entry + first) * size + column);
     };
+    if (const QuantizedPanels* form = experts_.gate_up_form)
+      return run_quantized(tasks, *form, experts_.gate_up_panels, experts_.num_inputs, rows_of, prepare, finish);
     run_tasks(tasks, experts_.gate_up_panels, experts_.num_inputs, after, rows_of, prepare, finish);
   }
 
@@ -232,6 +237,8 @@ class ExpertChunk {
       const T* bias = bias_of(experts_.down_bias, task, down_panels(), number);
       add_weighted(sums, task.entry + first, count, bias, totals_of(number, 0));
     };
+    if (const QuantizedPanels* form = experts_.down_form)
+      return run_quantized(tasks, *form, experts_.down_panels, experts_.size, rows_of, prepare, finish);
     run_tasks(tasks, experts_.down_panels, experts_.size, nullptr, rows_of, prepare, finish);
   }
 
@@ -261,6 +268,32 @@ class ExpertChunk {
             prepare(task, first, count, number);
             multiply_group(rows + first * k, k, count, panel, k, sums, share_of(next, k, first, count, task.count));
           }
+          finish(task, first, count, number, sums);
+        }
+      }
+    }
+  }
+
+  // The same with panels of codes.
+  template <typename RowsOf, typename Prepare, typename Finish>
+  void run_quantized(const std::vector<ExpertTask>& tasks, const QuantizedPanels& form, const void* const* panels,
+                     int64_t k, const RowsOf& rows_of, const Prepare& prepare, const Finish& finish) const {
+    PanelShape shape(form, k);
+    float* sums = sum_scratch.floats(SUM_ROWS * PANEL);
+    for (const ExpertTask& task : tasks) {
+      QuantizedRows<A> rows{rows_of(task), k, nullptr, shape.num_groups};
+      if (shape.offset_kind) {
+        float* group_sums = group_sum_scratch.floats(task.count * shape.num_groups);
+        for (int64_t row = 0; row < task.count; row++)
+          sum_groups(rows.inputs + row * k, shape, group_sums + row * shape.num_groups);
+        rows.group_sums = group_sums;
+      }
+      const uint8_t* of_expert = static_cast<const uint8_t*>(panels[sorted_.experts[task.expert]]);
+      for (int64_t number = task.begin; number < task.end; number++) {
+        for (int64_t first = 0; first < task.count; first += SUM_ROWS) {
+          int64_t count = std::min(SUM_ROWS, task.count - first);
+          prepare(task, first, count, number);
+          multiply_panel(form, shape, rows.from(first), count, of_expert + number * shape.panel_bytes, sums);
           finish(task, first, count, number, sums);
         }
       }

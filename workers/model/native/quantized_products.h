@@ -249,7 +249,7 @@ constexpr int64_t LARGE_GROUP = 128;      // where stores count for little
 
 // The same of any number of rows, by vectors.
 template <typename A>
-void multiply_chunk_by_vectors(const PanelShape& shape, const DecodedChunk& chunk, const QuantizedRows<A>& rows,
+__attribute__((noinline)) void multiply_chunk_by_vectors(const PanelShape& shape, const DecodedChunk& chunk, const QuantizedRows<A>& rows,
                                int64_t num_rows, const uint8_t* panel, const A* decoded, float* partial, float* c) {
   if constexpr (LANES == 16) {
     if (shape.group < LARGE_GROUP)
@@ -326,9 +326,11 @@ void multiply_panel(const QuantizedPanels& panels, const PanelShape& shape, cons
   });
 }
 
+// Compiled once: it is large.
 template <typename A>
-void multiply_panel(const QuantizedPanels& panels, const PanelShape& shape, const QuantizedRows<A>& rows,
-                    int64_t num_rows, const uint8_t* panel, float* c) {
+__attribute__((noinline)) void multiply_panel(const QuantizedPanels& panels, const PanelShape& shape,
+                                              const QuantizedRows<A>& rows, int64_t num_rows, const uint8_t* panel,
+                                              float* c) {
   if (panels.codes == NIBBLES) return multiply_panel<NIBBLES>(panels, shape, rows, num_rows, panel, c);
   if (panels.codes == INT8_CODES) return multiply_panel<INT8_CODES>(panels, shape, rows, num_rows, panel, c);
   multiply_panel<E4M3_CODES>(panels, shape, rows, num_rows, panel, c);
@@ -382,6 +384,13 @@ INLINE float sum_inputs(const A* from, int64_t count) {
   return sums[0];
 }
 
+// The sums of the inputs of all groups.
+template <typename A>
+INLINE void sum_groups(const A* from, const PanelShape& shape, float* sums) {
+  for (int64_t group = 0; group < shape.num_groups; group++)
+    sums[group] = sum_inputs(from + group * shape.group, shape.group);
+}
+
 inline thread_local Scratch group_sum_scratch;
 
 // The operands of some rows x, which are prepared in parallel by all threads of a team.
@@ -408,9 +417,7 @@ class QuantizedInputs {
         prepare_row(x_ + row * x_stride_, order_, num_inputs_, shape_.padded_inputs(),
                     copies_ + row * shape_.padded_inputs());
       if (!group_sums_) continue;
-      const A* inputs = rows().from(row).inputs;
-      for (int64_t group = 0; group < shape_.num_groups; group++)
-        group_sums_[row * shape_.num_groups + group] = sum_inputs(inputs + group * shape_.group, shape_.group);
+      sum_groups(rows().from(row).inputs, shape_, group_sums_ + row * shape_.num_groups);
     }
   }
 

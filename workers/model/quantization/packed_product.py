@@ -19,7 +19,7 @@ from workers.model.quantization.packed_codes import PANEL, PackedForm
 from workers.model.quantization.quantized_weight import QuantizedWeight
 
 
-class _Panels(ctypes.Structure):
+class NativeForm(ctypes.Structure):
     """`QuantizedPanels` of `native/quantized_products.h`."""
 
     _fields_ = (
@@ -27,6 +27,14 @@ class _Panels(ctypes.Structure):
         ("order", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("codes", "group", "scale_kind", "offset_kind")),
     )
+
+    @staticmethod
+    def of(form: PackedForm, order: Tensor | None = None) -> NativeForm:
+        """Describe panels of the form, whose table and order must live until the result is used no more."""
+        assert form.table.is_contiguous()
+        order_address = None if order is None else order.data_ptr()
+        kinds = (form.kind, form.group, form.scales, form.offsets)
+        return NativeForm(form.table.data_ptr(), order_address, *kinds)
 
 
 class PackedQuantizedLinear(Linear):
@@ -61,12 +69,8 @@ class PackedQuantizedLinear(Linear):
             if bias is not None:  # in the order of the outputs in the panels
                 halves = F.pad(bias.view(2, -1), (0, num_panels * half - size)).view(2, num_panels, half)
                 bias = halves.transpose(0, 1).reshape(-1)
-        self._table, self._order = form.table.contiguous(), weight.order
-        self._form = _Panels(
-            self._table.data_ptr(),
-            None if weight.order is None else weight.order.data_ptr(),
-            *(form.kind, form.group, form.scales, form.offsets),
-        )
+        self._table, self._order = form.table, weight.order
+        self._form = NativeForm.of(form, weight.order)
         self._biases = {
             dtype: None if bias is None else bias.to(dtype).contiguous() for dtype in native.DTYPES
         }

@@ -1,0 +1,112 @@
+"""Experts with quantized weights by the CPU kernels, against their products one after another in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_kernels import TILED_KERNELS, kernels_of
+from optional_programs import needs_compiler
+from torch import Tensor
+
+from workers.model.experts.expert_products import gated
+from workers.model.experts.mixture_shape import ExpertActivation
+from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts, packed_quantized_experts
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
+from workers.model.experts.routing import Routing
+from workers.model.quantization.packed_codes import PackedForm
+from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+
+NUM_EXPERTS, HIDDEN_SIZE, SIZE, NUM_CHOSEN = 5, 96, 64, 2
+
+builds = pytest.mark.parametrize("build", TILED_KERNELS)
+
+
+def made(codes: Codes, num_outputs: int, num_inputs: int, seed: int, *, has_offsets: bool) -> QuantizedWeight:
+    drawn = torch.Generator().manual_seed(seed)
+    size, groups = (num_outputs, num_inputs * codes.num_bits // 8), (num_outputs, num_inputs // 32)
+    packed = torch.randint(0, 0x78, size, generator=drawn, dtype=torch.uint8)  # no NaN
+    scales = torch.rand(groups, generator=drawn) * 2.0**-7
+    offsets = torch.randn(groups, generator=drawn) * 0.02 if has_offsets else None
+    return QuantizedWeight(codes, packed, scales, 32, offsets)
+
+
+def experts_of(
+    codes: Codes, *, activation: ExpertActivation = "silu", has_offsets: bool = False, has_bias: bool = False
+) -> QuantizedExpertWeights:
+    gates, ups, downs = (
+        [made(codes, *shape, seed=first + expert, has_offsets=has_offsets) for expert in range(NUM_EXPERTS)]
+        for first, shape in ((0, (SIZE, HIDDEN_SIZE)), (10, (SIZE, HIDDEN_SIZE)), (20, (HIDDEN_SIZE, SIZE)))
+    )
+    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias else None
+    down_bias = torch.randn(NUM_EXPERTS, HIDDEN_SIZE) if has_bias else None
+    return QuantizedExpertWeights(gates, ups, downs, activation, gate_up_bias, down_bias)
+
+
+def routing_of(num_tokens: int) -> Routing:
+    drawn = torch.Generator().manual_seed(num_tokens)
+    experts = torch.stack([torch.randperm(NUM_EXPERTS, generator=drawn) for _ in range(num_tokens)])
+    return Routing(experts[:, :NUM_CHOSEN].int(), torch.rand(num_tokens, NUM_CHOSEN, generator=drawn))
+
+
+def expected(weights: QuantizedExpertWeights, x: Tensor, routing: Routing) -> Tensor:
+    sums = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for expert, share in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
+            parts = torch.cat((weights.gates[expert].dequantized(), weights.ups[expert].dequantized()))
+            biases = [
+                None if it is None else it[expert].double()
+                for it in (weights.gate_up_bias, weights.down_bias)
+            ]
+            between = gated(F.linear(row, parts.double(), biases[0])[None], weights.activation, weights.clamp)
+            sums[token] += share * F.linear(
+                between[0], weights.downs[expert].dequantized().double(), biases[1]
+            )
+    return sums
+
+
+def packed(build: str, weights: QuantizedExpertWeights) -> PackedQuantizedExperts:
+    gate_up, down = PackedForm.of([*weights.gates, *weights.ups]), PackedForm.of(weights.downs)
+    assert gate_up is not None
+    assert down is not None
+    return PackedQuantizedExperts(kernels_of(build), weights, gate_up, down)
+
+
+@builds
+@pytest.mark.parametrize("codes", Codes, ids=lambda codes: codes.value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 70])
+def test_sums_are_those_of_the_experts(build: str, codes: Codes, dtype: torch.dtype, num_tokens: int) -> None:
+    has_more = codes is Codes.UINT4
+    weights = experts_of(
+        codes, activation="clamped_swiglu" if has_more else "silu", has_offsets=has_more, has_bias=has_more
+    )
+    experts, routing = packed(build, weights), routing_of(num_tokens)
+    x = torch.randn(num_tokens, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rounded = dataclasses.replace(
+        weights,
+        gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias.to(dtype),
+        down_bias=None if weights.down_bias is None else weights.down_bias.to(dtype),
+    )
+    exact = expected(rounded, x, routing)
+    result = experts(x, routing)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    assert ((result.double() - exact).abs().max() / exact.abs().max()).item() < tolerance
+    hidden = torch.ones_like(x)
+    experts.add_to(hidden, x, routing)
+    assert torch.equal(hidden, torch.ones_like(x) + result)
+    assert experts.counts.sum() == 2 * num_tokens * NUM_CHOSEN
+    for token in range(0, num_tokens, 9):
+        one = slice(token, token + 1)
+        alone = experts(x[one], Routing(routing.experts[one], routing.weights[one]))
+        assert torch.equal(alone, result[one]), token
+
+
+@needs_compiler
+def test_inputs_in_another_order_are_left_to_products_of_each() -> None:
+    weights = experts_of(Codes.INT8)
+    assert packed_quantized_experts(weights) is not None
+    downs = [dataclasses.replace(it, order=torch.arange(SIZE)) for it in weights.downs]
+    assert packed_quantized_experts(dataclasses.replace(weights, downs=downs)) is None
