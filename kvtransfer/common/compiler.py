@@ -20,7 +20,7 @@ from kvtransfer.common.host import cpu_flags, private_folder
 
 _log = logging.getLogger("tandem.native")
 
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 600.0
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 
 
