@@ -327,7 +327,7 @@ def test_a_rank_does_not_start_without_it(
     if broken == "load":
         monkeypatch.setattr(native, "load", lambda: None)
     if broken == "isa":
-        monkeypatch.setattr("workers.model.products.usable_isas", tuple)
+        monkeypatch.setattr("workers.model.make_linear.usable_isas", tuple)
     with pytest.raises(WorkerError, match=f"deterministic: .*{remedy}"):
         ModelRunner(
             CheckpointFolder(make_checkpoint("qwen3")),

@@ -21,7 +21,7 @@ CORRECTED = ExpertTraits(
 
 FAMILY = Family(
     "deepseek_v3",
-    "DeepSeek V3, V3.1 and R1, converted to 16 bits",
+    "DeepSeek V3, V3.1 and R1",
     ("DeepseekV3ForCausalLM",),
     defaults={
         "max_position_embeddings": 4096,
