@@ -54,6 +54,6 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def write_state_checkpoint(folder: Path, family: str) -> None:
-    """Write a checkpoint of random weights."""
-    write_family_checkpoint(folder, family, seed=7, **(_SIZES | STATE_FAMILIES[family]))
+def write_state_checkpoint(folder: Path, family: str, **keys: Any) -> None:
+    """Write a checkpoint of random weights, with `keys` of its config.json."""
+    write_family_checkpoint(folder, family, seed=7, **(_SIZES | STATE_FAMILIES[family] | keys))

@@ -1,8 +1,9 @@
-"""Families with windows, two rotary bases and norms over all heads, as a user serves them: a prefill pool of
-two ranks and a decode pool of two stages give the tokens of `transformers`."""
+"""Families with windows, two rotary bases, norms over all heads and states, and quantized weights, as a user
+serves them: a prefill pool of two ranks and a decode pool of two stages give the tokens of `transformers`."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import psutil
 import pytest
 from paged_model import continued, tokens_of
 from patience import WAIT_S
+from quantized_checkpoints import FORMATS, quantize
 from serving import TINY, RunningCluster, free_port
+from state_families import write_state_checkpoint
 from wrapped_checkpoints import wrap_checkpoint
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -73,9 +76,32 @@ def write_gemma4(folder: Path) -> tuple[Path, Path]:
     return plain, wrap_checkpoint(folder / "model", plain, "Gemma4ForConditionalGeneration", "transformers 5")
 
 
-@pytest.mark.parametrize(
-    "write", [write_plain, write_wrapped, write_gemma4], ids=["olmo3", "gemma3", "gemma4"]
-)
+def write_with_states(folder: Path) -> tuple[Path, Path]:
+    """With experts, and with states in three of four layers."""
+    write_state_checkpoint(folder, "qwen3_next", vocab_size=4096)
+    shutil.copy(TINY / "tokenizer.json", folder)
+    return folder, folder
+
+
+def write_quantized(folder: Path) -> tuple[Path, Path]:
+    """With weights in 4 bits, as AWQ stores them."""
+    keys = {"intermediate_size": 192, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_random_checkpoint(folder / "source", "llama", seed=7, tokenizer_from=TINY, **keys)
+    plain = quantize(folder / "source", folder, FORMATS["awq"])
+    shutil.copy(TINY / "tokenizer.json", folder)
+    return plain, folder
+
+
+WAYS = {
+    "olmo3": write_plain,
+    "gemma3": write_wrapped,
+    "gemma4": write_gemma4,
+    "qwen3_next": write_with_states,
+    "awq": write_quantized,
+}
+
+
+@pytest.mark.parametrize("write", WAYS.values(), ids=WAYS)
 def test_a_served_family_gives_the_tokens_of_transformers(write: Any, tmp_path: Path) -> None:
     """The first time moved from the prefill replica, then with its prompt found."""
     reference, model = write(tmp_path / "written")
