@@ -23,11 +23,12 @@ PROMPT_TOKENS = 70
 
 
 def _on_both(cases: Iterable[str], *, fast_by_torch: str) -> list[Any]:
-    """Return the cases by the kernels, and by torch, where only those that end so are fast: torch computes
-    every shape alike."""
+    """Return the cases by the kernels, where the second shape of a family is slow, and by torch, where only
+    those that end so are fast: torch computes every shape alike."""
     by_torch = [(case, () if case.endswith(fast_by_torch) else pytest.mark.slow) for case in cases]
+    by_kernels = [(case, [pytest.mark.slow] if case.endswith("-2") else []) for case in cases]
     return [
-        *(pytest.param(case, "kernels", marks=needs_compiler) for case in cases),
+        *(pytest.param(case, "kernels", marks=[needs_compiler, *marks]) for case, marks in by_kernels),
         *(pytest.param(case, "torch", marks=marks) for case, marks in by_torch),
     ]
 
