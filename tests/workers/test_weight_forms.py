@@ -209,9 +209,19 @@ def test_a_loaded_model_does_not_depend_on_its_files(
 def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path, FORMATS["awq"])
     scheme = read_model_config(tmp_path).quantization
-    found = [WeightForm(name).identity(scheme, "bfloat16") for name in ("auto", "bf16", "int8", "int4")]
+    found = [
+        WeightForm(name).identity(scheme, "bfloat16", "cpu") for name in ("auto", "bf16", "int8", "int4")
+    ]
     assert found == ["int4 group 32", "bfloat16", "int8, rounded", "int4 group 32, rounded"]
-    assert AS_STORED.identity(None, "bfloat16") == "bfloat16"
+    assert AS_STORED.identity(None, "bfloat16", "cuda") == "bfloat16"
+
+
+def test_devices_that_round_inputs_have_kv_of_their_own(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path, FORMATS["fp8 in blocks"])
+    scheme = read_model_config(tmp_path).quantization
+    on_cpu, on_cuda = (AS_STORED.identity(scheme, "bfloat16", device) for device in ("cpu", "cuda"))
+    assert on_cpu.startswith("fp8 block")
+    assert on_cuda == f"{on_cpu}, of rounded inputs"
 
 
 def test_the_fingerprint_has_the_scheme(source: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, group_limits, kv_groups
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
-from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
@@ -194,7 +193,7 @@ class ModelRunner:
                 config,
                 model_fingerprint,
                 self._dtype,
-                self._weights,
+                self._weights.identity(config.quantization, _name_of(self._dtype), self._device.type),
                 self._block_tokens,
                 self._form,
                 self._kv_groups,
@@ -358,21 +357,25 @@ class ModelRunner:
         return host
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _compatibility(
     config: ModelConfig,
     fingerprint: bytes,
     dtype: torch.dtype,
-    weights: WeightForm,
+    weight_dtype: str,
     block_tokens: int,
     form: KvForm,
     groups: tuple[KvGroup, ...],
 ) -> CompatibilityRecord:
-    name, cells = str(dtype).removeprefix("torch."), config.kv_cells
+    cells = config.kv_cells
     return CompatibilityRecord(
         protocol=PROTOCOL_VERSION,
         model_fingerprint=fingerprint,
-        dtype=name,
-        weight_dtype=weights.identity(config.quantization, name),
+        dtype=_name_of(dtype),
+        weight_dtype=weight_dtype,
         block_tokens=block_tokens,
         num_layers=cells.num_layers,
         num_kv_heads=cells.num_cells,

@@ -85,7 +85,12 @@ def write_with_states(folder: Path) -> tuple[Path, Path]:
 
 def write_quantized(folder: Path) -> tuple[Path, Path]:
     """With weights in 4 bits, as AWQ stores them."""
-    keys = {"intermediate_size": 192, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    keys: dict[str, Any] = {
+        "intermediate_size": 192,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     write_random_checkpoint(folder / "source", "llama", seed=7, tokenizer_from=TINY, **keys)
     plain = quantize(folder / "source", folder, FORMATS["awq"])
     shutil.copy(TINY / "tokenizer.json", folder)

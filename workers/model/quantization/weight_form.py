@@ -16,6 +16,8 @@ _ROUNDED = {
 }
 # The devices with kernels for products of quantized weights.
 QUANTIZED_ON = ("cpu", "cuda")
+# Those on which products round their inputs, where the checkpoint means that.
+ROUNDS_INPUTS_ON = ("cuda",)
 # Those on which experts have such weights as well.
 EXPERTS_ON = ("cpu",)
 
@@ -51,12 +53,15 @@ class WeightForm:
         kept = self.rounded or (stored if self.keeps_stored else None)
         return item_bytes if kept is None else kept.bytes_each
 
-    def identity(self, scheme: QuantizationScheme | None, dtype: str) -> str:
+    def identity(self, scheme: QuantizationScheme | None, dtype: str, device: str) -> str:
         """Return what distinguishes weights in the identity of KV, for a checkpoint of this scheme in a pool
-        of this dtype."""
+        of this dtype on a device: products of rounded inputs give other KV."""
         if (rounded := self.rounded) is not None:
             return f"{rounded.name}, rounded"
-        return dtype if scheme is None or not self.keeps_stored else scheme.name
+        if scheme is None or not self.keeps_stored:
+            return dtype
+        is_rounding = scheme.quantizes_inputs and device in ROUNDS_INPUTS_ON
+        return f"{scheme.name}, of rounded inputs" if is_rounding else scheme.name
 
 
 AS_STORED = WeightForm()
