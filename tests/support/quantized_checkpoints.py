@@ -21,6 +21,17 @@ Tensors = dict[str, Tensor]
 _HALF = torch.float16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+# A small model whose products have groups of every size that is tested.
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from family_checkpoints import write_family_checkpoint
-from quantized_checkpoints import FORMATS, is_product, quantize
+from quantized_checkpoints import FORMATS, LLAMA, is_product, quantize
 from safetensors.torch import load_file
 
 from workers.model.model_config import read_model_config
 from workers.model.quantization.quantized_files import QuantizedTensorFiles
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "family": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_family_checkpoint(tmp_path / "source", **SHAPE)
+    write_family_checkpoint(tmp_path / "source", **LLAMA)
     return tmp_path / "source"
 
 

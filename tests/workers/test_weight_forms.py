@@ -7,14 +7,13 @@ import json
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from family_checkpoints import write_family_checkpoint
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, tokens_of
-from quantized_checkpoints import FORMATS, OWN_ORDERS, is_product, quantize
+from quantized_checkpoints import FORMATS, LLAMA, OWN_ORDERS, is_product, quantize
 from runner_parts import ON_CPU
 from safetensors.torch import load_file, save_file
 
@@ -35,20 +34,11 @@ from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "family": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_family_checkpoint(tmp_path / "source", **SHAPE)
+    write_family_checkpoint(tmp_path / "source", **LLAMA)
     return tmp_path / "source"
 
 
@@ -177,7 +167,7 @@ def test_bfloat16_computes_with_quantized_weights(how: str, source: Path, tmp_pa
 @pytest.mark.parametrize("how", ["awq", "fp8 in blocks"])
 def test_experts_are_counted_as_they_are_kept(how: str, tmp_path: Path) -> None:
     keys = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    write_family_checkpoint(tmp_path / "source", **SHAPE | keys)
+    write_family_checkpoint(tmp_path / "source", **LLAMA | keys)
     quantize(tmp_path / "source", tmp_path, FORMATS[how])
     config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
     names = {name for name in checkpoint.name_to_size if ".experts." in name}

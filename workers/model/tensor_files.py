@@ -126,12 +126,6 @@ class TensorFiles:
             return None
         return tuple(self._name_to_file[name][1].get_slice(name).get_shape())
 
-    def stored_type_of(self, name: str) -> str:
-        """Return the dtype of the tensor as safetensors names it, such as `BF16`; "" if there is none."""
-        if name not in self._name_to_file:
-            return ""
-        return str(self._name_to_file[name][1].get_slice(name).get_dtype())
-
     def bytes_of(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
         """Map slices of a tensor of bytes, [shape], where it is, after checking its shape and dtype."""
         return self.mapped(name, shape, slices, _BYTES)

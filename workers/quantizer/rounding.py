@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from workers.model.quantization.nearest_codes import least_error_scales, nearest_codes
 from workers.quantizer.target import QuantizationTarget
 
-# By which code the largest magnitude of a group of codes of 4 bits is divided, one of which fits best: a
-# smaller scale is finer for the others, and clips that one.
-_STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.5, 9.0, 9.5, 10.0)
+# By what the largest magnitude of a group of codes of 4 bits may be divided for a scale.
+_DIVISORS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.5, 9.0, 9.5, 10.0)
 _LEAST_SCALE = 1e-8
 # Of one piece, as 32-bit floats.
 _PIECE_BYTES = 64 << 20
@@ -69,29 +69,20 @@ def best_scales(
     """Return a scale in `dtype` for each group of `grouped` float32 [num_outputs, num_groups, group]: of 8
     bits that which reaches the largest magnitude, of 4 bits that with the least square error, each input
     counting by its `importance` [num_groups, group]."""
-    largest = grouped.abs().amax(-1)
     if target.num_bits == 8:
-        return _scale(largest / target.largest, dtype)
-    found, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
-    for step in _STEPS:
-        scales = _scale(largest / step, dtype).float()
-        squares = (codes_of(grouped, scales, target) * scales[..., None] - grouped).square_()
-        error = (squares if importance is None else squares.mul_(importance)).sum(-1)
-        is_better = error < least
-        found, least = torch.where(is_better, scales, found), torch.where(is_better, error, least)
-    return found.to(dtype)
+        return _scale(grouped.abs().amax(-1) / target.largest, dtype)
 
+    def stored(scales: Tensor) -> Tensor:
+        return _scale(scales, dtype)
 
-def codes_of(grouped: Tensor, scales: Tensor, target: QuantizationTarget) -> Tensor:
-    """Return the codes, in float32, of `grouped` [..., group] by float32 `scales` [...]."""
-    return (grouped / scales[..., None]).round_().clamp_(-target.largest - 1, target.largest)
+    return least_error_scales(grouped, target.largest, _DIVISORS, stored, importance).to(dtype)
 
 
 def _nearest(weight: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> Rounded:
     num_outputs, num_inputs = weight.shape
     grouped = weight.view(num_outputs, target.num_groups(num_inputs), -1)
     scales = best_scales(grouped, target, dtype)
-    codes = codes_of(grouped, scales.float(), target)
+    codes = nearest_codes(grouped, scales.float(), target.largest)
     error = codes * scales.float()[..., None] - grouped
     return Rounded(
         codes.to(torch.int8).view(num_outputs, num_inputs), scales, squared(error), squared(weight)

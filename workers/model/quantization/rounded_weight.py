@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.model.quantization.nearest_codes import least_error_scales, nearest_codes
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 from workers.model.quantization.stored_format import CodeType, StoredFormat
 from workers.model.quantization.weight_parts import packed_nibbles
@@ -12,9 +13,9 @@ from workers.model.quantization.weight_parts import packed_nibbles
 _LARGEST_FP8 = 448.0
 _LARGEST_INT8 = 127.0
 # The code of zero among those of 4 bits, and by what the largest weight of a group may be divided for a
-# scale: that with the least error is taken. A smaller scale is finer for the others, and clips that one.
+# scale: few, for this is done at each start.
 _ZERO = 8
-_STEPS = (7.0, 7.5, 8.0, 8.5)
+_DIVISORS = (7.0, 7.5, 8.0, 8.5)
 # The scale of a group of zeros, which has none of its own.
 _LEAST_SCALE = 1e-12
 
@@ -41,18 +42,11 @@ def rounded(weight: Tensor, form: StoredFormat) -> QuantizedWeight | None:
 
 def _to_int4(grouped: Tensor) -> QuantizedWeight:
     """Round groups [num_outputs, num_groups, group], with scales that bfloat16 holds."""
-    largest = grouped.abs().amax(-1)
-    best = torch.empty_like(largest)
-    least = torch.full_like(largest, torch.inf)
-    for step in _STEPS:
-        scales = (largest / step).clamp_(min=_LEAST_SCALE).bfloat16().float()
-        error = (_int4_codes(grouped, scales) * scales[..., None]).sub_(grouped).square_().sum(-1)
-        is_better = error < least
-        best, least = torch.where(is_better, scales, best), torch.where(is_better, error, least)
-    codes = _int4_codes(grouped, best).add_(_ZERO).to(torch.uint8)
+
+    def stored(scales: Tensor) -> Tensor:
+        return scales.clamp(min=_LEAST_SCALE).bfloat16()
+
+    best = least_error_scales(grouped, _ZERO - 1, _DIVISORS, stored)
+    codes = nearest_codes(grouped, best, _ZERO - 1).add_(_ZERO).to(torch.uint8)
     offsets = best * -_ZERO
     return QuantizedWeight(Codes.UINT4, packed_nibbles(codes.flatten(1)), best, grouped.shape[-1], offsets)
-
-
-def _int4_codes(grouped: Tensor, scales: Tensor) -> Tensor:
-    return (grouped / scales[..., None]).round_().clamp_(-_ZERO, _ZERO - 1)
