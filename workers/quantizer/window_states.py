@@ -64,7 +64,7 @@ class WindowStates:
 
 
 def _attention(decoder: Decoder, num_tokens: int) -> tuple[AttentionBackend, int]:
-    """Return attention over an empty KV of this stage that has room for a window, and its blocks."""
+    """Return attention over an empty KV of this stage with the blocks of a window, and these."""
     cells, shard = decoder.config.kv_cells, decoder.shard
     num_blocks = -(-num_tokens // _BLOCK_TOKENS)
     num_layers = min(shard.layer_end, cells.num_layers) - shard.layer_start
