@@ -93,7 +93,8 @@ def compiler(context: CheckContext) -> Iterator[CheckResult]:
     else:
         yield warning(
             "no C++ compiler was found (c++, g++)",
-            "the kernels for CPUs and transfers are compiled at first use; without them slower code runs",
+            "the kernels for CPUs and transfers are compiled at first use; without them slower code runs, "
+            "and quantized weights take as much memory as others",
             "install g++ on every node or in the image",
         )
 

@@ -10,6 +10,8 @@ from cluster.dtypes import resolve_dtype
 from cluster.served_model import described_model, read_checkpoint
 from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.common.compiler import find_compiler
+from kvtransfer.common.host import cpu_flags
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
@@ -173,6 +175,12 @@ def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
+def _weight_form(pool: PoolConfig, device: str) -> WeightForm:
+    """Return the form that weights keep on the device, if its host is as this one."""
+    can_compile = find_compiler() is not None and "avx2" in cpu_flags()
+    return WeightForm(pool.weight_dtype).on(device, can_compile=can_compile)
+
+
 def _host_bytes(ranks: Sequence[RankNeed]) -> int:
     return sum(rank.host_bytes for rank in ranks)
 
@@ -217,7 +225,7 @@ def _pool_need(
                 RankNeed(
                     device=pool.stage_devices[stage],
                     weight_bytes=checkpoint.weight_bytes(
-                        shape, item_bytes, WeightForm(pool.weight_dtype).on(pool.stage_devices[stage])
+                        shape, item_bytes, _weight_form(pool, pool.stage_devices[stage])
                     ),
                     activation_bytes=activation_bytes(
                         shape,

@@ -40,12 +40,16 @@ def bound_library(
         return None
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that libraries are compiled with; None where none can be."""
+    return shutil.which("c++") or shutil.which("g++") if platform.system() == "Linux" else None
+
+
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     """Return the shared library of `source`, compiled now unless this machine has compiled it and the files
     that it includes by "name" before; None without a compiler. Raises `OSError` or
     `subprocess.SubprocessError` if the build fails or the library must not be loaded."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if platform.system() != "Linux" or compiler is None:
+    if (compiler := find_compiler()) is None:
         return None
     cpu = hashlib.sha256("".join(sorted(cpu_flags())).encode()).hexdigest()
     key = hashlib.sha256(f"{tuple(flags)}{cpu}{_text(source)}".encode()).hexdigest()[:16]

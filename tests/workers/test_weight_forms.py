@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checkpoints import write_family_checkpoint
-from optional_programs import uses_compiler
+from optional_programs import needs_compiler, uses_compiler
 from paged_model import PagedModel, error_of, tokens_of
 from quantized_checkpoints import FORMATS, LLAMA, OWN_ORDERS, is_product, quantize
 from runner_parts import ON_CPU
@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.errors import CheckpointError
+from workers.model import tensor_files
 from workers.model.decoder import load_decoder
+from workers.model.experts import stored_experts
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.linear_weights import LinearWeights, are_quantized
 from workers.model.model_config import read_model_config
@@ -84,6 +86,27 @@ def test_logits_are_those_of_the_rounded_weights(name: str, source: Path, tmp_pa
     assert error_of(found, exact) >= 1e-3
 
 
+@uses_compiler
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_rounded_values_do_not_depend_on_the_kernels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on who computes the experts: replicas of both kinds have one identity of KV."""
+    keys = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_family_checkpoint(tmp_path, **LLAMA | keys)
+    prompt = tokens_of(1, 50)
+
+    def logits_with(form: str) -> torch.Tensor:
+        decoder = load_decoder(tmp_path, torch.float32, CPU, form=WeightForm(form))
+        return PagedModel(decoder, torch.float32).chunked(0, prompt, 32)
+
+    kept = logits_with(name)
+    assert error_of(kept, logits_with("auto")) >= 1e-3
+    monkeypatch.setattr(tensor_files, "has_products", lambda weight: False)
+    monkeypatch.setattr(stored_experts, "has_experts", lambda weight: False)
+    assert error_of(logits_with(name), kept) <= 1e-4
+
+
 def _parts_of(folder: Path, rank: int, tp: int, form: WeightForm, name: str) -> list[QuantizedWeight]:
     config = read_model_config(folder)
     with WeightReader(folder, config, ShardSpec(0, 1, rank, tp), torch.float32, CPU, form=form) as reader:
@@ -92,7 +115,7 @@ def _parts_of(folder: Path, rank: int, tp: int, form: WeightForm, name: str) -> 
         return list(weights.parts)
 
 
-@uses_compiler
+@needs_compiler
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_ranks_round_as_one_does(name: str, source: Path) -> None:
     form = WeightForm(name)
@@ -105,7 +128,7 @@ def test_ranks_round_as_one_does(name: str, source: Path) -> None:
     assert torch.equal(torch.cat([rank[1] for rank in ranks]), up)
 
 
-@uses_compiler
+@needs_compiler
 @pytest.mark.parametrize("how", sorted(FORMATS.keys() - {OWN_ORDERS}))
 def test_weights_are_counted_as_they_are_kept(how: str, source: Path, tmp_path: Path) -> None:
     plain = quantize(source, tmp_path, FORMATS[how])

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,12 +140,16 @@ class TensorFiles:
 
     def product_parts(self, slices: Sequence[WeightSlice]) -> Parts:
         """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of
-        weights says so and there are such products; else as tensors."""
+        weights says so and there are such products; else as tensors of the same values, so that the form
+        alone says what KV they make."""
         parts = [self.quantized(part) for part in slices] if self.may_quantize else []
-        kept = tuple(part for part in parts if part is not None and has_products(part))
-        if kept and len(kept) == len(slices) and are_alike(kept):
+        kept = tuple(part for part in parts if part is not None)
+        if kept and len(kept) == len(slices) and all(map(has_products, kept)) and are_alike(kept):
             return kept
-        return tuple(self.tensor(it.name, it.shape, it.rows, it.columns) for it in slices)
+        return tuple(
+            self.tensor(*it[:2], it.rows, it.columns) if part is None else part.dequantized(self.dtype)
+            for it, part in zip_longest(slices, parts)
+        )
 
     @property
     def may_quantize(self) -> bool:

@@ -83,7 +83,11 @@ class StoredExperts:
         self._columns = slice(held.columns.start, held.columns.stop)
 
     def products(self) -> ExpertProducts:
-        """Read the products in the form that the checkpoint has."""
+        """Read the products in the form that the checkpoint has, of rounded values where the form of weights
+        says so."""
+        rounded = self._kept_values() if self._files.form.rounded is not None else None
+        if rounded is not None:
+            return ExpertProducts(*map(self._dequantized, rounded))
         gate_up = f"{self._block}{self._names.gate_up}"
         if f"{gate_up}_blocks" in self._files:
             return self._quantized(gate_up, f"{self._block}{self._names.down}")
@@ -94,21 +98,27 @@ class StoredExperts:
     def quantized(self) -> QuantizedProducts | None:
         """Read the products as they are kept quantized; None where they are not, or where there are no
         products for their form."""
-        gate_up, down = (f"{self._block}{it}" for it in (self._names.gate_up, self._names.down))
-        if f"{gate_up}_blocks" in self._files:
-            found = self._kept_blocks(gate_up, down) if self._files.form.keeps_stored else None
-        elif not self._files.may_quantize:
-            found = None
-        elif gate_up not in self._files:
-            found = self._kept_each()
-        else:
-            found = None if self._names.is_transposed else self._kept_together(gate_up, down)
+        found = self._kept_values()
         if found is None:
             return None
         firsts = found.gates[0], found.ups[0], found.downs[0]
         if not all(map(has_experts, firsts)):
             return None
         return found if are_alike(firsts[:2]) else None
+
+    def _kept_values(self) -> QuantizedProducts | None:
+        """Read the products as the checkpoint or the form of weights has them quantized, if either does."""
+        gate_up, down = (f"{self._block}{it}" for it in (self._names.gate_up, self._names.down))
+        if f"{gate_up}_blocks" in self._files:
+            return self._kept_blocks(gate_up, down) if self._files.form.keeps_stored else None
+        if not self._files.may_quantize:
+            return None
+        if gate_up not in self._files:
+            return self._kept_each()
+        return None if self._names.is_transposed else self._kept_together(gate_up, down)
+
+    def _dequantized(self, weights: Sequence[QuantizedWeight]) -> ReadWhenTaken[Tensor]:
+        return ReadWhenTaken(len(weights), lambda place: weights[place].dequantized(self._files.dtype))
 
     def gate_up_bias(self) -> Tensor | None:
         """Read the biases of gates and ups, [num_held, 2 * num_columns], those of gates first."""

@@ -41,9 +41,10 @@ class WeightForm:
         """Whether quantized weights stay so."""
         return self.name == "auto"
 
-    def on(self, device: str) -> WeightForm:
-        """Return the form that products on the device have."""
-        if device not in QUANTIZED_ON:
+    def on(self, device: str, *, can_compile: bool = True) -> WeightForm:
+        """Return the form that products on the device keep in memory. `can_compile`: there are kernels for
+        CPUs."""
+        if device not in QUANTIZED_ON or (device == "cpu" and not can_compile):
             return DEQUANTIZED
         return dataclasses.replace(self, has_experts=device in EXPERTS_ON)
 
