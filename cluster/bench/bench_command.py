@@ -21,7 +21,9 @@ from cluster.dtypes import auto_dtype
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
 from workers.engine_bench.peer_process import parse_peers
+from workers.engine_bench.weight_forms import FormName, GgufModel
 from workers.errors import PeerError
+from workers.model.gguf.gguf_file import is_gguf
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightDtype
 
@@ -63,11 +65,17 @@ def bench_engine(
         int, typer.Option(min=0, help="Experts of each layer that the CPU computes, as in `engine`.")
     ] = 0,
     weights: Annotated[
-        str, typer.Option(help="Forms of weights that are measured beside: int8,int4,fp8.")
+        str,
+        typer.Option(
+            help="Forms of weights that are measured beside: int8,int4,fp8; gguf: as the GGUF file has them."
+        ),
     ] = "",
     peer: Annotated[
         str,
-        typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
+        typer.Option(
+            help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype, "
+            "llama.cpp:q8_0 or llama.cpp:q4_k_m for quantized weights."
+        ),
     ] = "",
     peer_python: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH: the interpreter that has the peer; default: this.")
@@ -87,10 +95,16 @@ def bench_engine(
         raise typer.BadParameter(str(error)) from None
     prompts = [_prompt_tokens(item) for item in prefill.split(",")] if prefill else []
     shapes = [_decode_shape(item, context) for item in decode_batch.split(",")] if decode_batch else []
+    forms = _weight_forms(weights)
     named = located_model(model or str(bundled_model()), Path().resolve())
     path = fetched(ModelSource(model=named)).path
+    if "gguf" in forms and not is_gguf(path):
+        raise typer.BadParameter(f"--weights gguf: {path} is not a GGUF file")
     if dtype == "auto":
         dtype = auto_dtype(described_folder(path, model_cache), on_cpu=device == "cpu")
+    gguf = None
+    if "gguf" in forms:
+        gguf = GgufModel(path, weights_folder(path, dtype, model_cache, keeps_quantized=True))
     options = BenchOptions(
         model_dir=weights_folder(path, dtype, model_cache),
         dtype=dtype,
@@ -104,7 +118,8 @@ def bench_engine(
         device=device,
         with_deterministic=deterministic,
         expert_offload=expert_offload,
-        weights=_weight_forms(weights),
+        weights=forms,
+        gguf=gguf,
     )
     lines: list[dict[str, Any]] = []
 
@@ -122,8 +137,8 @@ def bench_engine(
         Console(width=max(out.width, _ENGINE_TABLE_WIDTH)).print(engine_table(lines))
 
 
-def _weight_forms(listed: str) -> tuple[WeightDtype, ...]:
-    known = get_args(WeightDtype)
+def _weight_forms(listed: str) -> tuple[FormName, ...]:
+    known: tuple[FormName, ...] = (*get_args(WeightDtype), "gguf")
     names = [name for name in listed.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(known)}")
