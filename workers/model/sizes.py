@@ -237,6 +237,33 @@ def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
     return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
 
 
+def feed_forward_weights(config: ModelConfig, layer: int) -> int:
+    """Return the weights of a layer's feed-forward that a token is multiplied by, with those of its chosen
+    experts."""
+    num_products = 3 if config.traits.is_gated else 2
+    num_weights = num_products * config.hidden_size * config.intermediate_size_of(layer)
+    if config.mixture is None or not config.has_experts(layer):
+        return num_weights
+    of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(config.hidden_size)
+    return num_weights + config.mixture.weights_beside(config.hidden_size) + of_experts
+
+
+def mean_layer_share(config: ModelConfig, attention: int, feed_forward: int) -> float:
+    """Return the weights of a layer that a token is multiplied by, on the mean of all layers, as a share of
+    those of the attention and the feed-forward of these two."""
+
+    def num_projected(layer: int) -> int:
+        return sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
+
+    layers = range(config.num_layers)
+    everything = sum(num_projected(layer) + feed_forward_weights(config, layer) for layer in layers)
+    return (
+        everything
+        / config.num_layers
+        / (num_projected(attention) + feed_forward_weights(config, feed_forward))
+    )
+
+
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
     and the bytes of a token's keys and values, or of its latent.

@@ -1,8 +1,9 @@
 """Measure a rank's device: what a step of the model costs, what the device can do, and how full its memory
 is.
 
-A rank that joins its replica measures, before it loads, with random weights of the model's shape. From the
-costs of all stages the engine core decides the layers of each."""
+A rank that joins its replica measures, before it loads, with random weights of the model's shape and of the
+form that weights of products will have. From the costs of all stages the engine core decides the layers of
+each."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
 from workers.model.decoder_layer import DecoderLayer, Embedding
 from workers.model.experts.expert_products import ExpertWeights
-from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.mixture_shape import ExpertActivation, MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_weights import LatentWeights
 from workers.model.linear_weights import LinearWeights
@@ -34,8 +36,13 @@ from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace
+from workers.model.quantization.drawn_weight import drawn_weight
+from workers.model.quantization.kept_forms import has_experts, has_products
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.stored_format import StoredFormat
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rope import rotation_of
-from workers.model.sizes import held_experts, layer_heads, part
+from workers.model.sizes import held_experts, layer_heads, mean_layer_share, part
 from workers.model.weights import BlockNorms, LayerWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
@@ -82,7 +89,8 @@ class ProbeResult:
 
 
 class Probe:
-    """Measures one layer, the embedding and the head of `tp_rank`'s share of a model."""
+    """Measures one layer, the embedding and the head of `tp_rank`'s share of a model. The layer attends; the
+    others, which may keep a state or have another feed-forward, cost by their weights in proportion."""
 
     def __init__(
         self,
@@ -95,8 +103,10 @@ class Probe:
         device: torch.device,
         block_tokens: int,
         clock: Clock,
+        form: WeightForm = AS_STORED,
     ) -> None:
         self._config = config
+        self._stored = _stored_format(config, form, device)
         self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
         self._head_dim = config.heads_of(0).head_dim
         # The layer that is measured: one with experts where there are any, as most layers are such then.
@@ -116,9 +126,11 @@ class Probe:
         """Measure a step of `num_rows` tokens, `num_sampled_rows` of which go through the head."""
         num_earlier = max(0, min(_EARLIER_TOKENS, self._config.max_context_tokens - num_rows))
         layer_s, later_s = self._layer_s(num_rows, num_earlier)
-        cost = StageCost(layer_s, self._embedding_s(num_rows), self._head_s(num_sampled_rows))
+        attending = [layer for layer in range(self._config.num_layers) if self._config.has_attention(layer)]
+        share = mean_layer_share(self._config, attending[0], self._layer)
+        cost = StageCost(layer_s * share, self._embedding_s(num_rows), self._head_s(num_sampled_rows))
         ratio = attention_ratio(layer_s, later_s, num_rows, num_earlier)
-        return ProbeResult(cost, ratio)
+        return ProbeResult(cost, ratio * len(attending) / self._config.num_layers / share)
 
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
@@ -171,7 +183,7 @@ class Probe:
                 for num_heads in (self._num_heads, self._num_kv_heads)
             ]
         size = self._part(config.intermediate_size_of(self._layer))
-        ups = (random(size, hidden),) * (2 if config.traits.is_gated else 1)
+        num_ups = 2 if config.traits.is_gated else 1
         mixture = config.mixture if config.has_experts(self._layer) else None
         return LayerWeights(
             norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
@@ -179,17 +191,28 @@ class Probe:
             q_norm=qk_norms[0],
             k_norm=qk_norms[1],
             output=self._linear(hidden, mixed_size),
-            gate_up=LinearWeights(ups, None) if size else None,
-            down=LinearWeights((random(hidden, size),), None) if size else None,
+            gate_up=self._linear(size, hidden, num_parts=num_ups) if size else None,
+            down=self._linear(hidden, size) if size else None,
             sinks=random(self._num_heads).float() if config.traits.has_sinks else None,
             xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
             mixture=None if mixture is None else self._mixture_weights(mixture),
             latent=None if config.latent is None else self._latent_weights(config.latent),
         )
 
-    def _linear(self, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearWeights:
+    def _linear(
+        self, num_outputs: int, num_inputs: int, *, num_parts: int = 1, has_bias: bool = False
+    ) -> LinearWeights:
         bias = self._random(num_outputs) if has_bias else None
-        return LinearWeights((self._random(num_outputs, num_inputs),), bias)
+        quantized = self._quantized(num_outputs, num_inputs)
+        if quantized is not None and has_products(quantized):
+            return LinearWeights((quantized,) * num_parts, bias)
+        return LinearWeights((self._random(num_outputs, num_inputs),) * num_parts, bias)
+
+    def _quantized(self, num_outputs: int, num_inputs: int) -> QuantizedWeight | None:
+        """Return a quantized weight, if the model's products have such."""
+        if self._stored is None:
+            return None
+        return drawn_weight(self._stored, num_outputs, num_inputs, self._device)
 
     def _latent_weights(self, shape: LatentShape) -> LatentWeights:
         latents, queries, expansion, _ = shape.products(self._config.hidden_size, self._num_heads)
@@ -198,7 +221,7 @@ class Probe:
             self._norm(shape.q_lora_rank) if shape.q_lora_rank else None,
             self._linear(*queries),
             self._norm(shape.kv_lora_rank),
-            self._linear(*expansion),
+            LinearWeights((self._random(*expansion),), None),
         )
 
     def _part(self, size: int) -> int:
@@ -211,16 +234,25 @@ class Probe:
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
         assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
-        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
-        experts = ExpertWeights(gates, gates, downs, activation)
         shared = None
         if shape.shared_size:
             num_columns = self._part(shape.shared_size)
-            gate_up = LinearWeights((self._random(num_columns, hidden),) * 2, None)
-            shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, num_columns),), None), None)
+            gate_up = self._linear(num_columns, hidden, num_parts=2)
+            shared = SharedWeights(gate_up, self._linear(hidden, num_columns), None)
         router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
         weights = router.to(self._device, self._dtype)
+        experts = self._experts(size, num_held, activation)
         return MixtureWeights(LinearWeights((weights,), None), None, held.experts, experts, shared)
+
+    def _experts(
+        self, size: int, num_held: int, activation: ExpertActivation
+    ) -> ExpertWeights | QuantizedExpertWeights:
+        hidden = self._config.hidden_size
+        gate, down = self._quantized(size, hidden), self._quantized(hidden, size)
+        if gate is not None and down is not None and has_experts(gate) and has_experts(down):
+            return QuantizedExpertWeights([gate] * num_held, [gate] * num_held, [down] * num_held, activation)
+        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        return ExpertWeights(gates, gates, downs, activation)
 
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits
@@ -242,6 +274,16 @@ class Probe:
         while sum(times) < _BUDGET_S and len(times) < _MOST_RUNS:
             times.append(next(runs))
         return min(times)
+
+
+def _stored_format(config: ModelConfig, form: WeightForm, device: torch.device) -> StoredFormat | None:
+    """Return the format of the model's products on the device: that of the most names where there are
+    several; None: floats."""
+    kept = form.on(device.type)
+    if kept.rounded is not None or not kept.keeps_stored or config.quantization is None:
+        return kept.rounded
+    formats = config.quantization.formats
+    return max(formats, key=lambda it: (it.has_all, len(it.targets))).format if formats else None
 
 
 def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: int) -> float:
