@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,12 @@ def test_many_layers_are_counted_in_linear_time(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_step_reads_the_bytes_that_weights_of_a_form_have(name: WeightDtype, tmp_path: Path) -> None:
     """Those of the packed codes, scales and offsets of layers and experts, and of a head of floats."""
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "hidden_size": 256}
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "hidden_size": 256,
+    }
     write_random_checkpoint(tmp_path, "qwen3_moe", seed=2, dtype="bfloat16", **sizes)
     model, form = read_model_config(tmp_path), WeightForm(name)
     mean = Checkpoint.read(tmp_path).mean_bytes(RankShape(model, 0, model.num_layers), 2, form)

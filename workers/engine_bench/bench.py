@@ -110,47 +110,27 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
     )
     measures = options.measures()
     with contextlib.ExitStack() as stack:
-        stored = MeasuredForm(options.model_dir)
+        name_to_form = {OURS: MeasuredForm(options.model_dir)}
+        for name in options.weights:
+            name_to_form[name] = measured_form(name, options.model_dir, options.gguf)
 
-        def make_driver(weights: MeasuredForm = stored, *, is_deterministic: bool = False) -> EngineDriver:
-            runner = ModelRunner(
-                CheckpointFolder(weights.folder),
-                ComputeSettings(
-                    read_dtype(options.dtype),
-                    torch.device(options.device),
-                    options.threads,
-                    is_deterministic=is_deterministic,
-                    expert_offload=options.expert_offload,
-                    weights=weights.form,
-                ),
-                RankCapacity(
-                    options.block_tokens,
-                    _num_kv_tokens(config, measures, options.block_tokens),
-                    max((each.batch for each in measures), default=1),
-                ),
-                clock,
-            )
+        def make_driver(form: MeasuredForm, *, is_deterministic: bool = False) -> EngineDriver:
+            runner = _runner(options, config, form, clock, is_deterministic=is_deterministic)
             stack.enter_context(contextlib.closing(runner))
             runner.warm_up()
             return EngineDriver(runner, clock, options.block_tokens)
 
-        drivers = {OURS: make_driver()}
+        drivers = {name: make_driver(form) for name, form in name_to_form.items()}
         if options.with_deterministic:
-            drivers[DETERMINISTIC] = make_driver(is_deterministic=True)
-        forms = {name: measured_form(name, options.model_dir, options.gguf) for name in options.weights}
-        drivers |= {name: make_driver(form) for name, form in forms.items()}
+            drivers[DETERMINISTIC] = make_driver(name_to_form[OURS], is_deterministic=True)
         emit(check_logits(drivers[OURS], options.model_dir))
-        for name in forms:
+        for name in options.weights:
             emit(check_form(name, drivers[name], drivers[OURS]))
         for driver in drivers.values():
             driver.fill_kv()
         emit(_machine(drivers[OURS].runner))
         cache_dir = options.peer_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        item_bytes, device = read_dtype(options.dtype).itemsize, torch.device(options.device).type
-        name_to_weights = {
-            name: form.weight_bytes(config, item_bytes, device)
-            for name, form in {OURS: stored, **forms}.items()
-        }
+        name_to_weights = _weight_bytes(options, config, name_to_form)
         turns = _Turns(drivers, config, name_to_weights, clock, emit)
         stack.callback(turns.close)
         turns.load_peers(options, measures, cache_dir)
@@ -165,6 +145,38 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         )
         for measure, done in rounds.items():
             _report(measure, done, options.dtype, emit)
+
+
+def _runner(
+    options: BenchOptions, config: ModelConfig, form: MeasuredForm, clock: Clock, *, is_deterministic: bool
+) -> ModelRunner:
+    """Load the model with weights of this form."""
+    measures = options.measures()
+    return ModelRunner(
+        CheckpointFolder(form.folder),
+        ComputeSettings(
+            read_dtype(options.dtype),
+            torch.device(options.device),
+            options.threads,
+            is_deterministic=is_deterministic,
+            expert_offload=options.expert_offload,
+            weights=form.form,
+        ),
+        RankCapacity(
+            options.block_tokens,
+            _num_kv_tokens(config, measures, options.block_tokens),
+            max((each.batch for each in measures), default=1),
+        ),
+        clock,
+    )
+
+
+def _weight_bytes(
+    options: BenchOptions, config: ModelConfig, name_to_form: Mapping[str, MeasuredForm]
+) -> dict[str, WeightBytes]:
+    """Return the mean bytes of the weights of each form."""
+    item_bytes, device = read_dtype(options.dtype).itemsize, torch.device(options.device).type
+    return {name: form.weight_bytes(config, item_bytes, device) for name, form in name_to_form.items()}
 
 
 def _warm_up(measures: Sequence[Measure]) -> Iterator[Measure]:
@@ -346,15 +358,14 @@ def _report(measure: Measure, rounds: Sequence[Round], dtype: str, emit: Emit) -
             continue
         peer_tok_s = _rounded(median_tok_s(rounds, name), 1)
         ratio = _rounded(median_ratio(rounds, OURS, name), 3)
-        rates = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
+        rates: dict[str, Any] = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
         if name in forms:
             rates |= {
                 "limit_tok_s": _rounded(median_tok_s(rounds, _limit_of(name)), 1),
                 "limit_ratio": _rounded(median_ratio(rounds, name, _limit_of(name)), 3),
             }
         elif forms:
-            ratios = {form: _rounded(median_ratio(rounds, form, name), 3) for form in forms}
-            rates |= {"form_ratios": ratios}
+            rates["form_ratios"] = {it: _rounded(median_ratio(rounds, it, name), 3) for it in forms}
         emit({"what": "peer", "of": measure.what, **shape, "peer": name, **rates})
 
 
