@@ -98,13 +98,8 @@ def bench_engine(
     forms = _weight_forms(weights)
     named = located_model(model or str(bundled_model()), Path().resolve())
     path = fetched(ModelSource(model=named)).path
-    if "gguf" in forms and not is_gguf(path):
-        raise typer.BadParameter(f"--weights gguf: {path} is not a GGUF file")
     if dtype == "auto":
         dtype = auto_dtype(described_folder(path, model_cache), on_cpu=device == "cpu")
-    gguf = None
-    if "gguf" in forms:
-        gguf = GgufModel(path, weights_folder(path, dtype, model_cache, keeps_quantized=True))
     options = BenchOptions(
         model_dir=weights_folder(path, dtype, model_cache),
         dtype=dtype,
@@ -119,7 +114,7 @@ def bench_engine(
         with_deterministic=deterministic,
         expert_offload=expert_offload,
         weights=forms,
-        gguf=gguf,
+        gguf=_gguf_model(path, dtype, model_cache) if "gguf" in forms else None,
     )
     lines: list[dict[str, Any]] = []
 
@@ -143,6 +138,13 @@ def _weight_forms(listed: str) -> tuple[FormName, ...]:
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(known)}")
     return tuple(name for name in known if name in names)
+
+
+def _gguf_model(path: Path, dtype: str, model_cache: Path | None) -> GgufModel:
+    """Return the file and the folder that is made of it with its matrices as they are."""
+    if not is_gguf(path):
+        raise typer.BadParameter(f"--weights gguf: {path} is not a GGUF file")
+    return GgufModel(path, weights_folder(path, dtype, model_cache, keeps_quantized=True))
 
 
 _ENGINE_TABLE_WIDTH = 120
