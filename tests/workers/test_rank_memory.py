@@ -70,7 +70,7 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
         products += [latent.latents, latent.queries, latent.expansion]
         found += tensors_of_norms(latent.q_norm, latent.kv_norm)
     if (state := layer.state) is not None:
-        products.append(state.input)
+        products += state.inputs
         fields = [getattr(state, field.name) for field in dataclasses.fields(state)]
         found += [it for it in fields if isinstance(it, torch.Tensor)]
     if (mixture := layer.mixture) is not None:
