@@ -39,6 +39,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         table = None
         if shape.is_first_stage or (shape.is_last_stage and config.tie_word_embeddings):
             table = reader.embedding()
+            assert isinstance(table, torch.Tensor)
             tensors.append(table)
         if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
             tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
@@ -55,6 +56,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
                 tensors.append(bias)
             head = reader.head(table)
             if head is not table:
+                assert isinstance(head, torch.Tensor)
                 tensors.append(head)
     return sum(tensor.nbytes for tensor in tensors)
 
