@@ -3,6 +3,7 @@ table once, and are worth what their codes are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from family_checkpoints import write_family_checkpoint
 from optional_programs import needs_compiler, uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, reference_of, tokens_of
+from parallel_ranks import ParallelCase, RankProcesses
 from quantized_checkpoints import FORMATS, LLAMA, quantize
 from safetensors.torch import load_file
 from torch import Tensor
@@ -110,6 +112,30 @@ def test_ranks_hold_their_rows(form: str, tp: int, tmp_path: Path) -> None:
         ranks = [_tables(folder, ShardSpec(*layers, rank, tp), asked) for rank in range(tp)]
         for number, expected in enumerate(whole):
             assert torch.equal(torch.cat([_values(rank[number]) for rank in ranks]), expected)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    with RankProcesses(2) as started:
+        yield started
+
+
+@pytest.mark.slow
+@uses_compiler
+@pytest.mark.parametrize("layout", ["2x1", "1x2"])
+def test_ranks_share_a_tied_table(layout: str, processes: RankProcesses, tmp_path: Path) -> None:
+    """Its rows, or whole at the first stage as at the last."""
+    how, keys = STORED["tied"]
+    write_family_checkpoint(tmp_path / "source", **LLAMA | keys)
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how], has_tables=True)
+    tp, stages = (2, [(0, 2)]) if layout == "2x1" else (1, [(0, 1), (1, 2)])
+    prompt = tokens_of(1, 50)
+    case = ParallelCase(layout, str(tmp_path), tp, stages, [prompt], [[32, 18]], 6, str(tmp_path))
+    processes.run(case)
+    ranks = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    logits = next(it["logits"] for it in ranks if it.get("logits", torch.empty(0)).numel())
+    expected = reference_logits(reference_of(plain), prompt)
+    assert error_of(logits[: len(prompt)], expected) <= 1e-3
 
 
 def test_a_head_that_differs_from_a_tied_embedding_is_kept(tmp_path: Path) -> None:
