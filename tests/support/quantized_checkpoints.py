@@ -336,8 +336,8 @@ def is_product(name: str) -> bool:
 
 
 def is_table(name: str) -> bool:
-    """Whether the tensor is the table of the embedding, or of the head."""
-    return name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    """Whether the tensor is the table of the embedding, of the head, or of the layers' own inputs."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "embed_tokens_per_layer.weight"))
 
 
 def quantize(

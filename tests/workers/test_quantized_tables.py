@@ -34,6 +34,17 @@ STORED: dict[str, tuple[str, dict[str, Any]]] = {
     "own head": ("gptq in another order", {}),
     "tied": ("awq", {"tie_word_embeddings": True}),
     "head with a bias": ("int8", {"family": "phimoe", "num_local_experts": 2, "lm_head_bias": True}),
+    "inputs of layers": (
+        "int4",
+        {
+            "family": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 211,
+        },
+    ),
     "capped": ("fp8 in blocks", {"family": "gemma2", "sliding_window": 20, "final_logit_softcapping": 5.0}),
 }
 
@@ -170,3 +181,27 @@ def test_tables_are_counted_as_they_are_kept(form: str, is_tied: bool, tmp_path:
     for stage, kept in (((0, 1), sizes[:1]), ((1, 2), sizes[1:]), ((0, 2), sizes[: 2 - is_tied])):
         counted = of_tables.weight_bytes(RankShape(config, *stage), 2, asked)
         assert counted == pytest.approx(sum(kept), rel=0.07)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["auto", "int8"])
+def test_inputs_of_layers_are_counted_as_they_are_kept(form: str, tmp_path: Path) -> None:
+    """Their table stays as it is stored, and is not rounded."""
+    how, keys = STORED["inputs of layers"]
+    write_family_checkpoint(tmp_path / "source", **LLAMA | keys)
+    quantize(tmp_path / "source", tmp_path, FORMATS[how], has_tables=True)
+    folder = tmp_path if form == "auto" else tmp_path / "source"
+    config, asked, checkpoint = read_model_config(folder), WeightForm(form), Checkpoint.read(folder)
+    with WeightReader(folder, config, ShardSpec(0, 2), torch.float32, CPU, form=asked) as reader:
+        inputs = reader.input_embedding()
+        assert inputs is not None
+        parts = [inputs.table, *inputs.projection.parts]
+    assert [isinstance(it, QuantizedWeight) for it in parts] == [form == "auto", form == "int8"]
+    whole, sizes, kept = RankShape(config, 0, 2), dict(checkpoint.name_to_size), list[int]()
+    for name, part in zip(("embed_tokens_per_layer", "per_layer_model_projection"), parts, strict=True):
+        without = Checkpoint(
+            {it: size for it, size in sizes.items() if name not in it}, checkpoint.name_to_format
+        )
+        counted = checkpoint.weight_bytes(whole, 2, asked) - without.weight_bytes(whole, 2, asked)
+        kept.append(2 * part.numel() if isinstance(part, Tensor) else part.packed.nbytes)
+        assert counted == pytest.approx(kept[-1], rel=0.13)

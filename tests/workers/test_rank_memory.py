@@ -42,6 +42,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
             assert isinstance(table, torch.Tensor)
             tensors.append(table)
         if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
+            assert isinstance(inputs.table, torch.Tensor)
             tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
         for layer in range(shape.first_layer, shape.end_layer):
             weights = reader.layer(layer)

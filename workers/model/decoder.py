@@ -21,7 +21,7 @@ from torch import Tensor
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder_layer import DecoderLayer
-from workers.model.embedding import Embedding, ProductRowsLookup, make_embedding
+from workers.model.embedding import ProductRowsLookup, make_embedding
 from workers.model.experts.host_experts import SplitExperts
 from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
@@ -135,7 +135,7 @@ class Decoder:
             return None
         size = config.layer_shapes.input_size
         return InputEmbedding(
-            Embedding(weights.table.clone()),
+            make_embedding(weights.table, reader.dtype),
             float(torch.tensor(math.sqrt(size), dtype=reader.dtype)),
             make_linear(weights.projection.parts, is_deterministic=is_deterministic),
             config.hidden_size**-0.5,

@@ -72,6 +72,7 @@ _KEPT_EXPERT = re.compile(r"\.(((gate|up|down)_proj|w[123])\.weight|gate_up_proj
 # How the plain names of products end whose weights may be quantized.
 _KEPT_PRODUCT = re.compile(
     r"\.(q|k|v|o|qkv|q_a|q_b|gate|up|down|gate_up)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$"
+    r"|\.per_layer_(input_gate|projection)\.weight$"
 )
 # What stands before the names of tensors of layers with a state where their shares are computed.
 _OF_STATES = "state:"
@@ -176,7 +177,7 @@ class Checkpoint(NamedTuple):
     def weight_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm = DEQUANTIZED) -> int:
         """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
         the head too. Products, embedding and head have weights of this form, and all others floats of
-        `item_bytes`."""
+        `item_bytes`; the table of the layers' own inputs is not rounded."""
         known, num_bytes = self._names(rank.model), 0.0
         for name, size in self._kept(rank):
             layer, inner = known.layer_of(name) or (0, "")
@@ -185,6 +186,8 @@ class Checkpoint(NamedTuple):
                 each = self._bytes_each(name, plain, layer, rank, item_bytes, form)
             elif name in (known.embedding, known.head):
                 each = form.bytes_each(self.name_to_format.get(name), item_bytes, is_table=True)
+            elif name == known.input_projection or (name == known.input_embedding and form.keeps_stored):
+                each = form.bytes_each(self.name_to_format.get(name), item_bytes)
             num_bytes += each * size * self._share(plain, layer, rank)
         return round(num_bytes)
 

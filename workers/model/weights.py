@@ -78,7 +78,7 @@ class InputEmbeddingWeights:
     input_size], the projection of the embedding [num_layers * input_size, hidden_size], and its norm, of
     input_size."""
 
-    table: Tensor
+    table: Tensor | QuantizedWeight
     projection: LinearWeights
     norm: Norm
 
@@ -310,11 +310,18 @@ class WeightReader:
         if not shapes.input_size:
             return None
         size = config.num_layers * shapes.input_size
-        rows = self._part(shapes.input_vocab_size)
-        table = self._tensor(names.input_embedding, (shapes.input_vocab_size, size), rows)
+        table = self._input_table(shapes.input_vocab_size, size)
         projection = self._product(names.input_projection, (size, config.hidden_size))
         norm = self._norm(names.input_norm, shapes.input_size)
         return InputEmbeddingWeights(table, projection, norm)
+
+    def _input_table(self, num_rows: int, size: int) -> Tensor | QuantizedWeight:
+        """Read a table whose rows have the inputs of all layers. It is not rounded: one scale would not suit
+        all of them."""
+        name, shape, rows = self._names.input_embedding, (num_rows, size), self._part(num_rows)
+        if not self._files.form.keeps_stored:
+            return self._tensor(name, shape, rows)
+        return self._files.product_parts([WeightSlice(name, shape, rows)], is_table=True)[0]
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
