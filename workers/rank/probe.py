@@ -23,7 +23,8 @@ from workers.model import native
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.embedding import Embedding
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
