@@ -124,10 +124,18 @@ class StoredExperts:
         """Read the biases of gates and ups, [num_held, 2 * num_columns], those of gates first."""
         if not self._names.gate_up_bias:
             return None
+        return torch.cat([half[:, self._columns] for half in self._gate_and_up_bias()], 1)
+
+    def _gate_and_up_bias(self) -> Sequence[Tensor]:
+        """Read the biases of gates and of ups, [num_held, size] each."""
+        names = self._names
+        each = [f"{self._block}{it}" for it in (names.gate_bias, names.up_bias)]
+        if each[0] in self._files:
+            shape = (self._num_experts, self._size)
+            return [self._files.tensor(it, shape, self._experts) for it in each]
         shape = (self._num_experts, 2 * self._size)
-        bias = self._files.tensor(f"{self._block}{self._names.gate_up_bias}", shape, self._experts)
-        halves = (bias[:, ::2], bias[:, 1::2]) if self._names.is_transposed else bias.chunk(2, 1)
-        return torch.cat([half[:, self._columns] for half in halves], 1)
+        bias = self._files.tensor(f"{self._block}{names.gate_up_bias}", shape, self._experts)
+        return (bias[:, ::2], bias[:, 1::2]) if names.is_transposed else bias.chunk(2, 1)
 
     def down_bias(self) -> Tensor | None:
         """Read the biases of downs, [num_held, hidden_size]."""

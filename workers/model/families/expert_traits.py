@@ -35,8 +35,10 @@ class ExpertNames:
     each_down: str = "experts.{expert}.down_proj.weight"
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
-    # Biases of these, one row for each expert.
+    # Biases of these, one row for each expert: of gates and ups together, or else of each.
     gate_up_bias: str = ""
+    gate_bias: str = ""
+    up_bias: str = ""
     down_bias: str = ""
     # These tensors have inputs as rows, and the outputs of gate and up, as columns, take turns; quantized to
     # MXFP4, in tensors with _blocks and _scales after these names, outputs are rows that take turns.
