@@ -70,7 +70,7 @@ class MixtureReader(ConfigValues):
     ) -> MixtureShape | None:
         """Read them for a family with these traits; None where no layer has experts. `of_kind` are the layers
         with experts where the kinds of layers say so."""
-        layers = of_kind if traits.layers == "by_kind" else self._layers(traits, num_layers)
+        layers = self._layers(traits, num_layers, of_kind)
         if not layers:
             return None
         if self.raw.get("moe_latent_size") is not None:
@@ -152,13 +152,15 @@ class MixtureReader(ConfigValues):
             self.number("swiglu_limit", self.raw, DEFAULT_CLAMP.limit),
         )
 
-    def _layers(self, traits: ExpertTraits, num_layers: int) -> tuple[int, ...]:
+    def _layers(self, traits: ExpertTraits, num_layers: int, of_kind: tuple[int, ...]) -> tuple[int, ...]:
         layers = range(num_layers)
         if traits.layers in ("after_first", "named") and self.raw.get("moe_layer_freq") not in (None, 1):
             self.refuse("moe_layer_freq", "is not 1, the only frequency that is supported")
         match traits.layers:
             case "all":
                 return tuple(layers)
+            case "by_kind":
+                return of_kind
             case "enabled":
                 return tuple(layers) if self.raw.get("enable_moe_block") else ()
             case "if_any":

@@ -55,7 +55,7 @@ def experts_config(keys: GgufKeys, traits: ExpertTraits, number_key: str) -> dic
     first = _first_layer(keys)
     size = keys.file.name_to_tensor[f"blk.{first}.{_GATES}"].shape[1]
     _check_scoring(keys, traits)
-    config = {
+    config: dict[str, Any] = {
         number_key: keys.count("expert_count"),
         traits.num_chosen_key: keys.count("expert_used_count"),
         traits.size_key: size,
