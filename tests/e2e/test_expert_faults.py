@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from e2e_harness import E2eHarness, Heard, fired, rule, until
@@ -79,7 +79,7 @@ class _Round:
     async def _stay(self, name: str, number: int) -> None:
         prefill, decode, spare = (self._harness.replicas[it] for it in ("p0", "d0", "b0"))
         wanted = self._expected[number]
-        how = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
+        how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
         first = self._harness.submission(name, PROMPTS[number], decode=decode, **how)
         heard = await self._harness.run(prefill, first)
         begun = heard.sequence()

@@ -347,8 +347,9 @@ def test_experts_that_are_not_supported_are_refused(
     name: str, metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """The file of `llama` has a tensor for each expert, as those of early 2024."""
-    changed = {"block_count": 1, "context_length": 512, "embedding_length": 64, "feed_forward_length": 96}
-    changed |= {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, **EXPERTS}
+    changed: dict[str, Any] = {"block_count": 1, "context_length": 512, "embedding_length": 64}
+    changed |= {"feed_forward_length": 96, "attention.head_count": 4, **EXPERTS}
+    changed |= {"attention.layer_norm_rms_epsilon": 1e-5}
     changed |= CASES[name].metadata | metadata
     stacked = {"blk.0.ffn_gate_exps.weight": np.zeros((5, 32, 64), np.float32)}
     each = {"blk.0.ffn_gate.0.weight": np.zeros((32, 64), np.float32)}
