@@ -23,9 +23,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_config import ARCHITECTURES
+from workers.model.gguf.gguf_file import GgufFile
+from workers.model.gguf.gguf_forms import kept_forms
+from workers.model.gguf.gguf_names import written_tensors
 from workers.model.model_config import read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.quantized_files import QuantizedTensorFiles
+from workers.model.quantization.weight_form import AS_STORED
+from workers.model.rank_memory import Checkpoint, RankShape
 
 pytestmark = uses_compiler
 
@@ -300,7 +305,8 @@ def test_logits_are_those_of_the_model(written: _Written) -> None:
 
 
 def test_quantized_experts_are_worth_what_the_file_says(written: _Written) -> None:
-    """Each expert kept as it is in the file, bit for bit, and results within the rounding of products."""
+    """Each expert kept as it is in the file, bit for bit, and results within the rounding of products; in
+    memory that was counted before."""
     file = _write_file(written.folder / "quantized.gguf", written.name, written.model, TYPES)
     kept, plain = (
         weights_folder(file, "fp32", written.folder / "cache", keeps_quantized=keeps)
@@ -323,6 +329,10 @@ def test_quantized_experts_are_worth_what_the_file_says(written: _Written) -> No
             num_experts += 1
     num_layers = sum("ffn_gate_exps.weight" in name for name in source)
     assert num_experts == num_layers * 3 * EXPERTS["expert_count"] > 0
+    of_file = written_tensors(GgufFile.read(file))
+    counted = Checkpoint({it.name: it.num_items for it in of_file}, kept_forms(of_file))
+    rank = RankShape(read_model_config(kept), 0, 3)
+    assert counted.weight_bytes(rank, 2, AS_STORED) == Checkpoint.read(kept).weight_bytes(rank, 2, AS_STORED)
     expected = decoder_logits(plain, TOKENS[0].tolist())
     found_logits = decoder_logits(kept, TOKENS[0].tolist())
     assert float((found_logits - expected).abs().max() / expected.abs().max()) <= 2e-3
