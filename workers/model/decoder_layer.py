@@ -106,7 +106,6 @@ class DecoderLayer:
         self.own_mixture: Mixture | None = None
         if weights.mixture is not None:
             assert config.mixture is not None
-            assert gate is not None
             rule = config.mixture.rule
             mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
             self.mixture = self.own_mixture = mixture
