@@ -34,6 +34,13 @@ cli.command("store")(bench_store)
 cli.command("scaling")(bench_scaling)
 
 
+_WEIGHTS_HELP = "Forms of weights that are measured beside: int8,int4,fp8; gguf: as the GGUF file has them."
+_PEER_HELP = (
+    "Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype, llama.cpp:q8_0 or "
+    "llama.cpp:q4_k_m for quantized weights."
+)
+
+
 @cli.command("engine")
 def bench_engine(
     model: Annotated[
@@ -64,19 +71,8 @@ def bench_engine(
     expert_offload: Annotated[
         int, typer.Option(min=0, help="Experts of each layer that the CPU computes, as in `engine`.")
     ] = 0,
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="Forms of weights that are measured beside: int8,int4,fp8; gguf: as the GGUF file has them."
-        ),
-    ] = "",
-    peer: Annotated[
-        str,
-        typer.Option(
-            help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype, "
-            "llama.cpp:q8_0 or llama.cpp:q4_k_m for quantized weights."
-        ),
-    ] = "",
+    weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "",
+    peer: Annotated[str, typer.Option(help=_PEER_HELP)] = "",
     peer_python: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH: the interpreter that has the peer; default: this.")
     ] = None,

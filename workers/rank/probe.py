@@ -24,14 +24,15 @@ from workers.model import native
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.embedding import Embedding
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import ExpertActivation, MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_weights import LatentWeights
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, as_parts
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
@@ -50,6 +51,8 @@ from workers.stats_record import DeviceMemory
 # The number of earlier tokens that the step for `attention_ratio` attends to, as far as the model's context
 # allows.
 _EARLIER_TOKENS = 2048
+# The names of a head, and of an embedding that is the head too, as formats name products.
+_TABLES = ("lm_head", "model.embed_tokens")
 # The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
 # Each of the four times is the best of the runs that fit into this time, at least two and at most
@@ -107,6 +110,7 @@ class Probe:
     ) -> None:
         self._config = config
         self._stored = _stored_format(config, form, device)
+        self._table = _table_format(config, form, device)
         self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
         self._head_dim = config.heads_of(0).head_dim
         # The layer that is measured: one with experts where there are any, as most layers are such then.
@@ -161,7 +165,7 @@ class Probe:
     def _head_s(self, num_rows: int) -> float:
         size = self._config.hidden_size
         num_measured = min(self._vocab_size, _HEAD_ROWS)
-        head = make_linear(self._random(num_measured, size))
+        head = make_linear(as_parts((self._weight(self._table, num_measured, size),)))
         norm, hidden = self._hidden_norm(), self._random(num_rows, size)
         measured_s = self._best_s(lambda: head.floats(apply_norm(hidden, norm)))
         return measured_s * self._vocab_size / num_measured
@@ -203,16 +207,17 @@ class Probe:
         self, num_outputs: int, num_inputs: int, *, num_parts: int = 1, has_bias: bool = False
     ) -> LinearWeights:
         bias = self._random(num_outputs) if has_bias else None
-        quantized = self._quantized(num_outputs, num_inputs)
-        if quantized is not None and has_products(quantized):
-            return LinearWeights((quantized,) * num_parts, bias)
-        return LinearWeights((self._random(num_outputs, num_inputs),) * num_parts, bias)
+        part = self._weight(self._stored, num_outputs, num_inputs)
+        return LinearWeights(as_parts((part,) * num_parts), bias)
 
-    def _quantized(self, num_outputs: int, num_inputs: int) -> QuantizedWeight | None:
-        """Return a quantized weight, if the model's products have such."""
-        if self._stored is None:
-            return None
-        return drawn_weight(self._stored, num_outputs, num_inputs, self._device)
+    def _weight(
+        self, stored: StoredFormat | None, num_outputs: int, num_inputs: int
+    ) -> Tensor | QuantizedWeight:
+        """Return a weight of this format, if there are products for it; else of floats."""
+        quantized = None if stored is None else drawn_weight(stored, num_outputs, num_inputs, self._device)
+        if quantized is not None and has_products(quantized):
+            return quantized
+        return self._random(num_outputs, num_inputs)
 
     def _latent_weights(self, shape: LatentShape) -> LatentWeights:
         latents, queries, expansion, _ = shape.products(self._config.hidden_size, self._num_heads)
@@ -233,26 +238,27 @@ class Probe:
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
         shared = None
         if shape.shared_size:
             num_columns = self._part(shape.shared_size)
-            gate_up = self._linear(num_columns, hidden, num_parts=2)
+            gate_up = self._linear(num_columns, hidden, num_parts=1 + shape.is_gated)
             shared = SharedWeights(gate_up, self._linear(hidden, num_columns), None)
         router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
         weights = router.to(self._device, self._dtype)
-        experts = self._experts(size, num_held, activation)
+        experts = self._experts(shape, size, num_held, activation)
         return MixtureWeights(LinearWeights((weights,), None), None, held.experts, experts, shared)
 
     def _experts(
-        self, size: int, num_held: int, activation: ExpertActivation
+        self, shape: MixtureShape, size: int, num_held: int, activation: ExpertActivation
     ) -> ExpertWeights | QuantizedExpertWeights:
         hidden = self._config.hidden_size
-        gate, down = self._quantized(size, hidden), self._quantized(hidden, size)
-        if gate is not None and down is not None and has_experts(gate) and has_experts(down):
-            return QuantizedExpertWeights([gate] * num_held, [gate] * num_held, [down] * num_held, activation)
-        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
-        return ExpertWeights(gates, gates, downs, activation)
+        up, down = self._weight(self._stored, size, hidden), self._weight(self._stored, hidden, size)
+        if isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight) and has_experts(up):
+            parts, others = [up] * num_held, [down] * num_held
+            return QuantizedExpertWeights(parts if shape.is_gated else [], parts, others, activation)
+        ups, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        return ExpertWeights(ups if shape.is_gated else (), ups, downs, activation)
 
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits
@@ -284,6 +290,15 @@ def _stored_format(config: ModelConfig, form: WeightForm, device: torch.device) 
         return kept.rounded
     formats = config.quantization.formats
     return max(formats, key=lambda it: (it.has_all, len(it.targets))).format if formats else None
+
+
+def _table_format(config: ModelConfig, form: WeightForm, device: torch.device) -> StoredFormat | None:
+    """Return the format of the model's head on the device, if the checkpoint names one; None: floats."""
+    kept = form.on(device.type)
+    if kept.rounded_table is not None or not kept.keeps_stored or config.quantization is None:
+        return kept.rounded_table
+    found = [it for it in config.quantization.formats if any(map(it.names, _TABLES))]
+    return found[0].format if found else None
 
 
 def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: int) -> float:
