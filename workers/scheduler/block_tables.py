@@ -39,12 +39,11 @@ class BlockTables:
     def __init__(
         self,
         pool: BlockPool,
+        snapshots: SnapshotPolicy,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
-        snapshot_every_tokens: int = 0,
     ) -> None:
         self.pool = pool
-        snapshots = SnapshotPolicy(pool.block_tokens, snapshot_every_tokens)
         self.windows = WindowTables(windows, pool.block_tokens, snapshots)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
