@@ -19,6 +19,9 @@ from workers.scheduler.window_pool import WindowPool
 _LEAST_APART_TOKENS = 64
 # The states of a running sequence, with those on their way (`StateCapacity`), in blocks.
 _BLOCKS_OF_SEQUENCE = 3
+# The snapshots beside it that allow a prompt to leave one more at an end of its messages. With fewer, those
+# that are used less displace others (`benchmarks/snapshots.py`).
+_BLOCKS_OF_END = 8
 
 
 class SnapshotPolicy:
@@ -39,12 +42,12 @@ class SnapshotPolicy:
 
     @classmethod
     def of_replica(cls, block_tokens: int, config: EngineConfig, pools: Seq[WindowPool]) -> SnapshotPolicy:
-        """Return the policy by a replica's settings. A prompt leaves snapshots at ends of messages up to the
-        share of one of `max_sequences` sequences in the blocks that running ones do not need, and one in any
-        case."""
+        """Return the policy by a replica's settings. A prompt leaves one snapshot at an end of its messages,
+        and more where there are many blocks for each of `max_sequences` sequences."""
         num_blocks = min((pool.num_total for pool in pools if pool.has_states), default=0)
         share = num_blocks // config.max_sequences - _BLOCKS_OF_SEQUENCE
-        return cls(block_tokens, config.snapshot_every_tokens, max(1, min(share, MAX_MESSAGE_ENDS)))
+        most = max(1, min(share // _BLOCKS_OF_END, MAX_MESSAGE_ENDS))
+        return cls(block_tokens, config.snapshot_every_tokens, most)
 
     def wants(self, sequence: Sequence, border: int) -> bool:
         """Whether others will start behind this border of the sequence."""
