@@ -37,8 +37,8 @@ def state_records(context: CheckContext) -> Iterator[CheckResult]:
     if not problems:
         staging_bytes = context.config.transfer.tcp_streams * largest
         yield ok(
-            f"the states of a sequence take {gb(largest)} at a rank, and fit wherever they go; a path over TCP "
-            f"has up to {gb(staging_bytes)} of staging memory for them",
+            f"the states of a sequence take {gb(largest)} at a rank, and fit wherever they go; a path over "
+            f"TCP has up to {gb(staging_bytes)} of staging memory for them",
             state_bytes=largest,
             staging_bytes=staging_bytes,
         )
