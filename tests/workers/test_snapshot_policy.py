@@ -20,7 +20,7 @@ def sequence(num_tokens: int, *message_ends: int) -> Sequence:
 
 
 def wanted(policy: SnapshotPolicy, of: Sequence) -> list[int]:
-    return [border for border in range(1, of.num_tokens // BLOCK_TOKENS + 1) if policy.wants(of, border)]
+    return [border for border in range(1, of.num_tokens // BLOCK_TOKENS + 1) if policy.keeps(of, border)]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,14 @@ def test_the_first_end_goes_before_all_and_the_last_before_others(budget: int, b
     assert wanted(SnapshotPolicy(BLOCK_TOKENS, most_message_ends=budget), prompt) == borders
 
 
-def test_a_divergence_needs_no_budget() -> None:
-    prompt = sequence(1005, 100, 995)
-    prompt.known_border = 40
-    assert wanted(SnapshotPolicy(BLOCK_TOKENS), prompt) == [40, 62]
+def test_a_divergence_is_kept_when_a_second_prompt_parts_there() -> None:
+    """It needs no budget, and a chunk of the first one ends there as well."""
+    policy, prompts = SnapshotPolicy(BLOCK_TOKENS), [sequence(1005, 100, 995) for _ in range(2)]
+    for prompt, kept in zip(prompts, ([62], [40, 62]), strict=True):
+        prompt.known_border = 40
+        assert policy.end_of_chunk(prompt, 1000) == 40 * BLOCK_TOKENS
+        policy.note_divergence(prompt)
+        assert wanted(policy, prompt) == kept
 
 
 def test_the_last_message_ends_the_prompt_unless_that_is_far() -> None:

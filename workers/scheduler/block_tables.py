@@ -86,7 +86,7 @@ class BlockTables:
         if demand.windows:
             self.windows.acquire(demand.windows)
             self.windows.give(sequence, demand.windows)
-            sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
+            self.windows.begin_prompt(sequence, len(self.pool.match(self._reusable_keys(sequence))))
             counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
             self.snapshot_counts.add(*counted)
             self._offer_state(sequence, num_cached)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from kvtransfer.common.recent_map import RecentMap
 from workers.config import EngineConfig
 from workers.messages.link import MAX_MESSAGE_ENDS
 from workers.scheduler.sequence import Sequence
@@ -22,6 +23,8 @@ _BLOCKS_OF_SEQUENCE = 3
 # The snapshots beside it that allow a prompt to leave one more at an end of its messages. With fewer, those
 # that are used less displace others (`benchmarks/snapshots.py`).
 _BLOCKS_OF_END = 8
+# The divergences of latest prompts that are remembered.
+_MOST_DIVERGENCES = 4096
 
 
 class SnapshotPolicy:
@@ -31,7 +34,8 @@ class SnapshotPolicy:
     else).
 
     Borders are counts of whole blocks. Those that are passed by chance, as every border is while a sequence
-    decodes, have a snapshot until its block is needed, and are the first to go.
+    decodes, have a snapshot until its block is needed, and are the first to go. So are those at which one
+    prompt alone has left the way of others: in a chat that happens with every turn, and never there again.
     """
 
     def __init__(self, block_tokens: int, every_tokens: int = 0, most_message_ends: int = 0) -> None:
@@ -39,6 +43,8 @@ class SnapshotPolicy:
         self._every_blocks = -(-every_tokens // block_tokens)
         self._most_message_ends = most_message_ends
         self._least_apart = -(-_LEAST_APART_TOKENS // block_tokens)
+        # The keys of the borders at which prompts have left the way of earlier ones.
+        self._divergence_keys: RecentMap[bytes, None] = RecentMap(_MOST_DIVERGENCES)
 
     @classmethod
     def of_replica(cls, block_tokens: int, config: EngineConfig, pools: Seq[WindowPool]) -> SnapshotPolicy:
@@ -49,9 +55,21 @@ class SnapshotPolicy:
         most = max(1, min(share // _BLOCKS_OF_END, MAX_MESSAGE_ENDS))
         return cls(block_tokens, config.snapshot_every_tokens, most)
 
-    def wants(self, sequence: Sequence, border: int) -> bool:
-        """Whether others will start behind this border of the sequence."""
-        if border in self._own_borders(sequence):
+    def note_divergence(self, sequence: Sequence) -> None:
+        """Note the border at which a prompt, which is admitted, leaves the way of earlier ones."""
+        for border in self._divergences(sequence):
+            if border > 0:
+                key = sequence.block_keys(border, self._block_tokens)[-1]
+                sequence.is_divergence_shared = key in self._divergence_keys
+                self._divergence_keys.put(key, None)
+
+    def keeps(self, sequence: Sequence, border: int) -> bool:
+        """Whether the snapshot at this border of the sequence stays when others are evicted, since others
+        will start behind it."""
+        ends = self._ends_of_prompt(sequence)
+        if border in ends or border in self._ends_of_messages(sequence, ends):
+            return True
+        if sequence.is_divergence_shared and border in self._divergences(sequence):
             return True
         return self._every_blocks > 0 and border % self._every_blocks == 0
 
@@ -74,7 +92,7 @@ class SnapshotPolicy:
         return end if end == sequence.target or last < first else last * block_tokens
 
     def _own_borders(self, sequence: Sequence) -> set[int]:
-        """Return the borders that are wanted of this sequence."""
+        """Return the borders of this sequence at which there is to be a state."""
         prompt = self._ends_of_prompt(sequence)
         return {*self._divergences(sequence), *prompt, *self._ends_of_messages(sequence, prompt)}
 
