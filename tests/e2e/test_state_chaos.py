@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 50
 NUM_PROMPTS = 10
-NUM_CLIENTS = 4
-NUM_REQUESTS = 15
+NUM_CLIENTS = 8
+NUM_REQUESTS = 10
 NUM_FAULTS = 6
 # So little that most of what is stored is evicted.
 DRAM_BYTES = 1 << 20

@@ -21,8 +21,8 @@ from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError
 from workers.messages.link import Cancel, SampleState, Submission
 
-# KV for three or four sequences, and states for as many; no more than a few snapshots.
-SMALL = {"kv_tokens": 640, "max_sequences": 4, "state_snapshots": 3, "max_batch_tokens": 64}
+# KV for two or three sequences, and states for four; no more than a few snapshots.
+SMALL = {"kv_tokens": 400, "max_sequences": 4, "state_snapshots": 3, "max_batch_tokens": 64}
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 SAMPLED = {"temperature": 1.0}
 _FAULTS = (
