@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from workers.messages.link import Cancel, SampleState, Submission
 # KV for two or three sequences, and states for four; no more than a few snapshots.
 SMALL = {"kv_tokens": 400, "max_sequences": 4, "state_snapshots": 3, "max_batch_tokens": 64}
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-SAMPLED = {"temperature": 1.0}
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
 _FAULTS = (
     ("rank.step.decode", "kill", 60),
     ("rank.step.prefill", "kill", 30),
@@ -54,6 +55,27 @@ class _Outputs:
     tokens: list[list[int]]
     done: set[int] = field(default_factory=set)
     num_attempts: int = 0
+
+
+@dataclass
+class _Attempt:
+    """What was submitted, what came up for it, and the replicas that may have it, the newest last."""
+
+    submission: Submission
+    heard: Heard
+    involved: list[Replica]
+    # Those that have died, by their ids in this process.
+    gone: set[int]
+
+    def has_ended(self) -> bool:
+        return len(self.heard.finish) == len(self.submission.samples)
+
+    def is_over(self) -> bool:
+        is_lost = any(id(it) in self.gone for it in self.involved)
+        return self.heard.failure is not None or self.has_ended() or is_lost
+
+    def has_heard(self, num_tokens: int) -> bool:
+        return self.is_over() or any(len(it) >= num_tokens for it in self.heard.tokens.values())
 
 
 class Chaos:
@@ -207,55 +229,45 @@ class Chaos:
     ) -> bool:
         """Submit these samples once, and take what comes. Return whether the client has gone."""
         decode = await self._at("decode")
-        hands_over = self._draw.random() < 0.7
-        at = await self._at("prefill") if hands_over else decode
+        target = decode if self._draw.random() < 0.7 else None
+        at = decode if target is None else await self._at("prefill")
         states = [SampleState(it, 7 + it, raw(outputs.tokens[it])) for it in samples]
+        number, most = outputs.num_attempts, len(expected[0])
         made = self._harness.submission(
-            name,
-            prompt,
-            decode=decode if hands_over else None,
-            attempt=outputs.num_attempts,
-            max_tokens=len(expected[0]),
-            **sampling,
+            name, prompt, decode=target, attempt=number, max_tokens=most, **sampling
         )
-        submission = replace(made, samples=tuple(states))
-        involved = [at, decode]
-        at.send(submission)
-        heard = self._harness.heard.setdefault((name, submission.attempt), Heard())
-        moves_after = self._draw.randint(2, 30) if self._draw.random() < 0.6 else None
-
-        def num_heard() -> int:
-            return max((len(it) for it in heard.tokens.values()), default=0)
-
-        def is_over() -> bool:
-            return (
-                heard.failure is not None
-                or len(heard.finish) == len(samples)
-                or any(id(it) in self._gone for it in involved)
-            )
-
-        for after in sorted(it for it in (goes_after, moves_after) if it is not None):
-            await until(lambda most=after: is_over() or num_heard() >= most, f"{after} tokens of {name}")
-            if is_over():
-                break
-            if after == goes_after:
-                self._cancel(submission)
-                self._take(heard, samples, outputs)
-                return True
-            target = await self._at("decode")
-            if target is not decode and len(samples) == 1:
-                move(submission, decode, target)
-                involved.append(target)
-                self._count("moved")
-        await until(is_over, f"the end of {name}, attempt {submission.attempt}")
+        heard = self._harness.heard.setdefault((name, number), Heard())
+        attempt = _Attempt(replace(made, samples=tuple(states)), heard, [at, decode], self._gone)
+        at.send(attempt.submission)
+        is_gone = await self._disturb(attempt, goes_after)
+        if not is_gone:
+            await until(attempt.is_over, f"the end of {name}, attempt {number}")
         self._take(heard, samples, outputs)
-        if heard.failure is None and len(heard.finish) < len(samples):
+        if not is_gone and heard.failure is None and not attempt.has_ended():
             self._count("lost")
-            self._cancel(submission)
+            self._cancel(attempt.submission)
         if heard.failure is not None:
             self._count(heard.failure.code)
             assert heard.failure.code in _RETRIED, heard.failure
             await self._clock.sleep(self._draw.uniform(0.05, 0.5))
+        return is_gone
+
+    async def _disturb(self, attempt: _Attempt, goes_after: int | None) -> bool:
+        """Perhaps move an attempt to another decode replica, or let its client go. Return whether
+        the client has gone."""
+        moves_after = self._draw.randint(2, 30) if self._draw.random() < 0.6 else None
+        for after in sorted(it for it in (goes_after, moves_after) if it is not None):
+            await until(partial(attempt.has_heard, after), f"{after} tokens of an attempt")
+            if attempt.is_over():
+                return False
+            if after == goes_after:
+                self._cancel(attempt.submission)
+                return True
+            source, target = attempt.involved[-1], await self._at("decode")
+            if target is not source and len(attempt.submission.samples) == 1:
+                move(attempt.submission, source, target)
+                attempt.involved.append(target)
+                self._count("moved")
         return False
 
     def _take(self, heard: Heard, samples: Sequence[int], outputs: _Outputs) -> None:
@@ -273,6 +285,23 @@ class Chaos:
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def books(replica: Replica) -> dict[str, Any]:
+    """Return what is under way at a replica, for the message of a failed test."""
+    core = replica.core
+    life, connector = core.scheduler.life, core.connector
+    return {
+        "referenced": core.pool.num_referenced,
+        "quarantined": core.pool.num_quarantined,
+        "landings": (core.kv_receiver.landings.num_open, core.kv_receiver.landings.num_waiting),
+        "sends": core.kv_sender.sends.num_active,
+        "requests": [*life.requests],
+        "sequences": [(it.phase, it.request.key) for it in (*life.waiting, *life.running, *life.leaving)],
+        "table": len(core.table),
+        "store is idle": connector is None or connector.is_idle,
+        "store is open": connector is None or connector.is_open,
+    }
 
 
 def nothing_is_left(replica: Replica) -> Callable[[], bool]:
