@@ -4,8 +4,8 @@ One replica of a small model in the style of Qwen3-Next (two layers attend, six 
 has computed prompts, and evicted them to the host tier of the node. Then, prompt by prompt, it gets each with
 another end: first from the host tier (*loaded*), then from its own memory (*resident*), and then the end
 alone, without a prefix (*end*). Limit of *loaded*: a plain copy of its bytes, and the time of *resident*;
-limit of *resident*: the time of *end*, and of attention to the prefix, which is not counted. The best of all
-rounds counts, since other load spoils the others. JSON lines.
+limit of *resident*: the time of *end*, and of attention to the prefix, which is not counted. JSON lines:
+TTFT, and the processor time of engine core and rank, which other load on the machine changes less.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import asyncio
 import json
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,11 +53,30 @@ SHAPE: dict[str, Any] = {
 TARGET = 1.2
 
 
+class Asked(NamedTuple):
+    """One request: its TTFT, the processor time from its submission to its end, its cached tokens, and those
+    of the store."""
+
+    ttft_s: float
+    processor_s: float
+    num_cached: int
+    num_loaded: int
+
+
 class Bench:
     """A replica that has evicted all but the newest of its prompts."""
 
-    def __init__(self, replicas: LinkedReplicas, num_prefix: int, num_end: int, num_prompts: int) -> None:
+    def __init__(
+        self,
+        replicas: LinkedReplicas,
+        process_ids: Sequence[int],
+        num_prefix: int,
+        num_end: int,
+        num_prompts: int,
+    ) -> None:
+        """`process_ids` are those of the ranks."""
         self._replicas = replicas
+        self._process_ids = process_ids
         self._num_end = num_end
         self._random = np.random.default_rng(1)
         self._prefixes = [self._drawn(num_prefix) for _ in range(num_prompts)]
@@ -64,13 +85,21 @@ class Bench:
     def _drawn(self, num_tokens: int) -> bytes:
         return self._random.integers(3, 4096, num_tokens).astype("<u4").tobytes()
 
-    async def ask(self, prefix: bytes) -> tuple[float, int, dict[str, int]]:
-        """Return TTFT in seconds of a prompt with a new end, its cached tokens, and those of the store."""
+    async def ask(self, prefix: bytes) -> Asked:
+        """Request a prompt with a new end."""
         self._num_asked += 1
         name = f"r{self._num_asked}"
-        heard = await self._replicas.run("r", name, prefix + self._drawn(self._num_end), max_tokens=2)
+        began_s = self._processor_s()
+        heard = await self._replicas.run("r", name, prefix + self._drawn(self._num_end), max_tokens=1)
+        used_s = self._processor_s() - began_s
         assert heard.prefill is not None
-        return heard.ttft_s, heard.prefill.num_cached_tokens, heard.prefill.num_loaded_tokens
+        num_loaded = sum(heard.prefill.num_loaded_tokens.values())
+        return Asked(heard.ttft_s, used_s, heard.prefill.num_cached_tokens, num_loaded)
+
+    def _processor_s(self) -> float:
+        """Return the processor time of this process, which runs the engine core, and of the ranks."""
+        of_ranks = (time.clock_gettime((~process_id << 3) | 2) for process_id in self._process_ids)
+        return time.process_time() + sum(of_ranks)
 
     async def fill(self) -> None:
         """Compute every prefix twice: where its ends diverge a snapshot is kept."""
@@ -78,16 +107,13 @@ class Bench:
             for _ in range(2):
                 await self.ask(prefix)
 
-    async def round(self) -> list[tuple[float, float, float, int]]:
-        """Ask for every prefix in turn. Return the times of *loaded*, *resident* and *end*, and the tokens
-        that were loaded."""
+    async def round(self) -> list[tuple[Asked, Asked, Asked]]:
+        """Ask for every prefix in turn. Return what *loaded*, *resident* and *end* took."""
         found = []
         for prefix in self._prefixes:
-            loaded_s, _, num_loaded = await self.ask(prefix)
-            resident_s, num_cached, _ = await self.ask(prefix)
-            assert num_cached >= len(prefix) // 4 - BLOCK_TOKENS, num_cached
-            end_s, _, _ = await self.ask(b"")
-            found.append((loaded_s, resident_s, end_s, sum(num_loaded.values())))
+            loaded, resident = await self.ask(prefix), await self.ask(prefix)
+            assert resident.num_cached >= len(prefix) // 4 - BLOCK_TOKENS, resident
+            found.append((loaded, resident, await self.ask(b"")))
         return found
 
 
@@ -128,42 +154,39 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         assert tiers is not None
         while not tiers.is_open:
             await CLOCK.sleep(0.01)
-        bench = Bench(replicas, arguments.tokens, arguments.end, arguments.prompts)
+        ranks = core.rank_process_ids
+        bench = Bench(replicas, ranks, arguments.tokens, arguments.end, arguments.prompts)
         await bench.fill()
-        times: list[tuple[float, float, float, int]] = []
+        rounds: list[tuple[Asked, Asked, Asked]] = []
         for _ in range(arguments.rounds):
             while not tiers.saver.is_idle:
                 await CLOCK.sleep(0.01)
-            times += await bench.round()
+            rounds += await bench.round()
         await replicas.stop()
-    hits = [it for it in times if it[3] >= arguments.tokens - BLOCK_TOKENS]
-    assert hits, f"nothing was loaded: {times}"
-    kv_bytes, state_bytes = loaded_bytes(model_dir, arguments.tokens)
-    copied_s = min(copy_s(kv_bytes + state_bytes) for _ in range(10))
-    for what, pick in (("best", min), ("median", statistics.median)):
-        loaded_s, resident_s, end_s = (pick(it[at] for it in hits) for at in range(3))
-        limit_s = copied_s + resident_s
-        print(
-            json.dumps(
-                {
-                    "what": what,
-                    "prefix_tokens": arguments.tokens,
-                    "end_tokens": arguments.end,
-                    "num_hits": len(hits),
-                    "num_asked": len(times),
-                    "kv_mb": round(kv_bytes / 1e6, 2),
-                    "state_mb": round(state_bytes / 1e6, 2),
-                    "copy_ms": round(1e3 * copied_s, 2),
-                    "end_ms": round(1e3 * end_s, 1),
-                    "resident_ms": round(1e3 * resident_s, 1),
-                    "loaded_ms": round(1e3 * loaded_s, 1),
-                    "resident_of_end": round(resident_s / end_s, 3),
-                    "loaded_of_limit": round(loaded_s / limit_s, 3),
-                    "target": TARGET,
-                }
-            ),
-            flush=True,
-        )
+    hits = [it for it in rounds if it[0].num_loaded >= arguments.tokens - BLOCK_TOKENS]
+    assert hits, f"nothing was loaded: {rounds}"
+    report(arguments, hits, *loaded_bytes(model_dir, arguments.tokens))
+
+
+def report(
+    arguments: argparse.Namespace, hits: list[tuple[Asked, Asked, Asked]], kv_bytes: int, state_bytes: int
+) -> None:
+    """Print the best and the median of what was measured."""
+    copied_s = statistics.median(copy_s(kv_bytes + state_bytes) for _ in range(10))
+    sizes = {"kv_mb": round(kv_bytes / 1e6, 2), "state_mb": round(state_bytes / 1e6, 2)}
+    shape = {"prefix_tokens": arguments.tokens, "end_tokens": arguments.end, "num_hits": len(hits)}
+    for clock in ("ttft_s", "processor_s"):
+        for what, pick in (("best", min), ("median", statistics.median)):
+            loaded_s, resident_s, end_s = (pick([getattr(it[at], clock) for it in hits]) for at in range(3))
+            ratios = {
+                "resident_of_end": round(resident_s / end_s, 3),
+                "loaded_of_limit": round(loaded_s / (copied_s + resident_s), 3),
+                "target": TARGET,
+            }
+            times = {"copy": copied_s, "end": end_s, "resident": resident_s, "loaded": loaded_s}
+            shown = {f"{name}_ms": round(1e3 * its, 2) for name, its in times.items()}
+            line = {"clock": clock, "what": what, **shape, **sizes, **shown, **ratios}
+            print(json.dumps(line), flush=True)
 
 
 def main() -> None:
