@@ -64,14 +64,14 @@ class _Attempt:
     submission: Submission
     heard: Heard
     involved: list[Replica]
-    # Those that have died, by their ids in this process.
-    gone: set[int]
+    # Those that have died.
+    gone: list[Replica]
 
     def has_ended(self) -> bool:
         return len(self.heard.finish) == len(self.submission.samples)
 
     def is_over(self) -> bool:
-        is_lost = any(id(it) in self.gone for it in self.involved)
+        is_lost = any(it in self.gone for it in self.involved)
         return self.heard.failure is not None or self.has_ended() or is_lost
 
     def has_heard(self, num_tokens: int) -> bool:
@@ -89,7 +89,8 @@ class Chaos:
         self._num_faults_left = num_faults
         self._epochs = dict.fromkeys(ROLES, 0)
         self._live: dict[str, Replica] = {}
-        self._gone: set[int] = set()
+        self._gone: list[Replica] = []
+        self._is_over = False
         self._clock = SystemClock()
         self.num_replaced = 0
         self.counts: dict[str, int] = {}
@@ -109,10 +110,11 @@ class Chaos:
                 for client in range(num_clients):
                     clients.create_task(self._ask_all(client, questions, num_requests))
         finally:
-            for task in (nurse, killer):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            killer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await killer
+            self._is_over = True
+            await nurse  # which may be starting a replica
 
     def check_ends(self) -> None:
         """Assert that no attempt ended twice."""
@@ -147,7 +149,7 @@ class Chaos:
                 await self._replace(name, replica)
 
     async def _replace_dead(self) -> None:
-        while True:
+        while not self._is_over:
             await self.heal()
             await self._clock.sleep(0.1)
 
@@ -157,7 +159,7 @@ class Chaos:
 
     async def _replace(self, name: str, dead: Replica) -> None:
         del self._live[name]
-        self._gone.add(id(dead))
+        self._gone.append(dead)
         await dead.core.stop()
         await dead.close()
         self.num_replaced += 1
