@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e_harness import E2eHarness, prompt, until
 from paged_model import greedy_tokens, reference_of
-from state_chaos import SAMPLED, Chaos, Question, books, nothing_is_left
+from state_chaos import SAMPLED, Chaos, Question, nothing_is_left, under_way
 from state_families import write_state_checkpoint
 from store_harness import StoreHarness
 
@@ -66,7 +66,7 @@ async def test_every_request_ends_right_whatever_breaks(family: str, seed: int, 
         try:
             await harness.quiet()
         except AssertionError:
-            print({name: books(replica) for name, replica in harness.replicas.items()})
+            print({name: under_way(replica) for name, replica in harness.replicas.items()})
             raise
         for name, replica in harness.replicas.items():
             await until(nothing_is_left(replica), f"no state of {name} is in use")

@@ -289,7 +289,7 @@ class Chaos:
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
-def books(replica: Replica) -> dict[str, Any]:
+def under_way(replica: Replica) -> dict[str, Any]:
     """Return what is under way at a replica, for the message of a failed test."""
     core = replica.core
     life, connector = core.scheduler.life, core.connector
