@@ -1,6 +1,6 @@
-"""Compiles the kernels of experts with quantized weights for Hopper or another device, whose compute capability
-is the argument, and prints a JSON line about each. It is a process of its own, because that of the tests may
-interpret them."""
+"""Compiles the kernels of experts with quantized weights for Hopper or another device, whose compute
+capability is the argument, and prints a JSON line about each. It is a process of its own, because that of the
+tests may interpret them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from family_checkpoints import write_family_checkpoint
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, tokens_of
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import draw_mxfp4
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from workers.errors import CheckpointError
@@ -45,19 +45,7 @@ SHAPE: dict[str, Any] = {
 def write_quantized(path: Path) -> None:
     """Write a checkpoint whose experts have drawn codes and scales in place of their weights."""
     write_family_checkpoint(path, **SHAPE)
-    file = path / "model.safetensors"
-    tensors, drawn = load_file(file), torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
-        shape = (num_experts, num_outputs, num_inputs // 32)
-        blocks = torch.randint(256, (*shape, 16), generator=drawn, dtype=torch.uint8)
-        tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(121, 126, shape, generator=drawn, dtype=torch.uint8)
-    save_file(tensors, file, {"format": "pt"})
-    config = path / "config.json"
-    keys = json.loads(config.read_text(encoding="utf-8"))
-    keys["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config.write_text(json.dumps(keys), encoding="utf-8")
+    draw_mxfp4(path)
 
 
 def test_codes_and_scales_mean_numbers() -> None:

@@ -41,7 +41,7 @@ def make_quantized_experts(weights: QuantizedExpertWeights, *, is_deterministic:
     are chosen, those of a layer that have several forms are dequantized."""
     if (packed := packed_quantized_experts(weights)) is not None:
         return packed
-    if not cuda.serves(weights.gates[0].packed.device):
+    if not cuda.serves(weights.ups[0].packed.device):
         return QuantizedExperts(weights, is_deterministic=is_deterministic)
     from workers.model.experts.triton_quantized_experts import triton_quantized_experts
 
