@@ -1,6 +1,6 @@
 """Compiles the kernels of experts with quantized weights for Hopper or another device, whose compute
 capability is the argument, and prints a JSON line about each. It is a process of its own, because that of the
-tests may interpret them."""
+tests may interpret them. A second argument `all` adds what the test leaves out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from workers.model.quantization.quantized_weight import Codes
 
 # The shape of Qwen3-30B-A3B.
 HIDDEN, SIZE, NUM_CHOSEN = 2048, 768, 8
-# The numbers of rows of an expert that have tiles of their own.
-NUM_ROWS = (16, 64, 256)
+# The numbers of rows of an expert that have tiles of their own: few, many and some.
+FEW, MANY, SOME = 16, 256, 64
 
 
 def empty_stack(
@@ -49,7 +49,6 @@ def compile_products(
     activation: ExpertActivation = "silu",
     has_offsets: bool = False,
     has_middle: bool = False,
-    is_fixed: bool = False,
 ) -> None:
     gate_up, down = (
         empty_stack(codes, group, *shape, scales, has_offsets=has_offsets, has_middle=has_middle)
@@ -60,27 +59,37 @@ def compile_products(
     order = SortedRows(of_pairs, of_pairs, of_pairs, of_pairs.new_empty(NUM_CHOSEN, 3))
     bias = torch.empty(1, 2 * SIZE, dtype=torch.bfloat16) if activation == "clamped_swiglu" else None
     gate = GateEpilogue(activation, DEFAULT_CLAMP, bias)
-    activated = multiply_gate_up(x, gate_up, gate, order, NUM_CHOSEN, tile_of(gate_up, num_rows, is_fixed))
-    dtype = torch.float32 if num_rows <= 16 else torch.bfloat16
-    multiply_down(activated, down, order, tile_of(down, num_rows, is_fixed), dtype)
+    activated = multiply_gate_up(x, gate_up, gate, order, NUM_CHOSEN, tile_of(gate_up, num_rows))
+    dtype = torch.float32 if num_rows == FEW else torch.bfloat16
+    multiply_down(activated, down, order, tile_of(down, num_rows), dtype)
 
 
-def tile_of(weight: StackedWeight, num_rows: int, is_fixed: bool) -> ProductTile:
-    return product_tile(num_rows, torch.bfloat16, weight.group, is_fixed=is_fixed)
+def tile_of(weight: StackedWeight, num_rows: int) -> ProductTile:
+    return product_tile(num_rows, torch.bfloat16, weight.group, is_fixed=False)
 
 
 def compile_forms() -> None:
-    """Compile the forms of published checkpoints: AWQ, int4 without zero points, MXFP4 of gpt-oss, float8 of
-    rows and by blocks, and GGUF."""
-    for num_rows in NUM_ROWS:
-        compile_products(Codes.UINT4, 128, num_rows, has_offsets=True)
+    """Compile AWQ and MXFP4 of gpt-oss, for few and for many rows."""
+    for num_rows in (FEW, MANY):
+        compile_main_forms(num_rows)
+
+
+def compile_main_forms(num_rows: int) -> None:
+    compile_products(Codes.UINT4, 128, num_rows, has_offsets=True)
+    compile_products(Codes.E2M1, 32, num_rows, activation="clamped_swiglu")
+
+
+def compile_other_forms() -> None:
+    """Compile the tile of some rows, and the other forms of published checkpoints: int4 without zero points,
+    float8 of rows and by blocks, int8, and GGUF."""
+    compile_main_forms(SOME)
+    for num_rows in (FEW, MANY, SOME):
         compile_products(Codes.UINT4, 128, num_rows, has_middle=True)
-        compile_products(Codes.E2M1, 32, num_rows, activation="clamped_swiglu")
         compile_products(Codes.E4M3, 0, num_rows, torch.float32)
         compile_products(Codes.E4M3, 128, num_rows, torch.float32)
+        compile_products(Codes.INT8, 0, num_rows)
         compile_products(Codes.UINT4, 32, num_rows, torch.float32, has_offsets=True)
         compile_products(Codes.IQ4_NL, 32, num_rows, torch.float32)
-        compile_products(Codes.INT8, 0, num_rows)
 
 
 if __name__ == "__main__":
@@ -88,4 +97,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     with compiled_for(int(sys.argv[1])) as kernels:
         compile_forms()
+        if sys.argv[2:] == ["all"]:
+            compile_other_forms()
     print_kernels(kernels)
