@@ -28,7 +28,8 @@ class RandomExperts:
         self._num_experts: int = sizes["num_experts"]
         self._num_chosen: int = sizes["num_experts_per_tok"]
         self._hidden_size: int = sizes["hidden_size"]
-        self._inner = sizes["moe_intermediate_size"], self._hidden_size
+        self._size: int = sizes["moe_intermediate_size"]
+        self._inner = self._size, self._hidden_size
         self._form, self._device = form, device
         self.experts: Experts = self._floats() if form is None else self._quantized(form)
 
@@ -54,7 +55,7 @@ class RandomExperts:
     def expert_bytes(self) -> int:
         """The size of one expert."""
         if self._form is None:
-            return 3 * self._inner[0] * self._inner[1] * DTYPE.itemsize
+            return 3 * self._size * self._hidden_size * DTYPE.itemsize
         shapes = self._inner, self._inner, self._inner[::-1]
         stacks = [stack_weights(([draw_quantized(self._form, *it, self._device)],)) for it in shapes]
         return sum(it.num_bytes for it in stacks if it is not None)

@@ -480,7 +480,7 @@ def quantized_experts(bench: Bench) -> Iterator[Line]:
             rows = [layer.draw_rows(batch) for layer in layers]
             steps = [partial(layer.experts, *of) for layer, of in zip(layers, rows, strict=True)]
             seconds = best_s(graph_of(steps), CLOCK, bench.device, 20) / len(layers)
-            num_read = sum(len(routing.experts.unique()) for _, routing in rows) / len(layers)
+            num_read = sum(len(set(routing.experts.flatten().tolist())) for _, routing in rows) / len(layers)
             limit_s = num_read * layers[0].expert_bytes / bench.limits.byte_s
             yield {
                 "figure": f"{name} experts_us of a layer at batch {batch}",

@@ -66,7 +66,7 @@ def stack_weights(parts: Sequence[Sequence[QuantizedWeight]]) -> StackedWeight |
                 return None
             rows = slice(start, start + weight.num_outputs)
             packed[expert, rows], scales[expert, rows] = weight.packed, weight.scales
-            if offsets is not None:
+            if offsets is not None and weight.offsets is not None:
                 offsets[expert, rows] = weight.offsets
             start = rows.stop
     return _narrowed(StackedWeight(first.codes, packed, scales, first.group, offsets))
