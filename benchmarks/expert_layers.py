@@ -13,7 +13,7 @@ from workers.model.experts.expert_products import Experts, ExpertWeights
 from workers.model.experts.make_experts import make_experts, make_quantized_experts
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.routing import Routing
-from workers.model.experts.stacked_weight import stack_weights
+from workers.model.experts.stack_weights import stack_weights
 from workers.model.experts.stored_experts import ReadWhenTaken
 from workers.model.quantization.quantized_weight import QuantizedWeight
 

@@ -14,7 +14,7 @@ from workers.model.cuda.experts import GateEpilogue, SortedRows
 from workers.model.cuda.quantized_expert_product import multiply_down, multiply_gate_up
 from workers.model.cuda.quantized_product import ProductTile, product_tile
 from workers.model.experts.mixture_shape import DEFAULT_CLAMP, ExpertActivation
-from workers.model.experts.stacked_weight import StackedWeight
+from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
 
 # The shape of Qwen3-30B-A3B.
@@ -32,12 +32,12 @@ def empty_stack(
     *,
     has_offsets: bool = False,
     has_middle: bool = False,
-) -> StackedWeight:
+) -> DeviceWeight:
     """Return the weights of one expert, for nothing runs. A `group` of 0 is a whole row."""
     packed = torch.empty(1, num_outputs, num_inputs * codes.num_bits // 8, dtype=torch.uint8)
     factors = torch.empty(1, num_outputs, num_inputs // (group or num_inputs), dtype=scales)
     offsets = factors.float() if has_offsets else None
-    return StackedWeight(codes, packed, factors, group or num_inputs, offsets, has_middle)
+    return DeviceWeight(codes, packed, factors, group or num_inputs, offsets, has_middle=has_middle)
 
 
 def compile_products(
@@ -64,7 +64,7 @@ def compile_products(
     multiply_down(activated, down, order, tile_of(down, num_rows), dtype)
 
 
-def tile_of(weight: StackedWeight, num_rows: int) -> ProductTile:
+def tile_of(weight: DeviceWeight, num_rows: int) -> ProductTile:
     return product_tile(num_rows, torch.bfloat16, weight.group, is_fixed=False)
 
 

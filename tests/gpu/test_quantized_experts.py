@@ -18,7 +18,7 @@ from workers.model.experts.make_experts import make_quantized_experts
 from workers.model.experts.mixture_shape import Clamp, ExpertActivation
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.routing import Routing
-from workers.model.experts.stacked_weight import stack_weights
+from workers.model.experts.stack_weights import stack_weights
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from workers.model.cuda.experts import GateEpilogue, SortedRows, gated
 from workers.model.cuda.quantized_product import ProductTile, scaling_of
 from workers.model.cuda.segment_sums import segment_sums
-from workers.model.experts.stacked_weight import StackedWeight
+from workers.model.quantization.device_weight import DeviceWeight
 
 
 def multiply_gate_up(
     x: Tensor,
-    weight: StackedWeight,
+    weight: DeviceWeight,
     gate: GateEpilogue,
     order: SortedRows,
     num_chosen: int,
@@ -35,7 +35,7 @@ def multiply_gate_up(
 
 
 def multiply_down(
-    x: Tensor, weight: StackedWeight, order: SortedRows, tile: ProductTile, dtype: torch.dtype
+    x: Tensor, weight: DeviceWeight, order: SortedRows, tile: ProductTile, dtype: torch.dtype
 ) -> Tensor:
     """Compute the products [num_pairs, hidden_size] of the rows' activated columns x [num_pairs, size] with
     `weight` [num_experts, hidden_size, size], rounded to `dtype`. Behind the last row they are undefined."""
@@ -46,7 +46,7 @@ def multiply_down(
 
 def _launch(
     x: Tensor,
-    weight: StackedWeight,
+    weight: DeviceWeight,
     gate: GateEpilogue | None,
     order: SortedRows,
     out: Tensor,
@@ -62,7 +62,7 @@ def _launch(
         x, weight.packed, weight.scales, weight.offsets, None if gate is None else gate.bias, out,
         order.pairs, order.tiles, num_chosen, x.stride(0), weight.num_outputs, num_inputs,
         weight.packed.shape[2], num_groups, alpha, limit,
-        CODES="int4" if weight.has_middle else weight.codes.value,
+        CODES=weight.kernel_codes,
         SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
         GROUP=0 if weight.group == num_inputs else weight.group,
         ACTIVATION="" if gate is None else gate.activation,

@@ -28,7 +28,8 @@ from workers.model.cuda.kv_elements import (
 from workers.model.cuda.layer_ops import activated, gate_mul
 from workers.model.cuda.segment_sums import segment_sums
 from workers.model.cuda.weight_codes import decoded, loaded_codes
-from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+from workers.model.quantization.device_weight import DeviceWeight
+from workers.model.quantization.quantized_weight import Codes
 
 # What is done with the sums of a product: they are stored, added, or the activation of the first half is
 # multiplied by the second half.
@@ -81,7 +82,7 @@ def segments_of(shape: tuple[int, int], tile: ProductTile) -> Segments:
     return Segments(tiles * tile.inputs, triton.cdiv(num_tiles, tiles))
 
 
-def multiplies_integers(weight: QuantizedWeight) -> bool:
+def multiplies_integers(weight: DeviceWeight) -> bool:
     """Whether rows that are rounded to int8 are multiplied as such: where a tile's sums have one scale."""
     is_whole = weight.group == weight.num_inputs or weight.group % 64 == 0
     return weight.codes is Codes.INT8 and weight.quantizes_inputs and is_whole
@@ -89,7 +90,7 @@ def multiplies_integers(weight: QuantizedWeight) -> bool:
 
 def multiply(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: DeviceWeight,
     bias: Tensor | None,
     out: Tensor,
     *,
@@ -127,7 +128,7 @@ def multiply(
 
 def _launch(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: DeviceWeight,
     bias: Tensor | None,
     row_scales: Tensor | None,
     out: Tensor,
@@ -144,7 +145,7 @@ def _launch(
         x, weight.packed, weight.scales, weight.offsets, bias, row_scales, out,
         num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.num_segments,
         x.stride(0), weight.packed.stride(0), weight.scales.shape[1], out.stride(-2),
-        CODES=weight.codes.value, SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
+        CODES=weight.kernel_codes, SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
         PRECISION="ieee" if x.dtype == torch.float32 else None, ROWS=tile.rows, OUTPUTS=tile.outputs,
         INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -188,15 +189,15 @@ def round_rows(x: Tensor, codes: Codes, dtype: torch.dtype) -> tuple[Tensor, Ten
     return rounded, scales
 
 
-def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
+def look_up(weight: DeviceWeight, ids: Tensor) -> Tensor:
     """Return the rows `ids` [num_ids] of the weight, float32 [num_ids, num_inputs]."""
     assert ids.is_contiguous()
-    out = weight.scales.new_empty(len(ids), weight.num_inputs)
+    out = weight.scales.new_empty(len(ids), weight.num_inputs, dtype=torch.float32)
     if len(ids):
         _look_up_kernel[(len(ids), triton.cdiv(weight.num_inputs, _COLUMNS))](
             ids, weight.packed, weight.scales, weight.offsets, weight.order, out, weight.num_inputs,
             weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group,
-            CODES=weight.codes.value, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+            CODES=weight.kernel_codes, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -324,9 +325,9 @@ def _look_up_kernel(
     begin = tl.full((1, 1), 0, tl.int64) + source * packed_stride
     values = decoded(loaded_codes(packed + begin, first, row_bytes, begin >= 0, CODES, BLOCK), CODES)
     groups = source * num_groups + columns // group
-    values *= tl.load(scales + groups, mask=is_there, other=0.0)
+    values *= tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)
     if offsets is not None:
-        values += tl.load(offsets + groups, mask=is_there, other=0.0)
+        values += tl.load(offsets + groups, mask=is_there, other=0.0).to(tl.float32)
     places = columns
     if order is not None:
         places = tl.load(order + columns, mask=is_there, other=0)

@@ -10,8 +10,9 @@ from workers.model.cuda import quantized_expert_product as products
 from workers.model.cuda.quantized_product import ProductTile, product_tile
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.routing import Routing
-from workers.model.experts.stacked_weight import StackedWeight, stack_weights
+from workers.model.experts.stack_weights import stack_weights
 from workers.model.experts.triton_experts import SortedExperts
+from workers.model.quantization.device_weight import DeviceWeight
 
 # Rows of an expert for each of which there is a tile: few, some and many.
 _ROWS_OF_TILES = (1, 64, 128)
@@ -25,15 +26,15 @@ class TritonQuantizedExperts(SortedExperts):
 
     def __init__(
         self,
-        gate_up: StackedWeight,
-        down: StackedWeight,
+        gate_up: DeviceWeight,
+        down: DeviceWeight,
         weights: QuantizedExpertWeights,
         *,
         is_deterministic: bool = False,
     ) -> None:
         """Take the stacks of `weights`. `is_deterministic`: use one tile for every number of rows."""
         self._gate_up, self._down, self._is_fixed = gate_up, down, is_deterministic
-        self.num_experts, self.hidden_size = down.num_experts, down.num_outputs
+        self.num_experts, self.hidden_size = len(down.packed), down.num_outputs
         bias, self._down_bias = (
             None if it is None else it.contiguous() for it in (weights.gate_up_bias, weights.down_bias)
         )
@@ -57,7 +58,7 @@ class TritonQuantizedExperts(SortedExperts):
         dtype = torch.float32 if is_few else x.dtype
         return order, products.multiply_down(activated, self._down, order, of_down, dtype)
 
-    def _tile(self, dtype: torch.dtype, weight: StackedWeight, num_rows: int) -> ProductTile:
+    def _tile(self, dtype: torch.dtype, weight: DeviceWeight, num_rows: int) -> ProductTile:
         return product_tile(num_rows, dtype, weight.group, is_fixed=self._is_fixed)
 
     def _compile_tiles(self, dtype: torch.dtype) -> None:
