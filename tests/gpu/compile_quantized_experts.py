@@ -44,7 +44,7 @@ def compile_products(
     codes: Codes,
     group: int,
     num_rows: int,
-    scales: torch.dtype = torch.bfloat16,
+    scales: torch.dtype = torch.float16,
     *,
     activation: ExpertActivation = "silu",
     has_offsets: bool = False,
@@ -76,7 +76,7 @@ def compile_forms() -> None:
 
 def compile_main_forms(num_rows: int) -> None:
     compile_products(Codes.UINT4, 128, num_rows, has_offsets=True)
-    compile_products(Codes.E2M1, 32, num_rows, activation="clamped_swiglu")
+    compile_products(Codes.E2M1, 32, num_rows, torch.bfloat16, activation="clamped_swiglu")
 
 
 def compile_other_forms() -> None:
@@ -87,7 +87,7 @@ def compile_other_forms() -> None:
         compile_products(Codes.UINT4, 128, num_rows, has_middle=True)
         compile_products(Codes.E4M3, 0, num_rows, torch.float32)
         compile_products(Codes.E4M3, 128, num_rows, torch.float32)
-        compile_products(Codes.INT8, 0, num_rows)
+        compile_products(Codes.INT8, 0, num_rows, torch.float32)
         compile_products(Codes.UINT4, 32, num_rows, torch.float32, has_offsets=True)
         compile_products(Codes.IQ4_NL, 32, num_rows, torch.float32)
 

@@ -138,18 +138,19 @@ def test_every_code_is_decoded_exactly(device: torch.device, codes: Codes, has_o
 
 @dtypes
 @pytest.mark.parametrize("scales_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_inputs", "group"), [(64, 32), (256, 128), (120, 20)])
 def test_scales_have_16_bits_where_these_hold_them(
-    device: torch.device, dtype: torch.dtype, scales_dtype: torch.dtype
+    device: torch.device, dtype: torch.dtype, scales_dtype: torch.dtype, num_inputs: int, group: int
 ) -> None:
     """And there are no offsets where the code 8 means zero."""
-    weight = draw(Codes.UINT4, 10, 64, 32)
+    weight = draw(Codes.UINT4, 10, num_inputs, group)
     scales = weight.scales.to(scales_dtype).float()
     weight = dataclasses.replace(weight, scales=scales, offsets=scales * -8)
     linear = make_linear(moved(weight, device))
     assert isinstance(linear, DeviceQuantizedLinear)
     kept = linear._weight
     assert (kept.scales.dtype, kept.offsets, kept.kernel_codes) == (scales_dtype, None, "int4")
-    x = torch.randn(3, 64).to(device, dtype)
+    x = torch.randn(3, num_inputs).to(device, dtype)
     check(linear(x), product(x, weight))
     rows = linear.lookup(torch.tensor([7, 1], device=device)).cpu()
     torch.testing.assert_close(rows, weight.dequantized()[[7, 1]], rtol=1e-6, atol=1e-8)

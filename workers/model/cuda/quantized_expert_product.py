@@ -59,10 +59,10 @@ def _launch(
     assert all(it is None or it.is_contiguous() for it in (weight.packed, weight.scales, weight.offsets))
     alpha, limit = (0.0, 0.0) if gate is None else gate.clamp
     _expert_product_kernel[(triton.cdiv(weight.num_outputs, tile.outputs), len(order.tiles))](
-        x, weight.packed, weight.scales, weight.offsets, None if gate is None else gate.bias, out,
+        x, weight.packed, weight.scale_words, weight.offsets, None if gate is None else gate.bias, out,
         order.pairs, order.tiles, num_chosen, x.stride(0), weight.num_outputs, num_inputs,
         weight.packed.shape[2], num_groups, alpha, limit,
-        CODES=weight.kernel_codes,
+        CODES=weight.kernel_codes, SCALES=weight.scales_name,
         SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
         GROUP=0 if weight.group == num_inputs else weight.group,
         ACTIVATION="" if gate is None else gate.activation,
@@ -77,8 +77,8 @@ def _launch(
 def _expert_product_kernel(
     x, packed, scales, offsets, bias, out, pairs, tiles, num_chosen,
     x_stride, num_outputs, num_inputs, row_bytes, num_groups, alpha, limit,
-    CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows. With an activation, rows are of tokens, and even places of a tile of outputs
@@ -99,7 +99,7 @@ def _expert_product_kernel(
     sums = segment_sums(
         x + sources.to(tl.int64) * x_stride, packed + weight_rows * row_bytes, scales, offsets,
         weight_rows * num_groups, is_row, is_output, 0, num_inputs,
-        num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
+        num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
     if ACTIVATION == "":
         target = out + rows.to(tl.int64) * num_outputs + outputs

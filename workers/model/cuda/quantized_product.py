@@ -26,7 +26,7 @@ from workers.model.cuda.kv_elements import (
     widened,
 )
 from workers.model.cuda.layer_ops import activated, gate_mul
-from workers.model.cuda.segment_sums import segment_sums
+from workers.model.cuda.segment_sums import factors_at, segment_sums
 from workers.model.cuda.weight_codes import decoded, loaded_codes
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
@@ -142,10 +142,11 @@ def _launch(
     num_outputs, num_inputs = weight.shape
     grid = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs)
     _quantized_product_kernel[(*grid, segments.num_segments if is_split else 1)](
-        x, weight.packed, weight.scales, weight.offsets, bias, row_scales, out,
+        x, weight.packed, weight.scale_words, weight.offsets, bias, row_scales, out,
         num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.num_segments,
         x.stride(0), weight.packed.stride(0), weight.scales.shape[1], out.stride(-2),
-        CODES=weight.kernel_codes, SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
+        CODES=weight.kernel_codes, SCALES=weight.scales_name,
+        SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
         PRECISION="ieee" if x.dtype == torch.float32 else None, ROWS=tile.rows, OUTPUTS=tile.outputs,
         INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -195,9 +196,10 @@ def look_up(weight: DeviceWeight, ids: Tensor) -> Tensor:
     out = weight.scales.new_empty(len(ids), weight.num_inputs, dtype=torch.float32)
     if len(ids):
         _look_up_kernel[(len(ids), triton.cdiv(weight.num_inputs, _COLUMNS))](
-            ids, weight.packed, weight.scales, weight.offsets, weight.order, out, weight.num_inputs,
+            ids, weight.packed, weight.scale_words, weight.offsets, weight.order, out, weight.num_inputs,
             weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group,
-            CODES=weight.kernel_codes, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+            CODES=weight.kernel_codes, SCALES=weight.scales_name, BLOCK=_COLUMNS, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -211,8 +213,8 @@ def _quantized_product_kernel(
     x, packed, scales, offsets, bias, row_scales, out,
     num_rows, num_outputs, num_inputs, row_bytes, segment_inputs, num_segments,
     x_stride, packed_stride, num_groups, out_stride,
-    CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_ADDED: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_ADDED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
@@ -224,7 +226,7 @@ def _quantized_product_kernel(
     segment = tl.program_id(2)
     sums = segment_sums(
         x_columns, packed_rows, scales, offsets, groups, is_row, is_output, segment, segment_inputs,
-        num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
+        num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
     if IS_SPLIT:
         target = out + segment.to(tl.int64) * num_rows * num_outputs + rows * num_outputs + outputs
@@ -233,7 +235,8 @@ def _quantized_product_kernel(
         for later in range(1, num_segments):
             sums += segment_sums(
                 x_columns, packed_rows, scales, offsets, groups, is_row, is_output, later, segment_inputs,
-                num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
+                num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS,
+                STAGES,
             )  # fmt: skip
         if row_scales is not None:
             sums *= tl.load(row_scales + rows, mask=is_row, other=0.0)
@@ -315,7 +318,7 @@ def _round_rows_kernel(
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _look_up_kernel(
     ids, packed, scales, offsets, order, out, num_inputs, row_bytes, packed_stride, num_groups, group,
-    CODES: tl.constexpr, BLOCK: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(ids + row).to(tl.int64)
@@ -324,10 +327,10 @@ def _look_up_kernel(
     is_there = columns < num_inputs
     begin = tl.full((1, 1), 0, tl.int64) + source * packed_stride
     values = decoded(loaded_codes(packed + begin, first, row_bytes, begin >= 0, CODES, BLOCK), CODES)
-    groups = source * num_groups + columns // group
-    values *= tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)
+    groups, own = source * num_groups, columns // group
+    values *= factors_at(scales, groups, own, is_there, SCALES)
     if offsets is not None:
-        values += tl.load(offsets + groups, mask=is_there, other=0.0).to(tl.float32)
+        values += tl.load(offsets + groups + own, mask=is_there, other=0.0)
     places = columns
     if order is not None:
         places = tl.load(order + columns, mask=is_there, other=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from workers.model.quantization.exact_scales import common_zero, exact_dtype
@@ -15,9 +16,9 @@ _MIDDLE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceWeight:
-    """A `QuantizedWeight`, or those of several experts [num_experts, num_outputs, ...]. Scales and offsets
-    have 16 bits where these hold all of them exactly. With `has_middle`, the value of a code of 4 bits is its
-    distance to 8."""
+    """A `QuantizedWeight`, or those of several experts [num_experts, num_outputs, ...]. Scales have 16 bits
+    where these hold all of them exactly and those of an output are whole words. With `has_middle`, the value
+    of a code of 4 bits is its distance to 8."""
 
     codes: Codes
     packed: Tensor
@@ -51,16 +52,26 @@ class DeviceWeight:
         """The codes by the names that kernels have for them."""
         return "int4" if self.has_middle else self.codes.value
 
+    @property
+    def scales_name(self) -> str:
+        """The name of the dtype of scales."""
+        return str(self.scales.dtype).removeprefix("torch.")
+
+    @property
+    def scale_words(self) -> Tensor:
+        """The scales, those of 16 bits two in an int32."""
+        return self.scales if self.scales.dtype == torch.float32 else self.scales.view(torch.int32)
+
     def narrowed(self) -> DeviceWeight:
         """Return the same weight with scales and offsets that take the least memory."""
-        offsets = self.offsets
-        if offsets is not None and common_zero(self.codes, [self.scales], [offsets]) == _MIDDLE:
-            offsets = None
+        scales, offsets = self.scales, self.offsets
+        has_middle = offsets is not None and common_zero(self.codes, [scales], [offsets]) == _MIDDLE
+        are_words = scales.shape[-1] % 2 == 0
         return dataclasses.replace(
             self,
-            scales=self.scales.to(exact_dtype([self.scales])),
-            offsets=None if offsets is None else offsets.to(exact_dtype([offsets])),
-            has_middle=offsets is None and self.offsets is not None,
+            scales=scales.to(exact_dtype([scales])) if are_words else scales,
+            offsets=None if has_middle else offsets,
+            has_middle=has_middle,
         )
 
     @staticmethod
