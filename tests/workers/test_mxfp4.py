@@ -21,6 +21,7 @@ from workers.model.decoder import load_decoder
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mxfp4 import dequantized
 from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts
+from workers.model.model_config import read_model_config
 from workers.model.quantization.weight_form import AS_STORED, DEQUANTIZED
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
@@ -107,6 +108,17 @@ def test_every_rank_holds_its_part(tp: int, ep: int, tmp_path: Path) -> None:
     downs = sum(down.double().sum() for down in whole.experts.downs) + whole.experts.down_bias.double().sum()
     torch.testing.assert_close(total, torch.as_tensor(downs))
     assert sum(map(torch.numel, parts)) == 2 * 5 * 96 * 64
+
+
+def test_codes_of_experts_are_counted_on_every_device(tmp_path: Path) -> None:
+    write_quantized(tmp_path)
+    rank, checkpoint = RankShape(read_model_config(tmp_path), 0, 2), Checkpoint.read(tmp_path)
+    floats, *kept = (
+        checkpoint.weight_bytes(rank, 2, form)
+        for form in (DEQUANTIZED, AS_STORED.on("cpu"), AS_STORED.on("cuda"))
+    )
+    num_weights = 2 * 5 * 3 * 96 * 64
+    assert [floats - it for it in kept] == [num_weights * (2 - 0.5625)] * 2
 
 
 def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
