@@ -209,8 +209,8 @@ class RandomFiles(TensorFiles):
     def may_quantize(self) -> bool:
         return self.drawn_form is not None
 
-    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
-        if self.drawn_form is None:
+    def quantized(self, part: WeightSlice, *, is_table: bool = False) -> QuantizedWeight | None:
+        if self.drawn_form is None or is_table:
             return None
         num_rows, num_columns = part.shape[-2:]
         return draw_quantized(self.drawn_form, num_rows, num_columns, self.device).rows(part.rows)

@@ -245,6 +245,16 @@ def test_all_experts_are_four_launches(device: torch.device, num_tokens: int) ->
     assert launches[:-4] == ["aten::clone"]
 
 
+def test_experts_without_gates(device: torch.device) -> None:
+    drawn = drawn_experts(AWQ, 3, "relu2")
+    weights = dataclasses.replace(drawn, gates=[])
+    x, routing = torch.randn(5, AWQ.hidden_size), routing_of(5, 3, 2)
+    there = Routing(*(it.to(device) for it in routing))
+    experts = experts_on(device, weights)
+    assert isinstance(experts, TritonQuantizedExperts)
+    check(experts(x.to(device), there), weights, x, routing)
+
+
 def test_inputs_are_not_rounded(device: torch.device) -> None:
     """Although the checkpoint means that."""
     weights = drawn_experts(FORMS["int8"], 2)

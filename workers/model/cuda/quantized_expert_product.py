@@ -27,9 +27,9 @@ def multiply_gate_up(
     tile: ProductTile,
 ) -> Tensor:
     """Compute the activated columns [num_pairs, size] of the rows, by x [num_tokens, hidden_size] and
-    `weight` [num_experts, 2 * size, hidden_size], whose rows of gates come first. Behind the last row they
-    are undefined."""
-    out = x.new_empty(len(order.pairs), weight.num_outputs // 2)
+    `weight` [num_experts, 2 * size, hidden_size], whose rows of gates come first, or half as many outputs
+    with `relu2`. Behind the last row they are undefined."""
+    out = x.new_empty(len(order.pairs), gate.size_of(weight.num_outputs))
     _launch(x, weight, gate, order, out, tile, num_chosen)
     return out
 
@@ -82,7 +82,8 @@ def _expert_product_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows. With an activation, rows are of tokens, and even places of a tile of outputs
-    are of gates; without, rows are of pairs."""
+    are of gates, if there are any; without, rows are of pairs."""
+    HAS_GATES: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     own = tiles + 3 * tl.program_id(1)
     expert = tl.load(own).to(tl.int64)
     if expert < 0:
@@ -94,6 +95,7 @@ def _expert_product_kernel(
     is_output = outputs < num_outputs
     if ACTIVATION != "":
         sources = tl.load(pairs + rows, mask=is_row, other=0) // num_chosen
+    if HAS_GATES:
         outputs = outputs // 2 + (outputs % 2) * (num_outputs // 2)
     weight_rows = expert * num_outputs + outputs
     sums = segment_sums(
@@ -101,12 +103,14 @@ def _expert_product_kernel(
         weight_rows * num_groups, is_row, is_output, 0, num_inputs,
         num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
-    if ACTIVATION == "":
+    if bias is not None:
+        sums += tl.load(bias + weight_rows, mask=is_output, other=0.0).to(tl.float32)
+    if not HAS_GATES:
+        if ACTIVATION == "relu2":
+            sums = gated(sums, sums, alpha, limit, ACTIVATION)
         target = out + rows.to(tl.int64) * num_outputs + outputs
         tl.store(target, sums.to(out.dtype.element_ty), mask=is_row & is_output)
     else:
-        if bias is not None:
-            sums += tl.load(bias + weight_rows, mask=is_output, other=0.0).to(tl.float32)
         gate, up = tl.split(tl.permute(sums.reshape(OUTPUTS // 2, 2, ROWS), (0, 2, 1)))
         result = gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
         size = num_outputs // 2

@@ -21,8 +21,9 @@ _FEW_ROWS, _FEW_CHUNK, _MANY_CHUNK = 16, 512, 2048
 
 
 class TritonQuantizedExperts(SortedExperts):
-    """Experts whose codes lie on the device in two stacks, of [num_experts, 2 * size, hidden_size] and of
-    [num_experts, hidden_size, size] weights. No input is rounded, whatever the checkpoint says."""
+    """Experts whose codes lie on the device in two stacks, of [num_experts, 2 * size, hidden_size], or half
+    as many outputs without gates, and of [num_experts, hidden_size, size] weights. No input is rounded,
+    whatever the checkpoint says."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ def triton_quantized_experts(
     weights: QuantizedExpertWeights, *, is_deterministic: bool = False
 ) -> TritonQuantizedExperts | None:
     """Return the experts by the kernels; None where those of a layer have several forms."""
-    gate_up = stack_weights((weights.gates, weights.ups))
+    gate_up = stack_weights([part for part in (weights.gates, weights.ups) if part])
     down = None if gate_up is None else stack_weights((weights.downs,))
     if gate_up is None or down is None:
         return None
