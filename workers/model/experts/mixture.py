@@ -12,15 +12,12 @@ from workers.model.experts.copied_experts import CopiedExperts, with_slots
 from workers.model.experts.copy_slots import CopySlots
 from workers.model.experts.expert_products import CountingExperts, Experts
 from workers.model.experts.host_experts import SplitExperts, split_experts
-from workers.model.experts.make_experts import choose, make_experts
+from workers.model.experts.make_experts import choose, make_experts, make_quantized_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
-from workers.model.experts.packed_quantized_experts import (
-    PackedQuantizedExperts,
-    packed_quantized_experts,
-)
-from workers.model.experts.quantized_experts import QuantizedExperts, QuantizedExpertWeights
+from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
 from workers.model.make_linear import make_linear
@@ -189,8 +186,7 @@ class Mixture:
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
     if isinstance(experts := weights.experts, QuantizedExpertWeights):
-        packed = packed_quantized_experts(experts)
-        return packed or QuantizedExperts(experts, is_deterministic=is_deterministic)
+        return make_quantized_experts(experts, is_deterministic=is_deterministic)
     if weights.copies is not None:
         with_copies = with_slots(experts, weights.copies.num_slots)
         return make_experts(with_copies, is_deterministic=is_deterministic)

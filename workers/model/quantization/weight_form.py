@@ -23,10 +23,10 @@ _ROUNDED_TABLES = {
 }
 # The devices with kernels for products of quantized weights.
 QUANTIZED_ON = ("cpu", "cuda")
-# Those on which products round their inputs, where the checkpoint means that.
+# Those on which products round their inputs, where the checkpoint means that; experts never do.
 ROUNDS_INPUTS_ON = ("cuda",)
 # Those on which experts have such weights as well.
-EXPERTS_ON = ("cpu",)
+EXPERTS_ON = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
