@@ -52,7 +52,7 @@ def quantize(
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text like those of your requests: rounds int4 by GPTQ, for more accuracy."),
+        typer.Option(help="A text like those of your requests: int4 and w8a8 are more accurate by it."),
     ] = None,
     measure: Annotated[
         bool, typer.Option(help="Compute the perplexity before and after, a layer at a time.")
@@ -75,8 +75,8 @@ def quantize(
         target = QuantizationTarget.of(to, group)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from None
-    if calibrate is not None and to != "int4":
-        raise typer.BadParameter("is for --to int4", param_hint="--calibrate")
+    if calibrate is not None and to == "int8":
+        raise typer.BadParameter("is for --to int4 and w8a8", param_hint="--calibrate")
     path = fetched(ModelSource(model=located_model(model, Path().resolve()))).path
     with stages(err, f"quantizing {path.name}") as say:
         source = weights_folder(path, "bf16", model_cache, lambda phase: say("converting", phase))
@@ -89,7 +89,8 @@ def quantize(
     if as_json:
         typer.echo(json.dumps(_as_json(written, perplexities)))
     else:
-        _show(to_folder, written, perplexities, is_calibrated=calibrate is not None)
+        is_of_products = calibrate is not None and to == "int4"
+        _show(to_folder, written, perplexities, is_of_products=is_of_products)
 
 
 class _Run:
@@ -112,6 +113,7 @@ class _Run:
 
     def measure(self, text: Path | None) -> tuple[float, float] | None:
         """Return the perplexity before and after; None, and why in a line, where it cannot be had."""
+        from workers.quantizer.rounded_inputs import round_product_inputs
         from workers.quantizer.text_perplexity import layered_perplexity
         from workers.rank.runner_settings import read_dtype
 
@@ -119,9 +121,11 @@ class _Run:
         dtype = read_dtype(self._dtype_name)
         try:
             with _bar("measuring perplexity") as shown:
-                before, after = (
-                    layered_perplexity(folder, dtype, windows, functools.partial(_show_part, shown, what))
-                    for folder, what in ((self._source, "before"), (self._out, "after"))
+                show = functools.partial(_show_part, shown)
+                before = layered_perplexity(self._source, dtype, windows, functools.partial(show, "before"))
+                watch = round_product_inputs if self._target.quantizes_inputs else lambda decoder: None
+                after = layered_perplexity(
+                    self._out, dtype, windows, functools.partial(show, "after"), watch=watch
                 )
         except QuantizationError as error:
             err.print(f"perplexity is not measured: {error}", soft_wrap=True, highlight=False, markup=False)
@@ -132,14 +136,16 @@ class _Run:
         """Return what rounds, and what names its method, with the text that it depends on."""
         from workers.quantizer.gptq_rounder import GptqRounder
         from workers.quantizer.rounding import NearestRounder
+        from workers.quantizer.smooth_rounder import SmoothRounder
         from workers.rank.runner_settings import read_dtype
 
         if calibrate is None:
             return NearestRounder(self._target), "nearest"
         text = _read(calibrate)
         windows = self._windows(text, _CALIBRATION_WINDOWS)
-        rounder = GptqRounder(self._source, self._target, windows, read_dtype(self._dtype_name))
-        return rounder, f"gptq {hashlib.sha256(text.encode()).hexdigest()} {self._dtype_name}"
+        make, method = (SmoothRounder, "smooth") if self._target.quantizes_inputs else (GptqRounder, "gptq")
+        rounder = make(self._source, self._target, windows, read_dtype(self._dtype_name))
+        return rounder, f"{method} {hashlib.sha256(text.encode()).hexdigest()} {self._dtype_name}"
 
     def _windows(self, text: str, num_windows: int) -> list[Tensor]:
         from workers.quantizer.text_perplexity import text_windows
@@ -195,10 +201,10 @@ def _as_json(
 
 
 def _show(
-    folder: Path, written: QuantizedFolder, perplexities: tuple[float, float] | None, *, is_calibrated: bool
+    folder: Path, written: QuantizedFolder, perplexities: tuple[float, float] | None, *, is_of_products: bool
 ) -> None:
     """Print the errors, the sizes and the perplexities."""
-    of_what = "products with the text" if is_calibrated else "weights"
+    of_what = "products with the text" if is_of_products else "weights"
     out.print(f"errors of the layers, as parts of their {of_what}")
     table = made_table("", "layer", numbers=["error"])
     for layer, error in written.layer_to_error.items():

@@ -18,6 +18,9 @@ _BLOCK = 128
 _DAMPING = 0.01
 # Of one piece of the outputs, as 32-bit floats.
 _PIECE_BYTES = 64 << 20
+# Inputs whose rows of the sums are computed together: of those below the diagonal, which are the same as
+# those above, few are.
+_SUM_INPUTS = 256
 
 
 class _Factors(NamedTuple):
@@ -29,26 +32,33 @@ class _Factors(NamedTuple):
 
 
 class InputProducts:
-    """Sums up x xT of the inputs x of a product: `total` float32 [num_inputs, num_inputs]."""
+    """Sums up x xT of the inputs x of a product, float32 [num_inputs, num_inputs]."""
 
     def __init__(self, num_inputs: int) -> None:
-        self.total = torch.zeros(num_inputs, num_inputs)
+        # What is below the diagonal is left out, but for that of the blocks on it.
+        self._upper = torch.zeros(num_inputs, num_inputs)
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of some tokens, [num_tokens, num_inputs]."""
         wide = inputs.float()
-        self.total.addmm_(wide.t(), wide)
+        for begin in range(0, wide.shape[1], _SUM_INPUTS):
+            block = wide[:, begin : begin + _SUM_INPUTS]
+            self._upper[begin : begin + _SUM_INPUTS, begin:].addmm_(block.t(), wide[:, begin:])
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """The sums, to which nothing is added any more."""
+        return self._upper.triu_().add_(self._upper.triu(1).t())
 
     @functools.cached_property
     def factors(self) -> _Factors:
-        """Those of the sum, to which nothing is added any more."""
+        """The factors of these sums: products with the same inputs share them."""
         diagonal = self.total.diagonal()
         order = diagonal.argsort(descending=True, stable=True)
         damped = self.total[order][:, order].double()
         # Inputs that are always zero need some value, too.
         damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) or 1.0)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
+        return _Factors(order, _upper_of_inverse(damped).float())
 
 
 def gptq_rounded(
@@ -96,6 +106,14 @@ def _round_block(
         left[column:].addr_(upper[column, column:], change, alpha=-1)
         changes[column] = change
     return changes
+
+
+def _upper_of_inverse(matrix: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a positive definite matrix. It is the inverse of the
+    factor U of U UT, and this is the usual one with rows and columns in the opposite order."""
+    lower = torch.linalg.cholesky(matrix.flip(0, 1))
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
 
 
 def _of_products(weight: Tensor, total: Tensor) -> float:

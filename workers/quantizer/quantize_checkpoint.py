@@ -159,7 +159,7 @@ class QuantizationJob:
                 error, weight = error + rounded.squared_error, weight + rounded.squared_weight
                 stored = stored_tensors(rounded, self.target)
             else:
-                stored = [tensor]
+                stored = [rounder.kept(planned.source.name, tensor)]
             for value in stored:
                 _write_values(stream, value)
             done.num_bytes += planned.num_bytes

@@ -37,6 +37,9 @@ class Rounder(Protocol):
         """Round a weight [num_outputs, num_inputs], the tensor `name` of the layer, with scales in
         `dtype`."""
 
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what is stored for a tensor of the layer that is not rounded, of its shape and dtype."""
+
 
 class NearestRounder:
     """Rounds each weight to the nearest code."""
@@ -51,6 +54,9 @@ class NearestRounder:
         step = max(1, _PIECE_BYTES // (4 * weight.shape[1]))
         pieces = [_nearest(rows.float(), self._target, dtype) for rows in torch.split(weight, step)]
         return joined(pieces)
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 def joined(pieces: list[Rounded]) -> Rounded:

@@ -82,7 +82,7 @@ def test_a_gguf_file_is_quantized_from_what_it_is_worth(tmp_path: Path) -> None:
     [
         (["--to", "int3"], "'int3' is none of int8, w8a8, int4"),
         (["--to", "w8a8", "--group", "32"], "leave the group out"),
-        (["--to", "int8", "--calibrate", "text.txt"], "is for --to int4"),
+        (["--to", "int8", "--calibrate", "text.txt"], "is for --to int4 and w8a8"),
         (["--to", "int4", "--calibrate", "missing.txt"], "missing.txt: cannot be read"),
     ],
 )
