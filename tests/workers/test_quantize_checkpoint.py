@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -230,6 +232,39 @@ def test_a_disk_that_is_too_small_is_found_before(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(QuantizationError, match="free some, or name a folder elsewhere"):
         _quantized(make_checkpoint("qwen3", **SHAPE), tmp_path / "out", "int8")
+
+
+def test_a_disk_that_fills_up_ends_with_a_reason_and_continues(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, expected = make_checkpoint("qwen3", **SHAPE), tmp_path / "whole"
+    _quantized(source, expected, "int8")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(QuantizationError, match=r"out: cannot be written: No space left on device$"):
+            _quantized(source, tmp_path / "out", "int8")
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert _files(_quantized(source, tmp_path / "out", "int8")) == _files(expected)
+
+
+def test_folders_that_cannot_be_written_are_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """One that another process writes, and a path that is a file."""
+    source, busy = make_checkpoint("qwen3", **SHAPE), tmp_path / "busy"
+    busy.mkdir()
+    descriptor = os.open(busy, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(QuantizationError, match="busy: another process writes it; wait"):
+            _quantized(source, busy, "int8")
+    finally:
+        os.close(descriptor)
+    (tmp_path / "file").touch()
+    with pytest.raises(QuantizationError, match=r"file: cannot be written: File exists$"):
+        _quantized(source, tmp_path / "file", "int8")
 
 
 class _Refused(NamedTuple):

@@ -79,7 +79,7 @@ class QuantizationJob:
                 self._write_small_files(config, plan)
                 source_bytes = sum(tensor.num_bytes for tensor in source.tensors)
         except OSError as error:
-            reason = os_reason(error, has_path=False)
+            reason = os_reason(error, has_path=True)
             raise QuantizationError(f"{self.out}: cannot be written: {reason}") from error
         errors = {int(layer): error for shard in record.shards.values() for layer, error in shard.items()}
         return QuantizedFolder(dict(sorted(errors.items())), source_bytes, plan.num_bytes)
