@@ -52,9 +52,12 @@ def quantize(
         int | None,
         typer.Option(help="Inputs that share a scale; default: 32 of int4, all inputs of int8."),
     ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Give each group of int4 a zero point: more accurate.")
+    ] = False,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text like those of your requests: int4 and w8a8 are more accurate by it."),
+        typer.Option(help="A text like those of your requests: weights and inputs then lose less."),
     ] = None,
     measure: Annotated[
         bool, typer.Option(help="Compute the perplexity before and after, a layer at a time.")
@@ -74,11 +77,9 @@ def quantize(
     from workers.quantizer.target import QuantizationTarget  # here: it takes torch, as all below
 
     try:
-        target = QuantizationTarget.of(to, group)
+        target = QuantizationTarget.of(to, group, is_asymmetric=asymmetric)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from None
-    if calibrate is not None and to == "int8":
-        raise typer.BadParameter("is for --to int4 and w8a8", param_hint="--calibrate")
     calibration = None if calibrate is None else _read(calibrate, "--calibrate")
     measured = _measured_text(text) if measure else None
     path = fetched(ModelSource(model=located_model(model, Path().resolve()))).path
@@ -94,8 +95,7 @@ def quantize(
     if as_json:
         typer.echo(json.dumps(_as_json(written, perplexities)))
     else:
-        is_of_products = calibrate is not None and to == "int4"
-        _show(to_folder, written, perplexities, is_of_products=is_of_products)
+        _show(to_folder, written, perplexities, is_calibrated=calibrate is not None)
 
 
 class _Run:
@@ -224,10 +224,10 @@ def _as_json(
 
 
 def _show(
-    folder: Path, written: QuantizedFolder, perplexities: tuple[float, float] | None, *, is_of_products: bool
+    folder: Path, written: QuantizedFolder, perplexities: tuple[float, float] | None, *, is_calibrated: bool
 ) -> None:
     """Print the errors, the sizes and the perplexities."""
-    of_what = "products with the text" if is_of_products else "weights"
+    of_what = "products with the text" if is_calibrated else "weights"
     out.print(f"errors of the layers, as parts of their {of_what}")
     table = made_table("", "layer", numbers=["error"])
     for layer, error in written.layer_to_error.items():

@@ -29,6 +29,7 @@ from workers.quantizer.text_perplexity import layered_perplexity, text_windows
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 INT4 = QuantizationTarget.of("int4", 8)
+WITH_ZEROS = QuantizationTarget.of("int4", 8, is_asymmetric=True)
 
 
 def _drawn(seed: int, num_outputs: int = 6, num_inputs: int = 24) -> tuple[Tensor, Tensor]:
@@ -46,17 +47,18 @@ def _products(inputs: Tensor) -> InputProducts:
     return found
 
 
-def _naive(weight: Tensor, inputs: Tensor, scales: Tensor) -> Tensor:
+def _naive(weight: Tensor, inputs: Tensor, rounded: Rounded) -> Tensor:
     """Round a column after another, and choose those that are left so that the products with the inputs
     change least, by solving for them."""
     total = (inputs.t() @ inputs).double()
     order = total.diagonal().argsort(descending=True, stable=True).tolist()
     total += 0.01 * total.diagonal().mean() * torch.eye(len(total), dtype=torch.float64)
     left, codes = weight.double().clone(), torch.empty_like(weight)
-    steps = scales.double().repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    steps, zeros = (it.double().repeat_interleave(8, 1) for it in (rounded.scales, _zeros_of(rounded)))
     for place, column in enumerate(order):
-        codes[:, column] = (left[:, column] / steps[:, column]).round().clamp(-8, 7)
-        change = codes[:, column] * steps[:, column] - left[:, column]
+        raised = (left[:, column] / steps[:, column]).round() + zeros[:, column]
+        codes[:, column] = raised.clamp(-8, 7)
+        change = (codes[:, column] - zeros[:, column]) * steps[:, column] - left[:, column]
         rest = order[place + 1 :]
         if rest:
             solved = torch.linalg.solve(total[rest][:, rest], total[rest, column])
@@ -64,13 +66,23 @@ def _naive(weight: Tensor, inputs: Tensor, scales: Tensor) -> Tensor:
     return codes
 
 
+def _zeros_of(rounded: Rounded) -> Tensor:
+    return torch.zeros_like(rounded.scales) if rounded.zeros is None else rounded.zeros
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_codes_are_those_of_solving_for_the_columns_that_are_left(seed: int) -> None:
+@pytest.mark.parametrize("target", [INT4, WITH_ZEROS])
+def test_codes_are_those_of_solving_for_the_columns_that_are_left(
+    seed: int, target: QuantizationTarget
+) -> None:
     weight, inputs = _drawn(seed)
-    found = gptq_rounded(weight, _products(inputs), INT4, torch.float32)
-    expected = _naive(weight, inputs, found.scales)
+    weight += 0.8 if target.is_asymmetric else 0.0
+    found = gptq_rounded(weight, _products(inputs), target, torch.float32)
+    expected = _naive(weight, inputs, found)
+    assert (found.zeros is not None) == target.is_asymmetric
     assert float((found.codes != expected).double().mean()) <= 0.01  # where a half is rounded
-    assert not torch.equal(expected, (weight / found.scales.repeat_interleave(8, 1)).round().clamp(-8, 7))
+    nearest = (weight / found.scales.repeat_interleave(8, 1)).round()
+    assert not torch.equal(expected, (nearest + _zeros_of(found).repeat_interleave(8, 1)).clamp(-8, 7))
 
 
 def test_products_change_less_than_by_the_nearest_codes() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import unpacked_tensors
+from decoder_logits import decoder_logits
 from torch import Tensor
 
 from workers.errors import QuantizationError
@@ -79,6 +80,27 @@ def test_values_are_as_near_as_codes_can_be(
         assert float(steps.quantile(0.98)) <= 0.5 + 1e-4
         assert float(steps.double().square().mean().sqrt()) < limit * 0.6
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_zero_points_are_stored_as_they_are_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """By an independent unpacking, and by our own reader; values that are no more below zero than above lose
+    less by them, too."""
+    source, plain = make_checkpoint("qwen3", **SHAPE), tmp_path / "plain"
+    target = QuantizationTarget.of("int4", is_asymmetric=True)
+    QuantizationJob(source, tmp_path / "out", target).run(NearestRounder(target))
+    key = "model.layers.0.mlp.down_proj.weight"
+    stored = unpacked_tensors.stored_tensors(tmp_path / "out")
+    assert stored[f"{key}_zero_point"].dtype == torch.int32
+    assert stored[f"{key}_zero_point"].shape == (SHAPE["hidden_size"] // 8, SHAPE["intermediate_size"] // 32)
+    weights = _scheme(tmp_path / "out")["config_groups"]["group_0"]["weights"]
+    assert (weights["symmetric"], weights["zp_dtype"]) == (False, "torch.int8")
+    unpacked_tensors.write_unpacked(tmp_path / "out", plain)
+    of_plain = decoder_logits(plain, range(30))
+    torch.testing.assert_close(decoder_logits(tmp_path / "out", range(30)), of_plain, rtol=1e-3, atol=1e-3)
+    symmetric = unpacked_tensors.unpacked(_quantized(source, tmp_path / "symmetric", "int4"))
+    before, after = unpacked_tensors.stored_tensors(source)[key], unpacked_tensors.stored_tensors(plain)[key]
+    errors = [float((it.double() - before.double()).square().sum()) for it in (after, symmetric[key])]
+    assert errors[0] < 0.95 * errors[1]
 
 
 def _grouped(values: Tensor, num_groups: int) -> Tensor:
@@ -271,6 +293,7 @@ class _Refused(NamedTuple):
     name: str
     group: int | None
     words: str
+    is_asymmetric: bool = False
 
 
 @pytest.mark.parametrize(
@@ -279,11 +302,12 @@ class _Refused(NamedTuple):
         _Refused("fp4", None, "is none of int8, w8a8, int4"),
         _Refused("int4", 12, "is no multiple of 8"),
         _Refused("w8a8", 32, "leave the group out"),
+        _Refused("int8", None, "zero points are for int4", is_asymmetric=True),
     ],
 )
 def test_settings_that_nothing_reads_are_refused(case: _Refused) -> None:
     with pytest.raises(QuantizationError, match=case.words):
-        QuantizationTarget.of(case.name, case.group)
+        QuantizationTarget.of(case.name, case.group, is_asymmetric=case.is_asymmetric)
 
 
 def test_weights_without_whole_groups_stay(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.quantizer.rounding import Rounded, best_scales, joined
+from workers.quantizer.code_grid import Grid
+from workers.quantizer.rounding import Rounded, best_grid, joined
 from workers.quantizer.target import QuantizationTarget
 
 # Columns whose changes reach the later ones together.
@@ -34,9 +35,10 @@ class _Factors(NamedTuple):
 class InputProducts:
     """Sums up x xT of the inputs x of a product, float32 [num_inputs, num_inputs]."""
 
-    def __init__(self, num_inputs: int) -> None:
-        # What is below the diagonal is left out, but for that of the blocks on it.
-        self._upper = torch.zeros(num_inputs, num_inputs)
+    def __init__(self, num_inputs: int, upper: Tensor | None = None) -> None:
+        """Begin with nothing, or with the sums `upper`, which are overwritten: what they have below the
+        diagonal is passed over."""
+        self._upper = torch.zeros(num_inputs, num_inputs) if upper is None else upper
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of some tokens, [num_tokens, num_inputs]."""
@@ -45,10 +47,16 @@ class InputProducts:
             block = wide[:, begin : begin + _SUM_INPUTS]
             self._upper[begin : begin + _SUM_INPUTS, begin:].addmm_(block.t(), wide[:, begin:])
 
+    def divided(self, factors: Tensor) -> InputProducts:
+        """Return the sums for inputs that are divided by `factors` [num_inputs]."""
+        return InputProducts(len(factors), self._upper / torch.outer(factors, factors))
+
     @functools.cached_property
     def total(self) -> Tensor:
         """The sums, to which nothing is added any more."""
-        return self._upper.triu_().add_(self._upper.triu(1).t())
+        with torch.inference_mode():
+            upper = self._upper.triu_()
+            return upper.add_(upper.triu(1).t())
 
     @functools.cached_property
     def factors(self) -> _Factors:
@@ -78,31 +86,48 @@ def _rounded(
     order, upper = inputs.factors
     num_groups = target.num_groups(num_inputs)
     importance = total.diagonal().view(num_groups, -1)
-    scales = best_scales(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
+    grid = best_grid(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
     # Columns as rows, whose values lie one after another.
     left, codes = weight.t()[order].contiguous(), torch.empty(num_inputs, num_outputs)
-    steps = scales.float().t().repeat_interleave(num_inputs // num_groups, 0)
-    ordered = steps[order]
+    columns = _Columns.of(grid, order, num_inputs // num_groups)
     for begin in range(0, num_inputs, _BLOCK):
         held = slice(begin, min(begin + _BLOCK, num_inputs))
-        changes = _round_block(left[held], upper[held, held], ordered[held], codes[held], target)
+        changes = _round_block(left[held], upper[held, held], columns.part(held), codes[held], target)
         left[held.stop :].addmm_(upper[held, held.stop :].t(), changes, alpha=-1)
-    placed = torch.empty_like(codes).index_copy_(0, order, codes)
-    error = (placed * steps).t() - weight
-    found = placed.t().to(torch.int8).contiguous()
-    return Rounded(found, scales, _of_products(error, total), _of_products(weight, total))
+    found = torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
+    error = grid.values(found.view(num_outputs, num_groups, -1)).view(num_outputs, -1).sub_(weight)
+    errors = _of_products(error, total), _of_products(weight, total)
+    return Rounded(found.to(torch.int8), grid.scales, *errors, grid.zeros)
+
+
+class _Columns(NamedTuple):
+    """The grid of each column, in some order: scales and zero points, float32 [num_columns, num_outputs]."""
+
+    steps: Tensor
+    zeros: Tensor
+
+    @staticmethod
+    def of(grid: Grid, order: Tensor, group: int) -> _Columns:
+        steps = grid.scales.float().t()
+        zeros = torch.zeros_like(steps) if grid.zeros is None else grid.zeros.float().t()
+        groups = order // group
+        return _Columns(steps[groups], zeros[groups])
+
+    def part(self, held: slice) -> _Columns:
+        return _Columns(self.steps[held], self.zeros[held])
 
 
 def _round_block(
-    left: Tensor, upper: Tensor, steps: Tensor, codes: Tensor, target: QuantizationTarget
+    left: Tensor, upper: Tensor, columns: _Columns, codes: Tensor, target: QuantizationTarget
 ) -> Tensor:
     """Round the columns `left` [num_columns, num_outputs] of a block, in place, into `codes`; return what
     they change of the later ones, in units of the rows of `upper`."""
     changes = torch.empty_like(left)
     for column, values in enumerate(left):
-        code = (values / steps[column]).round_().clamp_(-target.largest - 1, target.largest)
+        step, zero = columns.steps[column], columns.zeros[column]
+        code = (values / step).round_().add_(zero).clamp_(-target.largest - 1, target.largest)
         codes[column] = code
-        change = (values - code * steps[column]) / upper[column, column]
+        change = (values - (code - zero) * step) / upper[column, column]
         left[column:].addr_(upper[column, column:], change, alpha=-1)
         changes[column] = change
     return changes

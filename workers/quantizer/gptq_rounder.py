@@ -46,12 +46,17 @@ class GptqRounder:
         self._product_to_inputs = self._layers.advance(layer)
 
     def rounded(self, name: str, weight: Tensor, dtype: torch.dtype) -> Rounded:
-        found = _LAYER.fullmatch(name)
-        product = _PRODUCT_OF.get(found["rest"], "") if found else ""
-        inputs = self._product_to_inputs.get(product)
+        inputs = self._product_to_inputs.get(product_of(name))
         if inputs is None or len(inputs.total) != weight.shape[1]:
             return self._nearest.rounded(name, weight, dtype)
         return gptq_rounded(weight, inputs, self._target, dtype)
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
+
+
+def product_of(name: str) -> str:
+    """Return the product that a weight of a layer is a part of, as `DecoderLayer.replace_products` names it;
+    "": none of them."""
+    found = _LAYER.fullmatch(name)
+    return _PRODUCT_OF.get(found["rest"], "") if found else ""

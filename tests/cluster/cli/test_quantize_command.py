@@ -85,7 +85,7 @@ def test_a_gguf_file_is_quantized_from_what_it_is_worth(tmp_path: Path) -> None:
         (["--to", "int3"], "'int3' is none of int8, w8a8, int4"),
         (["--to", "int4", "--group", "33"], "a group of 33 inputs is no multiple of 8"),
         (["--to", "w8a8", "--group", "32"], "leave the group out"),
-        (["--to", "int8", "--calibrate", "text.txt"], "is for --to int4 and w8a8"),
+        (["--to", "w8a8", "--asymmetric"], "zero points are for int4"),
         (["--to", "int4", "--calibrate", "missing.txt"], "missing.txt: cannot be read: No such file"),
         (["--to", "int4", "--calibrate", "."], "cannot be read: Is a directory"),
     ],
