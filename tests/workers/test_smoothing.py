@@ -19,11 +19,12 @@ from workers.quantizer.checkpoint_plan import SourceTensors
 from workers.quantizer.factor_search import searched_factors
 from workers.quantizer.input_sample import InputSample
 from workers.quantizer.quantize_checkpoint import QuantizationJob
-from workers.quantizer.rounded_inputs import round_inputs
+from workers.quantizer.rounded_inputs import round_inputs, round_product_inputs
 from workers.quantizer.smooth_rounder import SmoothRounder
 from workers.quantizer.smoothing_factors import LayerFactors
 from workers.quantizer.smoothing_pairs import LayerPairs, SmoothingPair
 from workers.quantizer.target import QuantizationTarget
+from workers.quantizer.text_perplexity import layered_perplexity
 
 MakeCheckpoint = Callable[..., Path]
 PROMPT = [token * 7 % 200 for token in range(40)]
@@ -129,6 +130,19 @@ def test_a_run_that_continues_finds_the_same_factors(make_checkpoint: MakeCheckp
     torch.testing.assert_close(plain[queries], stored[queries].float() * factors, rtol=0, atol=0.01)
     codes = unpacked_tensors.stored_tensors(tmp_path / "out")[up]
     assert torch.equal(again.rounded(up, stored[up], stored[up].dtype).codes, codes)
+
+
+def test_inputs_are_rounded_for_the_perplexity(make_checkpoint: MakeCheckpoint) -> None:
+    """To 8 bits by a scale of each token, and once: a product that rounds by itself changes nothing more."""
+    inputs = torch.tensor([[0.5, -127.0, 0.2], [0.0, 0.0, 0.0], [1e-3, 2.54e-1, 5.1e-3]])
+    expected = torch.tensor([[0.0, -127.0, 0.0], [0.0, 0.0, 0.0], [0.0, 2.54e-1, 6e-3]])
+    torch.testing.assert_close(round_inputs(inputs), expected)
+    torch.testing.assert_close(round_inputs(expected), expected)
+    source, windows = make_checkpoint("qwen3"), [torch.tensor(PROMPT)]
+    plain = layered_perplexity(source, torch.float32, windows)
+    rounded = layered_perplexity(source, torch.float32, windows, watch=round_product_inputs)
+    assert rounded != plain
+    assert rounded == pytest.approx(plain, rel=0.05)
 
 
 def _error(inputs: Tensor, weight: Tensor, factors: Tensor) -> float:
