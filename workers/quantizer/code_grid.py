@@ -49,12 +49,11 @@ def least_error_grid(
         # The code of the smallest value is the smallest one.
         first = (-low / found.float()).round_() - largest - 1
         for shift in _SHIFTS:
-            grid = Grid(found, (first + shift).clamp_(-largest - 1, largest).to(torch.int8))
+            shifted = (first + shift).clamp_(-largest - 1, largest).to(torch.int8)
+            grid = Grid(found, shifted)
             squares = grid.values(grid.nearest(grouped, largest)).sub_(grouped).square_()
             error = (squares if importance is None else squares.mul_(importance)).sum(-1)
             is_better = error < least
             least = torch.where(is_better, error, least)
-            scales, zeros = (
-                torch.where(is_better, ours, kept) for ours, kept in zip(grid, (scales, zeros), strict=True)
-            )
+            scales, zeros = torch.where(is_better, found, scales), torch.where(is_better, shifted, zeros)
     return Grid(scales, zeros)
