@@ -103,7 +103,7 @@ def test_searched_factors_lose_less_where_inputs_have_outliers() -> None:
         if has_outliers:
             inputs[:, 7] *= 60
         sample = InputSample(64)
-        for window in inputs.split(100):
+        for window in torch.split(inputs, 100):
             sample.add(window)
         factors = searched_factors(pair, sample, [weight])
         if not has_outliers:

@@ -138,7 +138,8 @@ def _upper_of_inverse(matrix: Tensor) -> Tensor:
     factor U of U UT, and this is the usual one with rows and columns in the opposite order."""
     lower = torch.linalg.cholesky(matrix.flip(0, 1))
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
-    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return inverse.flip(0, 1)
 
 
 def _of_products(weight: Tensor, total: Tensor) -> float:
