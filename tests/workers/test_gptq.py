@@ -20,12 +20,14 @@ from decoder_logits import decoder_logits
 from torch import Tensor
 
 from cluster.text.tokenizer import ModelText
+from workers.model.products import TorchLinear
 from workers.quantizer.gptq import InputProducts, gptq_rounded
 from workers.quantizer.gptq_rounder import GptqRounder
 from workers.quantizer.quantize_checkpoint import QuantizationJob
 from workers.quantizer.rounding import NearestRounder, Rounded, Rounder
 from workers.quantizer.target import QuantizationTarget
 from workers.quantizer.text_perplexity import layered_perplexity, text_windows
+from workers.quantizer.watched_layers import watched
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 INT4 = QuantizationTarget.of("int4", 8)
@@ -116,6 +118,19 @@ def test_windows_are_from_all_over_the_text() -> None:
     tokens = np.arange(1000, dtype=np.uint32)
     assert [it[0].item() for it in text_windows(tokens, 3, 100)] == [0, 450, 900]
     assert [it.tolist() for it in text_windows(tokens[:10], 3, 100)] == [list(range(10))]
+
+
+def test_a_token_does_not_outweigh_all_others() -> None:
+    """Inputs are seen 4 times as long as the median of their window at most; tokens without any stay."""
+    drawn = torch.randn(33, 24, generator=torch.Generator().manual_seed(4))
+    inputs, seen = torch.nn.functional.normalize(drawn), InputProducts(24)
+    inputs[0], inputs[1] = 1000 * inputs[0], 0.0
+    product = torch.randn(8, 24, generator=torch.Generator().manual_seed(5))
+    found = watched(TorchLinear(product), seen)(inputs)
+    assert torch.equal(found, inputs @ product.t())
+    expected = inputs.clone()
+    expected[0] *= 4 / 1000
+    torch.testing.assert_close(seen.total, expected.t() @ expected, rtol=1e-4, atol=1e-4)
 
 
 def _perplexity(rounder: Rounder, target: QuantizationTarget, folder: Path, windows: list[Tensor]) -> float:

@@ -14,7 +14,7 @@ _NUM_STEPS = (11.0, 12.0, 13.0, 13.5, 14.0, 14.5, 15.0, 15.5)
 _SHIFTS = (0.0, -1.0, 1.0)
 
 
-class Grid(NamedTuple):
+class CodeGrid(NamedTuple):
     """The meaning of the codes of each group, `(code - zero) * scale`: `scales` [num_outputs, num_groups] as
     they are stored, and `zeros` int8 of this shape; None: all are 0."""
 
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 def least_error_grid(
     grouped: Tensor, largest: int, stored: Callable[[Tensor], Tensor], importance: Tensor | None = None
-) -> Grid:
+) -> CodeGrid:
     """Return the grid with zero points that has the least square error for float32 `grouped` [num_outputs,
     num_groups, group], each input counting by its `importance` [num_groups, group]; scales are as they are
     `stored`. A group always has zero in its range."""
@@ -50,10 +50,10 @@ def least_error_grid(
         first = (-low / found.float()).round_() - largest - 1
         for shift in _SHIFTS:
             shifted = (first + shift).clamp_(-largest - 1, largest).to(torch.int8)
-            grid = Grid(found, shifted)
+            grid = CodeGrid(found, shifted)
             squares = grid.values(grid.nearest(grouped, largest)).sub_(grouped).square_()
             error = (squares if importance is None else squares.mul_(importance)).sum(-1)
             is_better = error < least
             least = torch.where(is_better, error, least)
             scales, zeros = torch.where(is_better, found, scales), torch.where(is_better, shifted, zeros)
-    return Grid(scales, zeros)
+    return CodeGrid(scales, zeros)

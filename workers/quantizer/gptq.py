@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.quantizer.code_grid import Grid
+from workers.quantizer.code_grid import CodeGrid
 from workers.quantizer.rounding import Rounded, best_grid, joined
 from workers.quantizer.target import QuantizationTarget
 
@@ -107,7 +107,7 @@ class _Columns(NamedTuple):
     zeros: Tensor
 
     @staticmethod
-    def of(grid: Grid, order: Tensor, group: int) -> _Columns:
+    def of(grid: CodeGrid, order: Tensor, group: int) -> _Columns:
         steps = grid.scales.float().t()
         zeros = torch.zeros_like(steps) if grid.zeros is None else grid.zeros.float().t()
         groups = order // group

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.model.quantization.nearest_codes import least_error_scales
-from workers.quantizer.code_grid import Grid, least_error_grid
+from workers.quantizer.code_grid import CodeGrid, least_error_grid
 from workers.quantizer.target import QuantizationTarget
 
 # By what the largest magnitude of a group of codes of 4 bits may be divided for a scale.
@@ -76,12 +76,12 @@ def joined(pieces: list[Rounded]) -> Rounded:
 
 def best_grid(
     grouped: Tensor, target: QuantizationTarget, dtype: torch.dtype, importance: Tensor | None = None
-) -> Grid:
+) -> CodeGrid:
     """Return the codes for each group of `grouped` float32 [num_outputs, num_groups, group], with scales in
     `dtype`: of 8 bits those that reach the largest magnitude, of 4 bits those with the least square error,
     each input counting by its `importance` [num_groups, group]."""
     if target.num_bits == 8:
-        return Grid(_scale(grouped.abs().amax(-1) / target.largest, dtype), None)
+        return CodeGrid(_scale(grouped.abs().amax(-1) / target.largest, dtype), None)
 
     def stored(scales: Tensor) -> Tensor:
         return _scale(scales, dtype)
@@ -89,7 +89,7 @@ def best_grid(
     if target.is_asymmetric:
         return least_error_grid(grouped, target.largest, stored, importance)
     scales = least_error_scales(grouped, target.largest, _DIVISORS, stored, importance)
-    return Grid(scales.to(dtype), None)
+    return CodeGrid(scales.to(dtype), None)
 
 
 def _nearest(weight: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> Rounded:

@@ -13,12 +13,15 @@ from workers.model.decoder import Decoder
 from workers.model.products import Linear
 from workers.quantizer.window_states import WindowStates
 
+# A token's inputs are made so many times as long as the median of a window at most.
+_LONGEST = 4.0
+
 
 class InputWatcher(Protocol):
     """Sees the inputs of one product."""
 
     def add(self, inputs: Tensor) -> None:
-        """See the inputs of a window, [num_tokens, num_inputs], which are overwritten later."""
+        """See the inputs of a window, float32 [num_tokens, num_inputs], without outliers among tokens."""
 
 
 W = TypeVar("W", bound=InputWatcher)
@@ -53,11 +56,11 @@ class WatchedLayers(Generic[W]):
         for number, layer in enumerate(decoder.layers, decoder.shard.layer_start):
             name_to_watcher = self._layer_to_watchers.setdefault(number, {})
 
-            def watched(name: str, product: Linear, into: dict[str, W] = name_to_watcher) -> Linear:
+            def replaced(name: str, product: Linear, into: dict[str, W] = name_to_watcher) -> Linear:
                 into[name] = watcher = self._make(product.num_inputs)
-                return WatchedLinear(product, _seen_by(watcher))
+                return watched(product, watcher)
 
-            layer.replace_products(watched)
+            layer.replace_products(replaced)
 
 
 class WatchedLinear(Linear):
@@ -83,9 +86,21 @@ class WatchedLinear(Linear):
         return self._product.lookup(ids)
 
 
-def _seen_by(watcher: InputWatcher) -> Callable[[Tensor], Tensor]:
+def watched(product: Linear, watcher: InputWatcher) -> WatchedLinear:
+    """Return the product, whose inputs `watcher` sees."""
+
     def seen(x: Tensor) -> Tensor:
-        watcher.add(x)
+        watcher.add(_shortened(x))
         return x
 
-    return seen
+    return WatchedLinear(product, seen)
+
+
+def _shortened(inputs: Tensor) -> Tensor:
+    """Shorten inputs [num_tokens, num_inputs] that are far longer than those of other tokens, in float32. In
+    some layers those of the first token are a thousand times as long, and all sums would be theirs alone,
+    although the norm that follows makes an error of theirs small."""
+    wide = inputs.float()
+    lengths = wide.norm(dim=1, keepdim=True)
+    limit = _LONGEST * lengths.median()
+    return wide * (limit / lengths).nan_to_num(1.0, 1.0).clamp(max=1.0)
