@@ -102,5 +102,5 @@ def _shortened(inputs: Tensor) -> Tensor:
     although the norm that follows makes an error of theirs small."""
     wide = inputs.float()
     lengths = wide.norm(dim=1, keepdim=True)
-    limit = _LONGEST * lengths.median()
-    return wide * (limit / lengths).nan_to_num(1.0, 1.0).clamp(max=1.0)
+    factors: Tensor = (_LONGEST * lengths.median() / lengths).nan_to_num(1.0, 1.0).clamp(max=1.0)
+    return wide * factors
