@@ -9,6 +9,7 @@ from kvtransfer.common.host import cpu_flags
 from workers.errors import WorkerError
 
 _FORCED = "TANDEM_CPU_ISA"
+_VNNI = "avx512_vnni"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -29,8 +30,10 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """The flags that the compiler is given for it, in place of -march."""
-        return _COMPILER_FLAGS[self]
+        """The flags that the compiler is given for it, in place of -march. Products of integers use an
+        extension of AVX-512 where this CPU has it."""
+        has_vnni = self is not Isa.AVX2 and _VNNI in cpu_flags()
+        return (*_COMPILER_FLAGS[self], "-mavx512vnni") if has_vnni else _COMPILER_FLAGS[self]
 
     @property
     def multiplies_bf16(self) -> bool:

@@ -1,0 +1,328 @@
+// Linear products with weights of 8 bits of rows that are rounded to 8 bits as well: sums of integers, which are exact.
+//
+// A row becomes int8 by a scale of its own, its greatest magnitude divided by 127, as a vector of quantized KV does
+// (`kv_elements.h`). Products are summed in 32 bits over all inputs, and then: float(sum) * the output's scale, with
+// offsets + offset * float(the sum of the row), * the row's scale, each rounded. As sums are exact, every instruction
+// set and every number of rows gives the same bits, and so does `workers/model/quantization/integer_product.py`.
+//
+// Panels are those of `quantized_products.h`, of one group, whose codes lie four inputs of an output side by side,
+// [num_inputs / 4][32][4]. A code is stored with 128 added, without a sign: instructions that multiply bytes take one
+// factor with a sign and one without. What 128 adds to a product is 128 times the sum of the row.
+
+#pragma once
+
+#include "kv_elements.h"
+#include "layer_ops.h"
+#include "quantized_products.h"
+
+#if defined(__AVX512VNNI__) && !defined(TANDEM_WITHOUT_VNNI)
+#define TANDEM_VNNI
+#endif
+
+constexpr int32_t CODE_BIAS = 128;
+constexpr int64_t QUAD = 4;  // inputs that lie side by side
+constexpr int64_t QUAD_BYTES = QUAD * PANEL;
+
+// ------------------------------------------------------------------------------------- products of quads
+// Vectors of sums of a row and a panel: of each output one sum or, where bytes are widened to 16 bits, two.
+
+#if defined(TANDEM_VNNI)
+using RoundedInput = int8_t;
+constexpr int SUM_VECS = 2, MOST_INTEGER_ROWS = 12;
+
+INLINE IntVec load_quads(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
+INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
+  int32_t bits;
+  memcpy(&bits, inputs, sizeof(bits));
+  return _mm512_set1_epi32(bits);
+}
+INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
+  return _mm512_dpbusd_epi32(sums, codes, inputs);
+}
+INLINE IntVec output_sums(const IntVec* sums) { return sums[0]; }
+INLINE void store_rounded(IntVec value, RoundedInput* to) { store_low_bytes(value, to); }
+
+#elif defined(__AVX512F__)
+using RoundedInput = int16_t;
+constexpr int SUM_VECS = 4, MOST_INTEGER_ROWS = 6;
+
+INLINE IntVec load_quads(const uint8_t* codes) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+}
+INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
+  int64_t bits;
+  memcpy(&bits, inputs, sizeof(bits));
+  return _mm512_set1_epi64(bits);
+}
+INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(codes, inputs));
+}
+INLINE IntVec output_sums(const IntVec* sums) {
+  __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_permutex2var_epi32(sums[0], even, sums[1]),
+                          _mm512_permutex2var_epi32(sums[0], odd, sums[1]));
+}
+INLINE void store_rounded(IntVec value, RoundedInput* to) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(value));
+}
+
+#else
+using RoundedInput = int16_t;
+constexpr int SUM_VECS = 8, MOST_INTEGER_ROWS = 3;
+
+INLINE IntVec load_quads(const uint8_t* codes) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes));
+}
+INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
+  int64_t bits;
+  memcpy(&bits, inputs, sizeof(bits));
+  return _mm256_set1_epi64x(bits);
+}
+INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, inputs));
+}
+INLINE IntVec output_sums(const IntVec* sums) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[0], sums[1]), 0b11011000);
+}
+INLINE void store_rounded(IntVec value, RoundedInput* to) {
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(value, value), 0b1000);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(words));
+}
+#endif
+
+#if defined(__AVX512F__)
+INLINE IntVec broadcast_int(int32_t value) { return _mm512_set1_epi32(value); }
+INLINE IntVec add_ints(IntVec a, IntVec b) { return _mm512_add_epi32(a, b); }
+INLINE Vec int_to_float(IntVec value) { return _mm512_cvtepi32_ps(value); }
+#else
+INLINE IntVec broadcast_int(int32_t value) { return _mm256_set1_epi32(value); }
+INLINE IntVec add_ints(IntVec a, IntVec b) { return _mm256_add_epi32(a, b); }
+INLINE Vec int_to_float(IntVec value) { return _mm256_cvtepi32_ps(value); }
+#endif
+
+constexpr int SUMS_EACH = SUM_VECS / PANEL_VECS;  // vectors of sums of a vector of outputs
+
+// -------------------------------------------------------------------------------------------- the kernel
+
+// Rows of rounded inputs, the scale of each, and the sum of its inputs.
+struct RoundedRows {
+  const RoundedInput* inputs;
+  int64_t stride;
+  const float* scales;
+  const int32_t* sums;
+
+  RoundedRows from(int64_t row) const { return {inputs + row * stride, stride, scales + row, sums + row}; }
+};
+
+// Scales the sums of M rows, of V vectors of them from `first` on, to c[M, 32].
+template <int M, int V>
+INLINE void scale_sums(const IntVec (&sums)[M][V], const PanelShape& shape, const uint8_t* scales, int first,
+                       const RoundedRows& rows, float* c) {
+  constexpr int outputs = V / SUMS_EACH;
+  first /= SUMS_EACH;
+#pragma GCC unroll 4
+  for (int v = 0; v < outputs; v++) {
+    Vec scale = load_scales(scales, shape.scale_kind, first + v), offset;
+    if (shape.offset_kind) offset = load_scales(scales + scale_bytes(shape.scale_kind), shape.offset_kind, first + v);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      IntVec exact = add_ints(output_sums(sums[m] + v * SUMS_EACH), broadcast_int(-CODE_BIAS * rows.sums[m]));
+      Vec result = int_to_float(exact) * scale;
+      if (shape.offset_kind) result = result + offset * broadcast(float(rows.sums[m]));
+      store(result * broadcast(rows.scales[m]), c + m * PANEL + (first + v) * LANES);
+    }
+  }
+}
+
+// c[M, 32] of V vectors of sums from `first` on; `ahead.step` bytes are fetched for each step of inputs.
+template <int M, int V>
+INLINE void multiply_quads(const PanelShape& shape, const uint8_t* panel, int first, const RoundedRows& rows,
+                           Ahead ahead, float* c) {
+  IntVec sums[M][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[m][v] = IntVec{};
+  const uint8_t* codes = panel + first * (QUAD_BYTES / SUM_VECS);
+  const RoundedInput* inputs = rows.inputs;
+  for (int64_t i = 0; i < shape.group; i += STEP_INPUTS, inputs += STEP_INPUTS, ahead.at += ahead.step) {
+    for (int64_t line = 0; line < ahead.step; line += 64) prefetch_weights<M>(ahead.at + line);
+#pragma GCC unroll 2
+    for (int quad = 0; quad < STEP_INPUTS; quad += QUAD, codes += QUAD_BYTES) {
+      IntVec loaded[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) loaded[v] = load_quads(codes + v * (QUAD_BYTES / SUM_VECS));
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++) {
+        IntVec quads = broadcast_quad(inputs + m * rows.stride + quad);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sums[m][v] = add_quads(sums[m][v], loaded[v], quads);
+      }
+    }
+  }
+  scale_sums<M, V>(sums, shape, panel + shape.code_bytes, first, rows, c);
+}
+
+// c[M, 32] of a panel, in as many parts as the sums need registers.
+template <int M>
+__attribute__((noinline)) void multiply_integers(const PanelShape& shape, const uint8_t* panel,
+                                                 const RoundedRows& rows, Ahead ahead, float* c) {
+  constexpr int V = LANES == 16 || M == 1 ? SUM_VECS : SUM_VECS / 2;
+  for (int first = 0; first < SUM_VECS; first += V, ahead = {})
+    multiply_quads<M, V>(shape, panel, first, rows, ahead, c);
+}
+
+// What is fetched while a block of rows is multiplied. One block reads its own stream, a fixed distance ahead. Of
+// several, each fetches its part of the next panel, which is followed by all of them.
+INLINE Ahead ahead_of_block(const PanelShape& shape, const uint8_t* panel, int64_t num_blocks, int64_t block) {
+  constexpr int64_t step_bytes = STEP_INPUTS * PANEL;
+  if (num_blocks == 1) return {(const char*)panel + AHEAD_BYTES, step_bytes};
+  int64_t step = (step_bytes + num_blocks - 1) / num_blocks;
+  return {(const char*)panel + shape.panel_bytes + block * step * (shape.group / STEP_INPUTS), step};
+}
+
+// The rows that take turns with a panel, of so many: they and two panels stay in a core's second cache.
+INLINE int64_t integer_group_rows(int64_t num_rows, int64_t stride) {
+  constexpr int64_t step = 4 * MOST_INTEGER_ROWS;
+  int64_t most = (256 << 10) / (stride * int64_t(sizeof(RoundedInput))) / step * step;
+  int64_t num_groups = (num_rows + std::max(most, step) - 1) / std::max(most, step);
+  return (num_rows + num_groups * step - 1) / (num_groups * step) * step;
+}
+
+// The part of a thread: panels from `begin` to `end` for rows of a product.
+template <typename T>
+void multiply_integer_part(const LinearWeights& weights, const RoundedRows& rows, int64_t num_rows, int64_t begin,
+                           int64_t end, Epilogue epilogue, T* out, int64_t out_stride) {
+  PanelShape shape(*weights.quantized, weights.num_inputs);
+  int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
+  int64_t columns = is_gated(epilogue) ? PANEL / 2 : PANEL;
+  alignas(64) float sums[MOST_INTEGER_ROWS * PANEL];
+  int64_t group = integer_group_rows(num_rows, rows.stride);
+  for (int64_t row = 0; row < num_rows; row += group) {
+    int64_t count = std::min(group, num_rows - row);
+    int64_t num_blocks = (count + MOST_INTEGER_ROWS - 1) / MOST_INTEGER_ROWS;
+    for (int64_t number = begin; number < end; number++) {
+      const uint8_t* panel = static_cast<const uint8_t*>(weights.panels) + number * shape.panel_bytes;
+      int64_t block = 0;
+      for_row_blocks<MOST_INTEGER_ROWS>(count, [&](int64_t first, auto size) {
+        char* to = reinterpret_cast<char*>(out) + (row + first) * out_stride * item;
+        for (int64_t m = 0; m < size.value; m++)
+          __builtin_prefetch(to + (m * out_stride + number * columns) * item, 1);
+        Ahead ahead = ahead_of_block(shape, panel, num_blocks, block++);
+        multiply_integers<size.value>(shape, panel, rows.from(row + first), ahead, sums);
+        finish_panel<T>(sums, size.value, weights, number, epilogue, to, out_stride);
+      });
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ rounded rows
+
+// Rounds `count` numbers to int8, with zeros from there to `padded`, and returns their sum. A row that is not finite
+// becomes zeros with the scale NaN.
+template <typename T>
+INLINE int32_t round_row(const T* from, int64_t count, int64_t padded, RoundedInput* to, float* scale) {
+  IntVec most = {}, sums = {};
+  for_vectors(count, [&](int64_t i, auto width) { most = int_max(most, magnitude_bits(load_part(from + i, width))); });
+  ElementScale found = scale_of<Int8>(most);
+  *scale = found.scale;
+  memset(to, 0, padded * sizeof(RoundedInput));
+  if (!found.inverse) return 0;
+  Vec inverse = broadcast(found.inverse);
+  for_vectors(count, [&](int64_t i, auto width) {
+    IntVec value = to_int(load_part(from + i, width) * inverse);
+    sums = add_ints(sums, value);
+    if (i + LANES <= padded) return store_rounded(value, to + i);
+    RoundedInput last[LANES];
+    store_rounded(value, last);
+    memcpy(to + i, last, (padded - i) * sizeof(RoundedInput));
+  });
+  int32_t lanes[LANES], sum = 0;
+  memcpy(lanes, &sums, sizeof(lanes));
+  for (int32_t lane : lanes) sum += lane;
+  return sum;
+}
+
+// Some rows x in their rounded form, which all threads of a team make together.
+template <typename T>
+class RoundedInputs {
+ public:
+  RoundedInputs(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows)
+      : order_(weights.quantized->order), x_(x), x_stride_(x_stride), num_rows_(num_rows) {
+    num_inputs_ = weights.num_inputs;
+    padded_ = PanelShape(*weights.quantized, num_inputs_).group;
+    // An odd number of cache lines: rows that are many lines apart would share few places of the first cache.
+    constexpr int64_t line = 64 / sizeof(RoundedInput);
+    stride_ = ((padded_ + line - 1) / line | 1) * line;
+    int64_t floats = num_rows * stride_ * sizeof(RoundedInput) / sizeof(float);
+    float* memory = operand_scratch.floats(floats + 2 * num_rows);
+    inputs_ = reinterpret_cast<RoundedInput*>(memory);
+    scales_ = memory + floats;
+    sums_ = reinterpret_cast<int32_t*>(scales_ + num_rows);
+  }
+
+  void prepare() const {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows_; row++) {
+      const T* from = x_ + row * x_stride_;
+      if (order_) {
+        T* ordered = reinterpret_cast<T*>(panel_scratch.floats(num_inputs_));
+        for (int64_t i = 0; i < num_inputs_; i++) ordered[i] = from[order_[i]];
+        from = ordered;
+      }
+      sums_[row] = round_row(from, num_inputs_, padded_, inputs_ + row * stride_, scales_ + row);
+    }
+  }
+
+  RoundedRows rows() const { return {inputs_, stride_, scales_, sums_}; }
+
+ private:
+  const int64_t* order_;
+  const T* x_;
+  int64_t x_stride_, num_rows_, num_inputs_, padded_, stride_;
+  RoundedInput* inputs_;
+  float* scales_;
+  int32_t* sums_;
+};
+
+template <typename T>
+void integer_linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue,
+                    T* out, int64_t out_stride) {
+  int64_t num_panels = (weights.num_outputs + PANEL - 1) / PANEL;
+  int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
+  for (int64_t chunk = 0; chunk < num_rows; chunk += CHUNK_ROWS) {
+    int64_t rows = std::min(CHUNK_ROWS, num_rows - chunk);
+    RoundedInputs<T> inputs(weights, x + chunk * x_stride, x_stride, rows);
+    char* to = reinterpret_cast<char*>(out) + chunk * out_stride * item;
+#pragma omp parallel
+    {
+      int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      inputs.prepare();
+      Split split(rows, MOST_INTEGER_ROWS, num_panels, num_threads);
+      if (thread < split.rows * split.panels) {
+        int64_t part = thread / split.panels, column = thread % split.panels;
+        int64_t first = split.row(part, rows), last = split.row(part + 1, rows);
+        int64_t begin = num_panels * column / split.panels, end = num_panels * (column + 1) / split.panels;
+        multiply_integer_part(weights, inputs.rows().from(first), last - first, begin, end, epilogue,
+                              reinterpret_cast<T*>(to + first * out_stride * item), out_stride);
+      }
+    }
+  }
+}
+
+// Writes output `id` of the weights as it is without quantization, rounded to T.
+template <typename T>
+void dequantize_integers(const LinearWeights& weights, int64_t id, T* out) {
+  PanelShape shape(*weights.quantized, weights.num_inputs);
+  const int64_t* order = weights.quantized->order;
+  int64_t output = id % PANEL;
+  const uint8_t* panel = static_cast<const uint8_t*>(weights.panels) + id / PANEL * shape.panel_bytes;
+  const uint8_t* scales = panel + shape.code_bytes;
+  float scale = scale_at(scales, shape.scale_kind, output), offset = 0;
+  if (shape.offset_kind) offset = scale_at(scales + scale_bytes(shape.scale_kind), shape.offset_kind, output);
+  for (int64_t i = 0; i < weights.num_inputs; i++) {
+    int32_t code = panel[i / QUAD * QUAD_BYTES + output * QUAD + i % QUAD] - CODE_BIAS;
+    store(float(code) * scale + offset, out + (order ? order[i] : i));
+  }
+}
