@@ -39,7 +39,7 @@ INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
 INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
   return _mm512_dpbusd_epi32(sums, codes, inputs);
 }
-INLINE IntVec output_sums(const IntVec* sums) { return sums[0]; }
+INLINE IntVec output_sums(IntVec sums, IntVec) { return sums; }
 INLINE void store_rounded(IntVec value, RoundedInput* to) { store_low_bytes(value, to); }
 
 #elif defined(__AVX512F__)
@@ -57,11 +57,10 @@ INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
 INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
   return _mm512_add_epi32(sums, _mm512_madd_epi16(codes, inputs));
 }
-INLINE IntVec output_sums(const IntVec* sums) {
+INLINE IntVec output_sums(IntVec low, IntVec high) {
   __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  return _mm512_add_epi32(_mm512_permutex2var_epi32(sums[0], even, sums[1]),
-                          _mm512_permutex2var_epi32(sums[0], odd, sums[1]));
+  return _mm512_add_epi32(_mm512_permutex2var_epi32(low, even, high), _mm512_permutex2var_epi32(low, odd, high));
 }
 INLINE void store_rounded(IntVec value, RoundedInput* to) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(value));
@@ -82,8 +81,8 @@ INLINE IntVec broadcast_quad(const RoundedInput* inputs) {
 INLINE IntVec add_quads(IntVec sums, IntVec codes, IntVec inputs) {
   return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, inputs));
 }
-INLINE IntVec output_sums(const IntVec* sums) {
-  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[0], sums[1]), 0b11011000);
+INLINE IntVec output_sums(IntVec low, IntVec high) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0b11011000);
 }
 INLINE void store_rounded(IntVec value, RoundedInput* to) {
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(value, value), 0b1000);
@@ -95,10 +94,14 @@ INLINE void store_rounded(IntVec value, RoundedInput* to) {
 INLINE IntVec broadcast_int(int32_t value) { return _mm512_set1_epi32(value); }
 INLINE IntVec add_ints(IntVec a, IntVec b) { return _mm512_add_epi32(a, b); }
 INLINE Vec int_to_float(IntVec value) { return _mm512_cvtepi32_ps(value); }
+INLINE IntVec load_ints(const int32_t* from) { return _mm512_loadu_si512(from); }
+INLINE void store_ints(IntVec value, int32_t* to) { _mm512_storeu_si512(to, value); }
 #else
 INLINE IntVec broadcast_int(int32_t value) { return _mm256_set1_epi32(value); }
 INLINE IntVec add_ints(IntVec a, IntVec b) { return _mm256_add_epi32(a, b); }
 INLINE Vec int_to_float(IntVec value) { return _mm256_cvtepi32_ps(value); }
+INLINE IntVec load_ints(const int32_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
+INLINE void store_ints(IntVec value, int32_t* to) { _mm256_storeu_si256((__m256i*)to, value); }
 #endif
 
 constexpr int SUMS_EACH = SUM_VECS / PANEL_VECS;  // vectors of sums of a vector of outputs
@@ -115,34 +118,30 @@ struct RoundedRows {
   RoundedRows from(int64_t row) const { return {inputs + row * stride, stride, scales + row, sums + row}; }
 };
 
-// Scales the sums of M rows, of V vectors of them from `first` on, to c[M, 32].
-template <int M, int V>
-INLINE void scale_sums(const IntVec (&sums)[M][V], const PanelShape& shape, const uint8_t* scales, int first,
+// c[num_rows, 32] of the exact sums of rows, SUM_VECS vectors of each.
+inline void scale_sums(const int32_t* exact, int64_t num_rows, const PanelShape& shape, const uint8_t* scales,
                        const RoundedRows& rows, float* c) {
-  constexpr int outputs = V / SUMS_EACH;
-  first /= SUMS_EACH;
-#pragma GCC unroll 4
-  for (int v = 0; v < outputs; v++) {
-    Vec scale = load_scales(scales, shape.scale_kind, first + v), offset;
-    if (shape.offset_kind) offset = load_scales(scales + scale_bytes(shape.scale_kind), shape.offset_kind, first + v);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-      IntVec exact = add_ints(output_sums(sums[m] + v * SUMS_EACH), broadcast_int(-CODE_BIAS * rows.sums[m]));
-      Vec result = int_to_float(exact) * scale;
+  const uint8_t* offsets = scales + scale_bytes(shape.scale_kind);
+  for (int64_t v = 0; v < PANEL_VECS; v++) {
+    Vec scale = load_scales(scales, shape.scale_kind, v), offset = broadcast(0);
+    if (shape.offset_kind) offset = load_scales(offsets, shape.offset_kind, v);
+    for (int64_t m = 0; m < num_rows; m++) {
+      const int32_t* from = exact + (m * SUM_VECS + v * SUMS_EACH) * LANES;
+      IntVec biased = output_sums(load_ints(from), load_ints(from + (SUMS_EACH - 1) * LANES));
+      Vec result = int_to_float(add_ints(biased, broadcast_int(-CODE_BIAS * rows.sums[m]))) * scale;
       if (shape.offset_kind) result = result + offset * broadcast(float(rows.sums[m]));
-      store(result * broadcast(rows.scales[m]), c + m * PANEL + (first + v) * LANES);
+      store(result * broadcast(rows.scales[m]), c + m * PANEL + v * LANES);
     }
   }
 }
 
-// c[M, 32] of V vectors of sums from `first` on; `ahead.step` bytes are fetched for each step of inputs.
+// Sums the products of M rows exactly, V vectors from `first` on; `ahead.step` bytes are fetched for each step of
+// inputs.
 template <int M, int V>
 INLINE void multiply_quads(const PanelShape& shape, const uint8_t* panel, int first, const RoundedRows& rows,
-                           Ahead ahead, float* c) {
+                           Ahead ahead, int32_t* exact) {
   IntVec sums[M][V];
-#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
     for (int v = 0; v < V; v++) sums[m][v] = IntVec{};
   const uint8_t* codes = panel + first * (QUAD_BYTES / SUM_VECS);
   const RoundedInput* inputs = rows.inputs;
@@ -161,7 +160,8 @@ INLINE void multiply_quads(const PanelShape& shape, const uint8_t* panel, int fi
       }
     }
   }
-  scale_sums<M, V>(sums, shape, panel + shape.code_bytes, first, rows, c);
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < V; v++) store_ints(sums[m][v], exact + (m * SUM_VECS + first + v) * LANES);
 }
 
 // c[M, 32] of a panel, in as many parts as the sums need registers.
@@ -169,8 +169,10 @@ template <int M>
 __attribute__((noinline)) void multiply_integers(const PanelShape& shape, const uint8_t* panel,
                                                  const RoundedRows& rows, Ahead ahead, float* c) {
   constexpr int V = LANES == 16 || M == 1 ? SUM_VECS : SUM_VECS / 2;
+  alignas(64) int32_t exact[M * SUM_VECS * LANES];
   for (int first = 0; first < SUM_VECS; first += V, ahead = {})
-    multiply_quads<M, V>(shape, panel, first, rows, ahead, c);
+    multiply_quads<M, V>(shape, panel, first, rows, ahead, exact);
+  scale_sums(exact, M, shape, panel + shape.code_bytes, rows, c);
 }
 
 // What is fetched while a block of rows is multiplied. One block reads its own stream, a fixed distance ahead. Of
