@@ -10,15 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from compiled_kernels import ISAS, kernels_of
+from compiled_kernels import EMULATED, KERNELS, kernels_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
 from torch import Tensor
 
+from kvtransfer.common.host import cpu_flags
 from workers.model import native
 from workers.model.make_linear import make_linear
-from workers.model.native.isa import Isa, available_isas
+from workers.model.native.isa import Isa
 from workers.model.products import GatedActivation, Linear, gate_mul
 from workers.model.quantization.integer_product import IntegerLinear
 from workers.model.quantization.kept_forms import has_products
@@ -29,10 +30,9 @@ from workers.model.quantization.torch_product import DequantizingLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 TORCH = "torch"
-WIDENED = "avx512 without vnni"
 
-isas = pytest.mark.parametrize("isa", ISAS)
-ways = pytest.mark.parametrize("way", [TORCH, *ISAS])
+isas = pytest.mark.parametrize("isa", KERNELS)
+ways = pytest.mark.parametrize("way", [TORCH, *KERNELS])
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ class Size(NamedTuple):
     num_inputs: int
 
 
-# Outputs within a panel, of several and of whole ones; inputs within a step, and of several that torch adds
-# at once.
-SIZES = (Size(5, 12), Size(70, 64), Size(33, 1003), Size(96, 257), Size(64, 2050))
+# Outputs within a panel, of several and of whole ones; inputs within a step, of whole tiles, and of several
+# blocks that torch adds.
+SIZES = (Size(5, 12), Size(70, 64), Size(33, 1003), Size(96, 320), Size(64, 2050))
 
 
 def drawn_weight(
@@ -91,19 +91,20 @@ def expected_of(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
 
 
 def made(
-    way: str | Isa,
+    way: str,
     weight: QuantizedWeight,
     bias: Tensor | None = None,
     gate: GatedActivation | None = None,
 ) -> Linear:
-    """Make the product by torch, by an instruction set, or by the best one without what multiplies bytes."""
+    """Make the product by torch, or by an instruction set with the macros that follow its name."""
     if way == TORCH:
         return IntegerLinear(weight, bias, gate=gate)
-    kernels = kernels_of(Isa.AVX512, "TANDEM_WITHOUT_VNNI") if way == WIDENED else kernels_of(way)
+    isa, *defines = way.split()
+    kernels = kernels_of(isa, *defines)
     return PackedQuantizedLinear(kernels, weight, PackedForm.of_integers(weight), bias, gate=gate)
 
 
-def check_all_sizes(way: str | Isa) -> None:
+def check_all_sizes(way: str) -> None:
     for size, dtype in ((size, dtype) for size in SIZES for dtype in DTYPES):
         weight = drawn_weight(size)
         for num_rows in (1, 2, 3, 4, 7, 12, 13, 30):
@@ -123,7 +124,7 @@ def check_all_sizes(way: str | Isa) -> None:
     is_extreme=st.booleans(),
 )
 def test_sums_are_exact(
-    way: str | Isa,
+    way: str,
     size: Size,
     dtype: torch.dtype,
     num_rows: int,
@@ -148,14 +149,16 @@ def test_sums_are_exact(
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.skipif(Isa.AVX512 not in available_isas(), reason="this CPU has no AVX-512")
-def test_sums_are_exact_without_products_of_bytes() -> None:
-    check_all_sizes(WIDENED)
+@pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU does not multiply bytes by AVX-512")
+@pytest.mark.parametrize("define", ["TANDEM_WITHOUT_VNNI", EMULATED])
+def test_sums_are_exact_by_the_ways_of_other_cpus(define: str) -> None:
+    """By AVX-512 with 16 bits, and by tiles."""
+    check_all_sizes(f"{Isa.AVX512.value} {define}")
 
 
 @isas
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-def test_a_row_depends_on_nothing_beside_it(isa: Isa, dtype: torch.dtype) -> None:
+def test_a_row_depends_on_nothing_beside_it(isa: str, dtype: torch.dtype) -> None:
     """Neither on the number of rows nor on that of threads; the rows are more than share a panel at once."""
     weight = drawn_weight(SIZES[4])
     linear = made(isa, weight)
@@ -171,7 +174,7 @@ def test_a_row_depends_on_nothing_beside_it(isa: Isa, dtype: torch.dtype) -> Non
 @ways
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [16, 57])
-def test_gates_multiply_ups(way: str | Isa, gate: GatedActivation, size: int) -> None:
+def test_gates_multiply_ups(way: str, gate: GatedActivation, size: int) -> None:
     weight = drawn_weight(Size(2 * size, 128))
     weight = dataclasses.replace(weight, scales=weight.scales * 0.001)
     bias = torch.randn(2 * size).bfloat16()
@@ -182,7 +185,7 @@ def test_gates_multiply_ups(way: str | Isa, gate: GatedActivation, size: int) ->
 
 
 @ways
-def test_rows_without_a_scale_become_biases_or_nan(way: str | Isa) -> None:
+def test_rows_without_a_scale_become_biases_or_nan(way: str) -> None:
     weight, bias = drawn_weight(SIZES[1]), torch.linspace(-9, 9, 70)
     x = torch.ones(4, 64)
     x[0], x[1, 63], x[2, 5] = 1e-38, float("nan"), float("inf")
@@ -193,7 +196,7 @@ def test_rows_without_a_scale_become_biases_or_nan(way: str | Isa) -> None:
 
 
 @ways
-def test_lookup_gives_rows_of_the_weight(way: str | Isa) -> None:
+def test_lookup_gives_rows_of_the_weight(way: str) -> None:
     for size in SIZES:
         weight = drawn_weight(size, has_offsets=True, has_order=True)
         ids = torch.tensor([size.num_outputs - 1, 0, 3, 3])

@@ -17,6 +17,9 @@
 
 #if defined(__AVX512VNNI__) && !defined(TANDEM_WITHOUT_VNNI)
 #define TANDEM_VNNI
+#if defined(__AMX_INT8__) || defined(TANDEM_EMULATE_AMX)
+#define TANDEM_INTEGER_TILES
+#endif
 #endif
 
 constexpr int32_t CODE_BIAS = 128;
@@ -164,16 +167,56 @@ INLINE void multiply_quads(const PanelShape& shape, const uint8_t* panel, int fi
     for (int v = 0; v < V; v++) store_ints(sums[m][v], exact + (m * SUM_VECS + first + v) * LANES);
 }
 
-// c[M, 32] of a panel, in as many parts as the sums need registers.
+// The exact sums of M rows and a panel, in as many parts as they need registers.
 template <int M>
 __attribute__((noinline)) void multiply_integers(const PanelShape& shape, const uint8_t* panel,
-                                                 const RoundedRows& rows, Ahead ahead, float* c) {
+                                                 const RoundedRows& rows, Ahead ahead, int32_t* exact) {
   constexpr int V = LANES == 16 || M == 1 ? SUM_VECS : SUM_VECS / 2;
-  alignas(64) int32_t exact[M * SUM_VECS * LANES];
   for (int first = 0; first < SUM_VECS; first += V, ahead = {})
     multiply_quads<M, V>(shape, panel, first, rows, ahead, exact);
-  scale_sums(exact, M, shape, panel + shape.code_bytes, rows, c);
 }
+
+#if defined(TANDEM_INTEGER_TILES)
+constexpr int64_t INTEGER_BLOCK_ROWS = TILE_BLOCK_ROWS;
+constexpr int64_t TILE_BYTES = 64;  // inputs of a row of a tile
+
+// The same of `num_rows` <= 32 rows by tiles; the number of inputs is a multiple of 64.
+inline void multiply_integers_by_tiles(const PanelShape& shape, const uint8_t* panel, const RoundedRows& rows,
+                                       int64_t num_rows, Ahead ahead, int32_t* exact) {
+  bool has_lower = num_rows > TILE_ROWS;
+  const RoundedInput *inputs = rows.inputs, *lower = inputs + TILE_ROWS * rows.stride;
+  configure_tiles(num_rows);
+  _tile_zero(0);
+  _tile_zero(1);
+  if (has_lower) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  int64_t step = ahead.step * (TILE_BYTES / STEP_INPUTS);
+  for (int64_t i = 0; i < shape.group; i += TILE_BYTES, ahead.at += step) {
+    for (int64_t line = 0; line < step; line += 64) prefetch(ahead.at + line);
+    _tile_loadd(6, panel + i * PANEL, QUAD_BYTES);
+    _tile_loadd(7, panel + i * PANEL + QUAD_BYTES / 2, QUAD_BYTES);
+    _tile_loadd(4, inputs + i, rows.stride);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    if (has_lower) {
+      _tile_loadd(5, lower + i, rows.stride);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+    }
+  }
+  constexpr int64_t row_bytes = PANEL * sizeof(int32_t);
+  _tile_stored(0, exact, row_bytes);
+  _tile_stored(1, exact + PANEL / 2, row_bytes);
+  if (has_lower) {
+    _tile_stored(2, exact + TILE_ROWS * PANEL, row_bytes);
+    _tile_stored(3, exact + TILE_ROWS * PANEL + PANEL / 2, row_bytes);
+  }
+}
+#else
+constexpr int64_t INTEGER_BLOCK_ROWS = MOST_INTEGER_ROWS;
+#endif
 
 // What is fetched while a block of rows is multiplied. One block reads its own stream, a fixed distance ahead. Of
 // several, each fetches its part of the next panel, which is followed by all of them.
@@ -184,11 +227,38 @@ INLINE Ahead ahead_of_block(const PanelShape& shape, const uint8_t* panel, int64
   return {(const char*)panel + shape.panel_bytes + block * step * (shape.group / STEP_INPUTS), step};
 }
 
+// Calls begin(first, size), and finish(first, size, exact) with the sums, for blocks of rows.
+template <typename Begin, typename Finish>
+INLINE void for_integer_blocks(const PanelShape& shape, const uint8_t* panel, const RoundedRows& rows,
+                               int64_t num_rows, const Begin& begin, const Finish& finish) {
+  alignas(64) int32_t exact[INTEGER_BLOCK_ROWS * SUM_VECS * LANES];
+#if defined(TANDEM_INTEGER_TILES)
+  if (shape.group % TILE_BYTES == 0) {
+    int64_t num_tiles = (num_rows + TILE_BLOCK_ROWS - 1) / TILE_BLOCK_ROWS;
+    for (int64_t number = 0; number < num_tiles; number++) {
+      int64_t first = number * TILE_BLOCK_ROWS, size = std::min(TILE_BLOCK_ROWS, num_rows - first);
+      begin(first, size);
+      multiply_integers_by_tiles(shape, panel, rows.from(first), size, ahead_of_block(shape, panel, num_tiles, number),
+                                 exact);
+      finish(first, size, exact);
+    }
+    return;
+  }
+#endif
+  int64_t num_blocks = (num_rows + MOST_INTEGER_ROWS - 1) / MOST_INTEGER_ROWS, block = 0;
+  for_row_blocks<MOST_INTEGER_ROWS>(num_rows, [&](int64_t first, auto size) {
+    begin(first, size.value);
+    multiply_integers<size.value>(shape, panel, rows.from(first), ahead_of_block(shape, panel, num_blocks, block++),
+                                  exact);
+    finish(first, size.value, exact);
+  });
+}
+
 // The rows that take turns with a panel, of so many: they and two panels stay in a core's second cache.
 INLINE int64_t integer_group_rows(int64_t num_rows, int64_t stride) {
-  constexpr int64_t step = 4 * MOST_INTEGER_ROWS;
-  int64_t most = (256 << 10) / (stride * int64_t(sizeof(RoundedInput))) / step * step;
-  int64_t num_groups = (num_rows + std::max(most, step) - 1) / std::max(most, step);
+  constexpr int64_t step = 4 * INTEGER_BLOCK_ROWS;
+  int64_t fitting = GROUP_BYTES / (stride * int64_t(sizeof(RoundedInput))) / step * step;
+  int64_t most = std::max(fitting, step), num_groups = (num_rows + most - 1) / most;
   return (num_rows + num_groups * step - 1) / (num_groups * step) * step;
 }
 
@@ -199,22 +269,23 @@ void multiply_integer_part(const LinearWeights& weights, const RoundedRows& rows
   PanelShape shape(*weights.quantized, weights.num_inputs);
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   int64_t columns = is_gated(epilogue) ? PANEL / 2 : PANEL;
-  alignas(64) float sums[MOST_INTEGER_ROWS * PANEL];
+  alignas(64) float sums[INTEGER_BLOCK_ROWS * PANEL];
+  TileScope tiles;
   int64_t group = integer_group_rows(num_rows, rows.stride);
   for (int64_t row = 0; row < num_rows; row += group) {
-    int64_t count = std::min(group, num_rows - row);
-    int64_t num_blocks = (count + MOST_INTEGER_ROWS - 1) / MOST_INTEGER_ROWS;
+    RoundedRows its = rows.from(row);
+    char* rows_out = reinterpret_cast<char*>(out) + row * out_stride * item;
     for (int64_t number = begin; number < end; number++) {
       const uint8_t* panel = static_cast<const uint8_t*>(weights.panels) + number * shape.panel_bytes;
-      int64_t block = 0;
-      for_row_blocks<MOST_INTEGER_ROWS>(count, [&](int64_t first, auto size) {
-        char* to = reinterpret_cast<char*>(out) + (row + first) * out_stride * item;
-        for (int64_t m = 0; m < size.value; m++)
-          __builtin_prefetch(to + (m * out_stride + number * columns) * item, 1);
-        Ahead ahead = ahead_of_block(shape, panel, num_blocks, block++);
-        multiply_integers<size.value>(shape, panel, rows.from(row + first), ahead, sums);
-        finish_panel<T>(sums, size.value, weights, number, epilogue, to, out_stride);
-      });
+      auto fetch = [&](int64_t first, int64_t size) {
+        for (int64_t m = first; m < first + size; m++)
+          __builtin_prefetch(rows_out + (m * out_stride + number * columns) * item, 1);
+      };
+      auto finish = [&](int64_t first, int64_t size, const int32_t* exact) {
+        scale_sums(exact, size, shape, panel + shape.code_bytes, its.from(first), sums);
+        finish_panel<T>(sums, size, weights, number, epilogue, rows_out + first * out_stride * item, out_stride);
+      };
+      for_integer_blocks(shape, panel, its, std::min(group, num_rows - row), fetch, finish);
     }
   }
 }
@@ -301,7 +372,7 @@ void integer_linear(const LinearWeights& weights, const T* x, int64_t x_stride, 
     {
       int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
       inputs.prepare();
-      Split split(rows, MOST_INTEGER_ROWS, num_panels, num_threads);
+      Split split(rows, INTEGER_BLOCK_ROWS, num_panels, num_threads);
       if (thread < split.rows * split.panels) {
         int64_t part = thread / split.panels, column = thread % split.panels;
         int64_t first = split.row(part, rows), last = split.row(part + 1, rows);

@@ -9,7 +9,6 @@ from kvtransfer.common.host import cpu_flags
 from workers.errors import WorkerError
 
 _FORCED = "TANDEM_CPU_ISA"
-_VNNI = "avx512_vnni"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -30,15 +29,10 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """The flags that the compiler is given for it, in place of -march. Products of integers use an
-        extension of AVX-512 where this CPU has it."""
-        has_vnni = self is not Isa.AVX2 and _VNNI in cpu_flags()
-        return (*_COMPILER_FLAGS[self], "-mavx512vnni") if has_vnni else _COMPILER_FLAGS[self]
-
-    @property
-    def multiplies_bf16(self) -> bool:
-        """Whether products take bf16 operands; else they are widened to float32."""
-        return self in (Isa.AMX, Isa.AVX512_BF16)
+        """The flags that the compiler is given for it, in place of -march, with those of what this CPU has
+        beside it for products of integers."""
+        beside = _BESIDE.get(self, {})
+        return _COMPILER_FLAGS[self] + tuple(flag for name, flag in beside.items() if name in cpu_flags())
 
 
 _NEEDED = {
@@ -52,6 +46,14 @@ _COMPILER_FLAGS = {
     Isa.AVX512: _AVX512,
     Isa.AVX512_BF16: _AVX512_BF16,
     Isa.AMX: (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+}
+
+_VNNI = {"avx512_vnni": "-mavx512vnni"}
+# What CPUs may have beside an instruction set, by its CPU flag, and the compiler's flag for it.
+_BESIDE = {
+    Isa.AVX512: _VNNI,
+    Isa.AVX512_BF16: _VNNI,
+    Isa.AMX: {**_VNNI, "amx_int8": "-mamx-int8"},
 }
 
 
