@@ -4,14 +4,16 @@ A JSON line for each shape and number of rows: microseconds of a call, the least
 take turns; `limit_us` is the longer of reading the weights and of the multiplications, at the read bandwidth
 and at the rate of the fastest square product of the same rounds. `ratio` is the time of the fastest other way
 over ours. Weights are rotated, so that none is in a cache. With `--threads 1` the times are CPU time, which
-other processes disturb less.
+other processes disturb less. `--forms` adds products of the same weights rounded to int8, with rows as they
+are (`int8`) and rounded to int8 as well (`w8a8`).
 
-    python -m benchmarks.products [--rows 1,4,8,16,64,512] [--dtype bf16] [--isa avx2]
+    python -m benchmarks.products [--rows 1,4,8,16,64,512] [--dtype bf16] [--isa avx2] [--forms int8,w8a8]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -25,7 +27,11 @@ from torch import Tensor
 from workers.engine_bench.roofline import multiplies_bf16
 from workers.model import native
 from workers.model.native.isa import available_isas
-from workers.model.products import PackedLinear
+from workers.model.products import Linear, PackedLinear
+from workers.model.quantization.packed_codes import PackedForm
+from workers.model.quantization.packed_product import PackedQuantizedLinear
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 
 # Outputs and inputs of the products of Qwen3-0.6B.
 SHAPES = {
@@ -39,6 +45,8 @@ ROTATED_BYTES = 160 << 20
 ROUND_S = 0.02
 LARGEST_HEAD_ROWS = 64
 SQUARE = 1536
+# Our products with weights in 8 bits, of rows as they are and of rounded ones.
+FORMS = ("int8", "w8a8")
 Clock = Callable[[], float]
 
 Product = Callable[[Tensor], object]
@@ -53,12 +61,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--isa", default="", help="instruction sets, default: all of this CPU")
     parser.add_argument("--peers", default="1", help="0: only ours")
+    parser.add_argument("--forms", default="", help=f"of quantized weights, of {', '.join(FORMS)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
-    ways = _ways(dtype, args.isa.split(",") if args.isa else [], args.peers != "0")
+    isas, forms = ([name for name in names.split(",") if name] for names in (args.isa, args.forms))
+    ways = _ways(dtype, isas, args.peers != "0") | _quantized_ways(isas, forms)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     rows = [int(number) for number in args.rows.split(",")]
     for shape in args.shapes.split(","):
@@ -106,7 +116,7 @@ def _line(
     line |= {f"{name}_us": round(time_s * 1e6) for name, time_s in name_to_s.items()}
     line["limit_us"] = round(limit_s * 1e6)
     ours = min((time_s, name) for name, time_s in name_to_s.items() if name.startswith("ours"))
-    others = [time_s for name, time_s in name_to_s.items() if not name.startswith("ours")]
+    others = [time_s for name, time_s in name_to_s.items() if not name.startswith(("ours", *FORMS))]
     line["gb_s"] = round(weight_bytes / ours[0] / 1e9, 1)
     line["of_limit"] = round(limit_s / ours[0], 2)
     if others:
@@ -126,6 +136,26 @@ def _ways(dtype: torch.dtype, names: list[str], has_peers: bool) -> dict[str, Wa
         if kernels is not None:
             ways[f"ours_{isa.value}"] = partial(PackedLinear, kernels)
     return ways
+
+
+def _quantized_ways(names: list[str], forms: list[str]) -> dict[str, Way]:
+    ways: dict[str, Way] = {}
+    for isa in available_isas():
+        kernels = native.compiled(isa) if not names or isa.value in names else None
+        if kernels is not None:
+            ways |= {f"{form}_{isa.value}": partial(_quantized, kernels, form) for form in forms}
+    return ways
+
+
+def _quantized(kernels: native.Kernels, form: str, weight: Tensor) -> Linear:
+    codes = rounded(weight.float(), StoredFormat(Layout.PLAIN, CodeType.INT8))
+    assert codes is not None
+    if form == "w8a8":
+        codes = dataclasses.replace(codes, quantizes_inputs=True)
+        return PackedQuantizedLinear(kernels, codes, PackedForm.of_integers(codes))
+    packed = PackedForm.of([codes])
+    assert packed is not None
+    return PackedQuantizedLinear(kernels, codes, packed)
 
 
 def _onednn(weight: Tensor) -> Product:

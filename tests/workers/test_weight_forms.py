@@ -175,7 +175,7 @@ def test_a_rank_reports_the_form_of_its_weights(
 
 
 @uses_compiler
-@pytest.mark.parametrize("how", ["int4 with zero points", "gptq", "fp8 in blocks", "int8"])
+@pytest.mark.parametrize("how", ["int4 with zero points", "gptq", "fp8 in blocks", "int8 packed"])
 def test_bfloat16_computes_with_quantized_weights(how: str, source: Path, tmp_path: Path) -> None:
     """Nearer to float32 than with weights that are rounded to bfloat16, or about as near."""
     plain = quantize(source, tmp_path, FORMATS[how])
