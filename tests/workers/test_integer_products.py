@@ -218,6 +218,21 @@ def test_inputs_are_rounded_with_and_without_kernels(monkeypatch: pytest.MonkeyP
         assert torch.equal(linear.floats(x), expected)
 
 
+def test_what_multiplies_bytes_is_compiled_where_a_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for flags in (frozenset[str](), frozenset({"avx512_vnni", "amx_int8"})):
+        monkeypatch.setattr("workers.model.native.isa.cpu_flags", lambda flags=flags: flags)
+        found[len(flags)] = {isa: set(isa.compiler_flags) for isa in Isa}
+    added = {isa: found[2][isa] - found[0][isa] for isa in Isa}
+    vnni = {"-mavx512vnni"}
+    assert added == {
+        Isa.AMX: {*vnni, "-mamx-int8"},
+        Isa.AVX512_BF16: vnni,
+        Isa.AVX512: vnni,
+        Isa.AVX2: set(),
+    }
+
+
 @needs_compiler
 def test_other_weights_are_multiplied_by_rows_as_they_are() -> None:
     weight = drawn_weight(SIZES[1])

@@ -29,10 +29,10 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """The flags that the compiler is given for it, in place of -march, with those of what this CPU has
-        beside it for products of integers."""
-        beside = _BESIDE.get(self, {})
-        return _COMPILER_FLAGS[self] + tuple(flag for name, flag in beside.items() if name in cpu_flags())
+        """The flags that the compiler is given for it, in place of -march, with those of extensions that few
+        lines use where this CPU has them."""
+        extensions = _EXTENSIONS.get(self, {})
+        return _COMPILER_FLAGS[self] + tuple(flag for name, flag in extensions.items() if name in cpu_flags())
 
 
 _NEEDED = {
@@ -47,10 +47,9 @@ _COMPILER_FLAGS = {
     Isa.AVX512_BF16: _AVX512_BF16,
     Isa.AMX: (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
-
 _VNNI = {"avx512_vnni": "-mavx512vnni"}
-# What CPUs may have beside an instruction set, by its CPU flag, and the compiler's flag for it.
-_BESIDE = {
+# Extensions that a CPU with the instruction set may have: its CPU flag, and the compiler's.
+_EXTENSIONS = {
     Isa.AVX512: _VNNI,
     Isa.AVX512_BF16: _VNNI,
     Isa.AMX: {**_VNNI, "amx_int8": "-mamx-int8"},
