@@ -1,4 +1,4 @@
-// Linear products with weights of 8 bits of rows that are rounded to 8 bits as well: sums of integers, which are exact.
+// Linear products in 8 bits: weights are int8, rows are rounded to int8, and sums of integers are exact.
 //
 // A row becomes int8 by a scale of its own, its greatest magnitude divided by 127, as a vector of quantized KV does
 // (`kv_elements.h`). Products are summed in 32 bits over all inputs, and then: float(sum) * the output's scale, with
