@@ -213,11 +213,12 @@ def test_logits_of_quantized_weights(device: torch.device, tmp_path: Path, how: 
     """They are those of what the weights are worth, up to the rounding of inputs where that is meant."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS}
     write_random_checkpoint(tmp_path / "source", "llama", seed=4, vocab_size=VOCAB, **sizes)
-    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how], has_tables=True)
     spans = [SequenceSpan(0, 11, (5, 0)), SequenceSpan(4, 1, (3,))]
     with recorded_launches() as launches:
         actual = Stage(tmp_path, device).logits(spans)
-    assert launches.count("_quantized_product_kernel") == 4 * NUM_LAYERS
+    assert launches.count("_quantized_product_kernel") == 4 * NUM_LAYERS + 1
+    assert launches.count("_look_up_kernel") == 1
     expected = Stage(plain, device).logits(spans)
     is_rounded = "_round_rows_kernel" in launches
     error = (actual - expected).norm() / expected.norm()

@@ -330,18 +330,25 @@ FORMATS: dict[str, Format] = {
 
 def is_product(name: str) -> bool:
     """Whether the tensor is the weight of a product in a layer, or of those of all its experts."""
-    return ".layers." in name and name.endswith(
-        ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".gate_up_proj", ".down_proj")
-    )
+    endings = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".gate_up_proj", ".down_proj")
+    of_states = (".in_proj_qkvz.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+    return ".layers." in name and name.endswith((*endings, *of_states))
 
 
-def quantize(source: Path, target: Path, how: Format, config: dict[str, Any] | None = None) -> Path:
-    """Write a copy of the checkpoint with its products quantized into `target`, and one with what these are
-    worth in float32 into `target` / plain, which is returned."""
+def is_table(name: str) -> bool:
+    """Whether the tensor is the table of the embedding, of the head, or of the layers' own inputs."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "embed_tokens_per_layer.weight"))
+
+
+def quantize(
+    source: Path, target: Path, how: Format, config: dict[str, Any] | None = None, *, has_tables: bool = False
+) -> Path:
+    """Write a copy of the checkpoint with its products quantized into `target`, and its embedding and head if
+    it `has_tables`, and one with what these are worth in float32 into `target` / plain, which is returned."""
     tensors, plain = load_file(source / "model.safetensors"), target / "plain"
     quantized: Tensors = {}
     for name, weight in list(tensors.items()):
-        if not is_product(name):
+        if not is_product(name) and not (has_tables and is_table(name)):
             quantized[name] = weight
             continue
         written, values = _written(name, weight, how)

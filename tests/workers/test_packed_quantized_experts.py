@@ -40,9 +40,10 @@ def experts_of(
         [made(codes, *shape, seed=first + expert, has_offsets=has_offsets) for expert in range(NUM_EXPERTS)]
         for first, shape in ((0, (SIZE, HIDDEN_SIZE)), (10, (SIZE, HIDDEN_SIZE)), (20, (HIDDEN_SIZE, SIZE)))
     )
-    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias else None
+    is_gated = activation != "relu2"
+    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias and is_gated else None
     down_bias = torch.randn(NUM_EXPERTS, HIDDEN_SIZE) if has_bias else None
-    return QuantizedExpertWeights(gates, ups, downs, activation, gate_up_bias, down_bias)
+    return QuantizedExpertWeights(gates if is_gated else (), ups, downs, activation, gate_up_bias, down_bias)
 
 
 def routing_of(num_tokens: int) -> Routing:
@@ -55,7 +56,8 @@ def expected(weights: QuantizedExpertWeights, x: Tensor, routing: Routing) -> Te
     sums = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for expert, share in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
-            parts = torch.cat((weights.gates[expert].dequantized(), weights.ups[expert].dequantized()))
+            inner = [of_all[expert].dequantized() for of_all in (weights.gates, weights.ups) if of_all]
+            parts = torch.cat(inner)
             biases = [
                 None if it is None else it[expert].double()
                 for it in (weights.gate_up_bias, weights.down_bias)
@@ -80,9 +82,9 @@ def packed(build: str, weights: QuantizedExpertWeights) -> PackedQuantizedExpert
 @pytest.mark.parametrize("num_tokens", [1, 7, 70])
 def test_sums_are_those_of_the_experts(build: str, codes: Codes, dtype: torch.dtype, num_tokens: int) -> None:
     has_more = codes is Codes.UINT4
-    weights = experts_of(
-        codes, activation="clamped_swiglu" if has_more else "silu", has_offsets=has_more, has_bias=has_more
-    )
+    code_to_activation: dict[Codes, ExpertActivation] = {Codes.UINT4: "clamped_swiglu", Codes.INT8: "relu2"}
+    activation = code_to_activation.get(codes, "silu")
+    weights = experts_of(codes, activation=activation, has_offsets=has_more, has_bias=has_more)
     experts, routing = packed(build, weights), routing_of(num_tokens)
     x = torch.randn(num_tokens, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
     rounded = dataclasses.replace(

@@ -39,8 +39,10 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         table = None
         if shape.is_first_stage or (shape.is_last_stage and config.tie_word_embeddings):
             table = reader.embedding()
+            assert isinstance(table, torch.Tensor)
             tensors.append(table)
         if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
+            assert isinstance(inputs.table, torch.Tensor)
             tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
         for layer in range(shape.first_layer, shape.end_layer):
             weights = reader.layer(layer)
@@ -55,6 +57,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
                 tensors.append(bias)
             head = reader.head(table)
             if head is not table:
+                assert isinstance(head, torch.Tensor)
                 tensors.append(head)
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -70,7 +73,7 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
         products += [latent.latents, latent.queries, latent.expansion]
         found += tensors_of_norms(latent.q_norm, latent.kv_norm)
     if (state := layer.state) is not None:
-        products.append(state.input)
+        products += state.inputs
         fields = [getattr(state, field.name) for field in dataclasses.fields(state)]
         found += [it for it in fields if isinstance(it, torch.Tensor)]
     if (mixture := layer.mixture) is not None:

@@ -23,7 +23,8 @@ from workers.model import native
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.embedding import Embedding
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
@@ -210,13 +211,13 @@ class Probe:
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
-        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
-        experts = ExpertWeights(gates, gates, downs, activation)
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
+        ups, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        experts = ExpertWeights(ups if shape.is_gated else (), ups, downs, activation)
         shared = None
         if shape.shared_size:
             num_columns = self._part(shape.shared_size)
-            gate_up = LinearWeights((self._random(num_columns, hidden),) * 2, None)
+            gate_up = LinearWeights((self._random(num_columns, hidden),) * (1 + shape.is_gated), None)
             shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, num_columns),), None), None)
         router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
         weights = router.to(self._device, self._dtype)

@@ -84,19 +84,25 @@ def sort_rows(experts: Tensor, counts: Tensor, tile: ExpertTile) -> SortedRows:
 
 
 class GateEpilogue(NamedTuple):
-    """The activation of gate and up, and the biases of both [num_experts, 2 * size], those of gates first."""
+    """The activation of gate and up, and the biases of both [num_experts, 2 * size], those of gates first.
+    With `relu2` there are ups alone, without a bias."""
 
     activation: ExpertActivation
     clamp: Clamp
     bias: Tensor | None
+
+    def size_of(self, num_outputs: int) -> int:
+        """Return the activated columns of so many outputs."""
+        return num_outputs if self.activation == "relu2" else num_outputs // 2
 
 
 def multiply_gate_up(
     x: Tensor, weight: Tensor, gate: GateEpilogue, order: SortedRows, num_chosen: int, tile: ExpertTile
 ) -> Tensor:
     """Compute the activated columns [num_pairs, size] of the rows, by x [num_tokens, hidden_size] and
-    `weight` [num_experts, 2 * size, hidden_size]. Behind the last row they are undefined."""
-    size, hidden_size = weight.shape[1] // 2, weight.shape[2]
+    `weight` [num_experts, 2 * size, hidden_size], or half as many outputs with `relu2`. Behind the last row
+    they are undefined."""
+    size, hidden_size = gate.size_of(weight.shape[1]), weight.shape[2]
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.shape[1] == hidden_size
@@ -137,10 +143,10 @@ def _options(dtype: torch.dtype, tile: ExpertTile) -> dict[str, object]:
 
 
 def activate(gate_up: Tensor, gate: GateEpilogue, order: SortedRows, experts: Tensor) -> Tensor:
-    """Compute the activated columns [num_pairs, size] of products `gate_up` [num_pairs, 2 * size] of the
-    rows, to which the biases of their `experts` [num_tokens, num_chosen] are still to be added. Behind the
-    last row they are undefined."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    """Compute the activated columns [num_pairs, size] of products `gate_up` [num_pairs, 2 * size], or
+    [num_pairs, size] with `relu2`, of the rows, to which the biases of their `experts` [num_tokens,
+    num_chosen] are still to be added. Behind the last row they are undefined."""
+    num_rows, size = gate_up.shape[0], gate.size_of(gate_up.shape[1])
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(num_rows, size)
     _activate_kernel[(num_rows, triton.cdiv(size, _COLUMNS))](
@@ -225,6 +231,16 @@ def _sort_kernel(
 
 @triton.jit
 def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu2":
+        gate = tl.where(up < 0.0, 0.0, up)
+        result = gate * gate
+    else:
+        result = _times_gate(gate, up, alpha, limit, ACTIVATION)
+    return result
+
+
+@triton.jit
+def _times_gate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     exponent = gate
     if ACTIVATION == "clamped_swiglu":
         # Comparisons keep what is no number.
@@ -255,15 +271,18 @@ def _gate_up_kernel(
     is_output = outputs < size
     inputs = tl.arange(0, INPUTS)
     x_rows = x + tokens.to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    gates = weight + (2 * expert * size + outputs)[None, :] * hidden_size + inputs[:, None]
-    ups = weight + ((2 * expert + 1) * size + outputs)[None, :] * hidden_size + inputs[:, None]
+    PARTS: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    gates = weight + (PARTS * expert * size + outputs)[None, :] * hidden_size + inputs[:, None]
+    ups = gates + (PARTS - 1) * size * hidden_size
     gate = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     up = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     for first in range(0, hidden_size, INPUTS):
         in_row = inputs < hidden_size - first
         a = tl.load(x_rows + first, mask=is_row[:, None] & in_row[None, :], other=0.0)
         is_weight = is_output[None, :] & in_row[:, None]
-        gate = tl.dot(a, tl.load(gates + first, mask=is_weight, other=0.0), gate, input_precision=PRECISION)
+        if PARTS == 2:
+            b = tl.load(gates + first, mask=is_weight, other=0.0)
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, tl.load(ups + first, mask=is_weight, other=0.0), up, input_precision=PRECISION)
     if bias is not None:
         of_gates = bias + 2 * expert * size + outputs
@@ -310,9 +329,10 @@ def _activate_kernel(
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < size
-    own = gate_up + row * 2 * size + columns
+    PARTS: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    own = gate_up + row * PARTS * size + columns
     gate = tl.load(own, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(own + size, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(own + (PARTS - 1) * size, mask=is_there, other=0.0).to(tl.float32)
     if bias is not None:
         expert = tl.load(experts + tl.load(pairs + row)).to(tl.int64)
         of_gates = bias + 2 * expert * size + columns

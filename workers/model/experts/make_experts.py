@@ -16,7 +16,7 @@ from workers.model.make_linear import refuse_nondeterministic
 def make_experts(weights: ExpertWeights, *, is_deterministic: bool = False) -> Experts:
     """Return the experts, by kernels of the device if there are any. `is_deterministic`: a token's result
     shall not depend on the other tokens; raise WorkerError where it may."""
-    device, dtype = weights.gates[0].device, weights.gates[0].dtype
+    device, dtype = weights.ups[0].device, weights.ups[0].dtype
     if native.serves(device, dtype):
         kernels = native.load()
         assert kernels is not None

@@ -22,6 +22,7 @@ from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
 from workers.model.make_linear import make_linear
 from workers.model.products import GatedActivation, PackedLinear
+from workers.model.relu2 import relu2
 
 
 class ExpertRouter:
@@ -44,18 +45,20 @@ class ExpertRouter:
 
 
 class SharedExperts:
-    """The experts that all tokens share, with their gate if they have one."""
+    """The experts that all tokens share, with their gate if they have one. `activation` is that of their
+    gates; None: they have ups alone, of which `relu2` is taken."""
 
     def __init__(
-        self, weights: SharedWeights, activation: GatedActivation, *, is_deterministic: bool
+        self, weights: SharedWeights, activation: GatedActivation | None, *, is_deterministic: bool
     ) -> None:
+        self._has_gates = activation is not None
         self.gate_up = make_linear(weights.gate_up.parts, gate=activation, is_deterministic=is_deterministic)
         self.down = make_linear(weights.down.parts, is_deterministic=is_deterministic)
         gate = weights.gate
         self.gate = None if gate is None else make_linear(gate.clone(), is_deterministic=is_deterministic)
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = self.down(self.gate_up.gated(x))
+        result = self.down(self.gate_up.gated(x) if self._has_gates else relu2(self.gate_up(x)))
         return result if self.gate is None else _scale_by_sigmoid(result, self.gate(x))
 
 
@@ -70,7 +73,7 @@ class Mixture:
         self,
         weights: MixtureWeights,
         rule: RouterRule,
-        activation: GatedActivation,
+        activation: GatedActivation | None,
         *,
         is_deterministic: bool = False,
     ) -> None:

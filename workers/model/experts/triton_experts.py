@@ -26,8 +26,9 @@ _ALIGNMENT, _MOST_GROUPS, _CAPABILITIES = 16, 1024, (9, 10)
 
 
 class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts, CopyableExperts):
-    """Experts whose weights lie on the device in two tensors, [num_experts, 2 * size, hidden_size] and
-    [num_experts, hidden_size, size]. Nothing of a step is left to the host."""
+    """Experts whose weights lie on the device in two tensors, [num_experts, 2 * size, hidden_size], or
+    [num_experts, size, hidden_size] without gates, and [num_experts, hidden_size, size]. Nothing of a step is
+    left to the host."""
 
     def __init__(self, weights: ExpertWeights, *, is_deterministic: bool = False) -> None:
         """Copy the weights. `is_deterministic`: use one tile for every number of rows, and nothing else."""
@@ -40,7 +41,7 @@ class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts, Copyab
         self._gate = kernels.GateEpilogue(weights.activation, weights.clamp, bias)
         self._many_tile = kernels.many_rows_tile(dtype)
         self._few_tile = self._many_tile if is_deterministic else kernels.few_rows_tile(dtype)
-        self._has_grouped = not is_deterministic and _serves_grouped(self._gate_up)
+        self._has_grouped = not is_deterministic and _serves_grouped(self._gate_up, self._down.shape[2])
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self._down.device)
         self._compile_tiles()
         self.counts.zero_()
@@ -114,23 +115,23 @@ class TritonExperts(CountingExperts, ReadableExperts, ReplaceableExperts, Copyab
 
 def _stacked(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
     """Copy the weights of gates and ups, and of downs, one expert at a time: they may be read only then."""
-    first, num_experts = weights.gates[0], len(weights.gates)
+    first, num_experts = weights.ups[0], len(weights.ups)
     size, hidden_size = first.shape
-    gate_up = first.new_empty(num_experts, 2 * size, hidden_size)
+    num_gates = size if weights.gates else 0
+    gate_up = first.new_empty(num_experts, num_gates + size, hidden_size)
     down = first.new_empty(num_experts, hidden_size, size)
     for expert in range(num_experts):
-        gate_up[expert, :size] = weights.gates[expert]
-        gate_up[expert, size:] = weights.ups[expert]
+        if weights.gates:
+            gate_up[expert, :size] = weights.gates[expert]
+        gate_up[expert, num_gates:] = weights.ups[expert]
         down[expert] = weights.downs[expert]
     return gate_up, down
 
 
-def _serves_grouped(gate_up: Tensor) -> bool:
+def _serves_grouped(gate_up: Tensor, size: int) -> bool:
     """Whether grouped products multiply these weights without a look at the ends of rows from the host."""
-    num_experts, num_outputs, hidden_size = gate_up.shape
-    is_aligned = all(
-        columns * gate_up.itemsize % _ALIGNMENT == 0 for columns in (hidden_size, num_outputs // 2)
-    )
+    num_experts, _, hidden_size = gate_up.shape
+    is_aligned = all(columns * gate_up.itemsize % _ALIGNMENT == 0 for columns in (hidden_size, size))
     if not is_aligned or num_experts > _MOST_GROUPS or gate_up.dtype != torch.bfloat16:
         return False
     return not gate_up.is_cuda or torch.cuda.get_device_capability(gate_up.device)[0] in _CAPABILITIES
