@@ -26,8 +26,9 @@ def has_products(weight: QuantizedWeight) -> bool:
 def has_experts(weight: QuantizedWeight) -> bool:
     """Whether experts with weights of this form can be computed where the weight is: one after another, as
     the host sees which are chosen."""
-    is_served = weight.packed.device.type in EXPERTS_ON and native.load() is not None
-    return is_served and weight.order is None and has_products(weight)
+    device = weight.packed.device.type
+    has_kernels = device != "cpu" or native.load() is not None
+    return device in EXPERTS_ON and has_kernels and weight.order is None and has_products(weight)
 
 
 def are_alike(parts: Sequence[QuantizedWeight]) -> bool:
