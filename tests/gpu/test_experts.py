@@ -295,9 +295,8 @@ def test_sorted_rows(device: torch.device, seed: int, tile_rows: int) -> None:
     num_chosen = int(rng.integers(1, min(num_experts, 8) + 1))
     case = ExpertSizes(int(rng.choice([1, 3, 20, 60])), num_experts, num_chosen, 0, 0)
     experts = drawn_routing(rng, case, float(rng.choice([0.0, 0.5, 1.0]))).experts
-    tile = kernels.few_rows_tile(torch.float32)._replace(rows=tile_rows, chunk=128)
     totals = torch.full((num_experts,), 1 << 40, device=device)
-    order = kernels.sort_rows(experts.to(device), totals, tile)
+    order = kernels.sort_rows(experts.to(device), totals, tile_rows, 128)
     order = kernels.SortedRows(*(it.cpu() for it in order))
     named = experts.flatten()
     pairs = torch.argsort(torch.where(named < 0, num_experts, named), stable=True)

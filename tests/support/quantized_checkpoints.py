@@ -371,3 +371,21 @@ def _written(name: str, weight: Tensor, how: Format) -> tuple[Tensors, NDArray[n
     each = [how.write(name, of_expert) for of_expert in weight]
     stacked = {key: torch.stack([tensors[key] for tensors, _ in each]) for key in each[0][0]}
     return stacked, np.stack([values for _, values in each])
+
+
+def draw_mxfp4(folder: Path) -> None:
+    """Give the experts of a checkpoint of gpt-oss drawn codes and scales of MXFP4 in place of their
+    weights."""
+    file, drawn = folder / "model.safetensors", torch.Generator().manual_seed(3)
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
+        shape = (num_experts, num_outputs, num_inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=drawn, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(121, 126, shape, generator=drawn, dtype=torch.uint8)
+    save_file(tensors, file, {"format": "pt"})
+    config = folder / "config.json"
+    keys = json.loads(config.read_text(encoding="utf-8"))
+    keys["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.write_text(json.dumps(keys), encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from workers.model.quantization.stored_format import (
 from workers.model.quantization.weight_form import DEQUANTIZED, WeightForm
 from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
+from workers.model.weight_bytes import WeightBytes
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
 PROCESS_BYTES = 350_000_000
@@ -133,6 +135,14 @@ class RankShape:
         return cells.num_kinds * num_layers * self.num_kv_cells * cells.width * item_bytes
 
 
+class _TensorSize(NamedTuple):
+    """What a rank keeps of a tensor. The `part` is that of `WeightBytes`, or `beside` them."""
+
+    part: str
+    num_items: float
+    bytes_each: float
+
+
 class Checkpoint(NamedTuple):
     """The number of elements of each tensor of a checkpoint, from the headers of its files, and of quantized
     weights the formats; these are named as if they were not quantized."""
@@ -178,7 +188,20 @@ class Checkpoint(NamedTuple):
         """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
         the head too. Products, embedding and head have weights of this form, and all others floats of
         `item_bytes`; the table of the layers' own inputs is not rounded."""
-        known, num_bytes = self._names(rank.model), 0.0
+        return round(sum(it.num_items * it.bytes_each for it in self._in_memory(rank, item_bytes, form)))
+
+    def mean_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm = DEQUANTIZED) -> WeightBytes:
+        """Return the mean bytes of the weights that the rank keeps, where products have this form."""
+        part_to_sizes: dict[str, list[_TensorSize]] = {}
+        for tensor in self._in_memory(rank, item_bytes, form):
+            part_to_sizes.setdefault(tensor.part, []).append(tensor)
+        of_parts = (part_to_sizes.get(part, ()) for part in WeightBytes._fields)
+        return WeightBytes(*(_mean_bytes(of_part, item_bytes) for of_part in of_parts))
+
+    def _in_memory(self, rank: RankShape, item_bytes: int, form: WeightForm) -> Iterator[_TensorSize]:
+        """Yield what the rank keeps of each tensor."""
+        known = self._names(rank.model)
+        heads = {known.head, known.embedding} if rank.model.tie_word_embeddings else {known.head}
         for name, size in self._kept(rank):
             layer, inner = known.layer_of(name) or (0, "")
             plain, each = _plain_name(name, layer, rank.model), float(item_bytes)
@@ -188,8 +211,8 @@ class Checkpoint(NamedTuple):
                 each = form.bytes_each(self.name_to_format.get(name), item_bytes, is_table=True)
             elif name == known.input_projection or (name == known.input_embedding and form.keeps_stored):
                 each = form.bytes_each(self.name_to_format.get(name), item_bytes)
-            num_bytes += each * size * self._share(plain, layer, rank)
-        return round(num_bytes)
+            part = "experts" if ".experts." in plain else "layers" if inner else "beside"
+            yield _TensorSize("head" if name in heads else part, size * self._share(plain, layer, rank), each)
 
     def _bytes_each(
         self, name: str, plain: str, layer: int, rank: RankShape, item_bytes: int, form: WeightForm
@@ -282,6 +305,12 @@ class Checkpoint(NamedTuple):
         if "embed_tokens" in name or "lm_head" in name:
             return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
         return 1.0
+
+
+def _mean_bytes(sizes: Sequence[_TensorSize], item_bytes: int) -> float:
+    """Return the mean bytes of an element; `item_bytes` where there is none."""
+    num_items = sum(it.num_items for it in sizes)
+    return sum(it.num_items * it.bytes_each for it in sizes) / num_items if num_items else item_bytes
 
 
 def _is_kept_quantized(plain: str) -> bool:

@@ -67,18 +67,19 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return num_pairs if num_pairs <= num_experts else num_experts + (num_pairs - num_experts) // tile_rows
 
 
-def sort_rows(experts: Tensor, counts: Tensor, tile: ExpertTile) -> SortedRows:
-    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert, and add the number of rows of
-    each expert to int64 `counts` [num_experts]."""
+def sort_rows(experts: Tensor, counts: Tensor, tile_rows: int, chunk: int) -> SortedRows:
+    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert, for tiles of so many rows, and
+    add the number of rows of each expert to int64 `counts` [num_experts]. A program reads `chunk` pairs at a
+    time."""
     num_pairs, num_experts = experts.numel(), len(counts)
     assert experts.is_contiguous()
     assert counts.is_contiguous()
-    num_tiles = most_tiles(num_pairs, num_experts, tile.rows)
+    num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
     pairs, rows = experts.new_empty(num_pairs), experts.new_empty(num_pairs)
     ends, tiles = experts.new_empty(num_experts), experts.new_empty(num_tiles, _TILE_ITEMS)
     _sort_kernel[(num_experts,)](
         experts, pairs, rows, ends, tiles, counts, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
-        TILE_ROWS=tile.rows, BINS=triton.next_power_of_2(num_experts + 1), CHUNK=tile.chunk, num_warps=8,
+        TILE_ROWS=tile_rows, BINS=triton.next_power_of_2(num_experts + 1), CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     return SortedRows(pairs, rows, ends, tiles)
 
@@ -230,7 +231,8 @@ def _sort_kernel(
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return the activation of gates times ups, or that of ups alone, float32."""
     if ACTIVATION == "relu2":
         gate = tl.where(up < 0.0, 0.0, up)
         result = gate * gate
@@ -288,7 +290,7 @@ def _gate_up_kernel(
         of_gates = bias + 2 * expert * size + outputs
         gate += tl.load(of_gates, mask=is_output, other=0.0).to(tl.float32)[None, :]
         up += tl.load(of_gates + size, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    result = _gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
+    result = gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
     target = out + rows.to(tl.int64)[:, None] * size + outputs[None, :]
     tl.store(target, result, mask=is_row[:, None] & is_output[None, :])
 
@@ -338,7 +340,7 @@ def _activate_kernel(
         of_gates = bias + 2 * expert * size + columns
         gate += tl.load(of_gates, mask=is_there, other=0.0).to(tl.float32)
         up += tl.load(of_gates + size, mask=is_there, other=0.0).to(tl.float32)
-    result = _gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
+    result = gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + row * size + columns, result, mask=is_there)
 
 

@@ -160,7 +160,7 @@ class MixtureWeightReader:
             of_all = kept.downs
             times_factor = ReadWhenTaken(len(of_all), lambda number: scaled(of_all[number], factor))
             others = self._beside_products(stored, shape, held)
-            return QuantizedExpertWeights(kept.gates, kept.ups, times_factor, *others)
+            return QuantizedExpertWeights(kept.gates, kept.ups, times_factor, *others, self._files.dtype)
         gates, ups, downs = stored.products()
         if factor != 1:
             downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs

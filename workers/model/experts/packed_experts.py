@@ -132,9 +132,10 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
         self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
 
-    @property
-    def address(self) -> int:
-        """The address at which the kernels find the experts, while this object lives."""
+    def address_for(self, dtype: torch.dtype) -> int:
+        """Return the address at which the kernels find the experts, for rows of their dtype, while this
+        object lives."""
+        assert dtype == self.dtype, dtype
         return ctypes.addressof(self._experts)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:

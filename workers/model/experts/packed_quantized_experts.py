@@ -73,7 +73,13 @@ class PackedQuantizedExperts(CountingExperts):
         self._sizes = self.num_experts, self.hidden_size, size, self.hidden_size
         self._activation, self._clamp = ACTIVATIONS[weights.activation], weights.clamp
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
+
+    def address_for(self, dtype: torch.dtype) -> int:
+        """Return the address at which the kernels find the experts, for rows of `dtype`, while this object
+        lives."""
+        return ctypes.addressof(self._experts_for(dtype))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         if x.dtype not in native.DTYPES:

@@ -18,7 +18,7 @@ from workers.model.quantization.quantized_weight import QuantizedWeight
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizedExpertWeights:
-    """`ExpertWeights` whose products are quantized, all in one form."""
+    """`ExpertWeights` whose products are quantized, all in one form. Rows are of `dtype`."""
 
     gates: Sequence[QuantizedWeight]
     ups: Sequence[QuantizedWeight]
@@ -27,6 +27,7 @@ class QuantizedExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     clamp: Clamp = DEFAULT_CLAMP
+    dtype: torch.dtype = torch.float32
 
 
 class QuantizedExperts(Experts):

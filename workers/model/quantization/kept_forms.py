@@ -24,8 +24,7 @@ def has_products(weight: QuantizedWeight) -> bool:
 
 
 def has_experts(weight: QuantizedWeight) -> bool:
-    """Whether experts with weights of this form can be computed where the weight is: one after another, as
-    the host sees which are chosen."""
+    """Whether experts with weights of this form can be computed where the weight is."""
     device = weight.packed.device.type
     has_kernels = device != "cpu" or native.load() is not None
     return device in EXPERTS_ON and has_kernels and weight.order is None and has_products(weight)

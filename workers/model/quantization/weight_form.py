@@ -23,10 +23,11 @@ _ROUNDED_TABLES = {
 }
 # The devices with kernels for products of quantized weights.
 QUANTIZED_ON = ("cpu", "cuda")
-# The codes of weights whose products round their inputs on a device, where the checkpoint means that.
+# The codes of weights whose products round their inputs on a device, where the checkpoint means that;
+# experts never do.
 ROUNDS_INPUTS_ON = {"cpu": (CodeType.INT8,), "cuda": (CodeType.INT8, CodeType.FP8)}
 # Those on which experts have such weights as well.
-EXPERTS_ON = ("cpu",)
+EXPERTS_ON = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
