@@ -40,7 +40,7 @@ SHAPE: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "awq": {"family": "llama", "tie_word_embeddings": True},
-    "int8": {"family": "qwen3"},
+    "int8 packed": {"family": "qwen3"},
     "fp8 in blocks": {"family": "glm4"},
     "gptq": {"family": "mixtral", "num_local_experts": 4},
 }

@@ -33,7 +33,7 @@ EMBEDDING = "model.embed_tokens.weight"
 STORED: dict[str, tuple[str, dict[str, Any]]] = {
     "own head": ("gptq in another order", {}),
     "tied": ("awq", {"tie_word_embeddings": True}),
-    "head with a bias": ("int8", {"family": "phimoe", "num_local_experts": 2, "lm_head_bias": True}),
+    "head with a bias": ("int8 packed", {"family": "phimoe", "num_local_experts": 2, "lm_head_bias": True}),
     "inputs of layers": (
         "int4",
         {

@@ -28,7 +28,13 @@ from workers.model.model_config import read_model_config
 from workers.model.quantization.packed_codes import PANEL, PackedForm
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.rounded_weight import rounded
-from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
+from workers.model.quantization.stored_format import (
+    CodeType,
+    Layout,
+    QuantizationScheme,
+    StoredFormat,
+    TargetedFormat,
+)
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
@@ -176,7 +182,7 @@ def test_a_rank_reports_the_form_of_its_weights(
 
 
 @uses_compiler
-@pytest.mark.parametrize("how", ["int4 with zero points", "gptq", "fp8 in blocks", "int8"])
+@pytest.mark.parametrize("how", ["int4 with zero points", "gptq", "fp8 in blocks", "int8 packed"])
 def test_bfloat16_computes_with_quantized_weights(how: str, source: Path, tmp_path: Path) -> None:
     """Nearer to float32 than with weights that are rounded to bfloat16, or about as near."""
     plain = quantize(source, tmp_path, FORMATS[how])
@@ -236,12 +242,21 @@ def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path
     assert AS_STORED.identity(None, "bfloat16", "cuda") == "bfloat16"
 
 
-def test_devices_that_round_inputs_have_kv_of_their_own(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path, FORMATS["fp8 in blocks"])
-    scheme = read_model_config(tmp_path).quantization
-    on_cpu, on_cuda = (AS_STORED.identity(scheme, "bfloat16", device) for device in ("cpu", "cuda"))
-    assert on_cpu.startswith("fp8 block")
-    assert on_cuda == f"{on_cpu}, of rounded inputs"
+def test_products_of_rounded_inputs_have_kv_of_their_own() -> None:
+    """CPUs round those of int8 where a scale belongs to all inputs, as GPUs do, and no others."""
+
+    def identities_of(*formats: StoredFormat) -> list[str]:
+        scheme = QuantizationScheme("any", tuple(TargetedFormat(("Linear",), it) for it in formats))
+        return [AS_STORED.identity(scheme, "bfloat16", device) for device in ("cpu", "cuda")]
+
+    whole = StoredFormat(Layout.PLAIN, CodeType.INT8, quantizes_inputs=True)
+    in_groups = dataclasses.replace(whole, group=64)
+    fp8 = dataclasses.replace(whole, codes=CodeType.FP8)
+    assert identities_of(whole) == ["int8, of rounded inputs"] * 2
+    assert identities_of(dataclasses.replace(whole, quantizes_inputs=False)) == ["int8"] * 2
+    assert identities_of(in_groups) == ["int8 group 64", "int8 group 64, of rounded inputs"]
+    both = "int8, of rounded inputs and fp8"
+    assert identities_of(whole, fp8) == [both, f"{both}, of rounded inputs"]
 
 
 def test_the_fingerprint_has_the_scheme(source: Path, tmp_path: Path) -> None:

@@ -82,8 +82,13 @@ def _fields_of_kv(config: ModelConfig) -> dict[str, Any]:
     if config.state is not None:
         fields["state"] = [type(config.state).__name__, dataclasses.asdict(config.state)]
     if config.quantization is not None:
-        fields["quantization"] = dataclasses.asdict(config.quantization)
+        fields["quantization"] = dataclasses.asdict(config.quantization, dict_factory=_declared)
     return fields | {"rope": _told(config.rope, _FIRST_ROPE_FIELDS)}
+
+
+def _declared(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields without those that follow from others."""
+    return {name: value for name, value in fields if not name.startswith("_")}
 
 
 def _told(config: ModelConfig | RopeConfig, num_first: int) -> dict[str, Any]:

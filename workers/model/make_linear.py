@@ -14,6 +14,7 @@ from workers.model import cuda, native
 from workers.model.native.isa import usable_isas
 from workers.model.products import GatedActivation, InvariantLinear, Linear, PackedLinear, TorchLinear, Weight
 from workers.model.quantization.device_linear import make_device_linear
+from workers.model.quantization.integer_product import IntegerLinear, rounds_inputs
 from workers.model.quantization.packed_product import packed_quantized
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.torch_product import DequantizingLinear
@@ -59,6 +60,8 @@ def _make_quantized(
     assert whole is not None, "the parts of a product have one form"
     if cuda.serves(whole.packed.device):
         return make_device_linear(whole, bias, gate=gate, is_deterministic=is_deterministic)
+    if rounds_inputs(whole):
+        return IntegerLinear(whole, bias, gate=gate)
     return DequantizingLinear(whole, bias, gate=gate)
 
 

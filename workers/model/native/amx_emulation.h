@@ -61,13 +61,31 @@ inline void _emulated_dpbf16ps(int sums, int rows, int weights) {
   }
 }
 
+// Bytes of rows with a sign, bytes of weights without.
+inline void _emulated_dpbsud(int sums, int rows, int weights) {
+  int num_rows = emulated_tiles.rows[sums], num_quads = emulated_tiles.row_bytes[rows] / 4;
+  if (!num_rows || num_rows != emulated_tiles.rows[rows] || num_quads != emulated_tiles.rows[weights]) __builtin_trap();
+  for (int m = 0; m < num_rows; m++) {
+    for (int n = 0; n < emulated_tiles.row_bytes[weights] / 4; n++) {
+      int32_t sum;
+      memcpy(&sum, emulated_tiles.bytes[sums][m] + 4 * n, 4);
+      for (int quad = 0; quad < num_quads; quad++)
+        for (int i = 0; i < 4; i++)
+          sum += int8_t(emulated_tiles.bytes[rows][m][4 * quad + i]) * emulated_tiles.bytes[weights][quad][4 * n + i];
+      memcpy(emulated_tiles.bytes[sums][m] + 4 * n, &sum, 4);
+    }
+  }
+}
+
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig _emulated_loadconfig
 #define _tile_release _emulated_release
 #define _tile_zero _emulated_zero
 #define _tile_loadd _emulated_loadd
 #define _tile_stored _emulated_stored
 #define _tile_dpbf16ps _emulated_dpbf16ps
+#define _tile_dpbsud _emulated_dpbsud

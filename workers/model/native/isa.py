@@ -29,13 +29,10 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """The flags that the compiler is given for it, in place of -march."""
-        return _COMPILER_FLAGS[self]
-
-    @property
-    def multiplies_bf16(self) -> bool:
-        """Whether products take bf16 operands; else they are widened to float32."""
-        return self in (Isa.AMX, Isa.AVX512_BF16)
+        """The flags that the compiler is given for it, in place of -march, with those of extensions that few
+        lines use where this CPU has them."""
+        extensions = _EXTENSIONS.get(self, {})
+        return _COMPILER_FLAGS[self] + tuple(flag for name, flag in extensions.items() if name in cpu_flags())
 
 
 _NEEDED = {
@@ -49,6 +46,13 @@ _COMPILER_FLAGS = {
     Isa.AVX512: _AVX512,
     Isa.AVX512_BF16: _AVX512_BF16,
     Isa.AMX: (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+}
+_VNNI = {"avx512_vnni": "-mavx512vnni"}
+# Extensions that a CPU with the instruction set may have: its CPU flag, and the compiler's.
+_EXTENSIONS = {
+    Isa.AVX512: _VNNI,
+    Isa.AVX512_BF16: _VNNI,
+    Isa.AMX: {**_VNNI, "amx_int8": "-mamx-int8"},
 }
 
 

@@ -9,6 +9,7 @@
 #include "delta_rule.h"
 #include "gate.h"
 #include "head_products.h"
+#include "integer_products.h"
 #include "mamba2.h"
 #include "mixture.h"
 #include "quantized_products.h"

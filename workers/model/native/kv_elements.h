@@ -93,26 +93,39 @@ INLINE void store(Vec value, E4m3* to) {
   store_low_bytes(chosen | shift_right(sign, 24), to);
 }
 
-// Quantizes a vector of `size` numbers, a multiple of LANES.
-template <typename S, typename T>
-INLINE void quantize(const T* from, int64_t size, S* to, float* scale) {
-  IntVec most = {};
-  for (int64_t i = 0; i < size; i += LANES) most = int_max(most, magnitude_bits(load(from + i)));
+// The scale of the elements of a vector, and its inverse; the inverse is 0 where all elements are 0: those of very small
+// numbers, whose scale is 0, and of numbers that are not all finite, whose scale is NaN.
+struct ElementScale {
+  float scale, inverse;
+};
+
+// The scale of a vector whose greatest magnitude is that of one of these lanes.
+template <typename S>
+INLINE ElementScale scale_of(IntVec most) {
   alignas(64) int32_t lanes[LANES];
   memcpy(lanes, &most, sizeof(lanes));
   int32_t bits = 0;
   for (int32_t lane : lanes) bits = lane > bits ? lane : bits;
   float largest;
   memcpy(&largest, &bits, 4);
-  bool is_finite = bits < 0x7F800000;
-  if (!is_finite || largest < 0x1p-100f) {
+  if (bits >= 0x7F800000) return {NAN, 0};
+  if (largest < 0x1p-100f) return {0, 0};
+  return {largest / S::LARGEST, S::LARGEST / largest};
+}
+
+// Quantizes a vector of `size` numbers, a multiple of LANES.
+template <typename S, typename T>
+INLINE void quantize(const T* from, int64_t size, S* to, float* scale) {
+  IntVec most = {};
+  for (int64_t i = 0; i < size; i += LANES) most = int_max(most, magnitude_bits(load(from + i)));
+  ElementScale found = scale_of<S>(most);
+  *scale = found.scale;
+  if (!found.inverse) {
     memset(to, 0, size);
-    *scale = is_finite ? 0 : NAN;
     return;
   }
-  Vec inverse = broadcast(S::LARGEST / largest);
+  Vec inverse = broadcast(found.inverse);
   for (int64_t i = 0; i < size; i += LANES) store(load(from + i) * inverse, to + i);
-  *scale = largest / S::LARGEST;
 }
 
 // Widens `count` elements, a multiple of LANES.

@@ -12,7 +12,7 @@
 
 #include "panel.h"
 
-enum CodeKind : int64_t { NIBBLES = 0, INT8_CODES = 1, E4M3_CODES = 2 };
+enum CodeKind : int64_t { NIBBLES = 0, INT8_CODES = 1, E4M3_CODES = 2, INTEGERS = 3 };  // of `integer_products.h`
 enum ScaleKind : int64_t { NO_SCALES = 0, FLOAT_SCALES = 1, BF16_SCALES = 2, F16_SCALES = 3 };
 
 constexpr int64_t STEP_INPUTS = 8;

@@ -436,9 +436,18 @@ class QuantizedInputs {
   float* group_sums_ = nullptr;
 };
 
+// Of `integer_products.h`.
+template <typename T>
+void integer_linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue,
+                    T* out, int64_t out_stride);
+template <typename T>
+void dequantize_integers(const LinearWeights& weights, int64_t id, T* out);
+
 template <typename T>
 void quantized_linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue,
                       T* out, int64_t out_stride) {
+  if (weights.quantized->codes == INTEGERS)
+    return integer_linear(weights, x, x_stride, num_rows, epilogue, out, out_stride);
   int64_t num_panels = (weights.num_outputs + PANEL - 1) / PANEL;
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   for (int64_t chunk = 0; chunk < num_rows; chunk += CHUNK_ROWS) {
@@ -501,6 +510,8 @@ void gather_quantized(const LinearWeights& weights, const int64_t* ids, int64_t 
       dequantize_output<NIBBLES>(weights, shape, ids[i], to);
     else if (weights.quantized->codes == INT8_CODES)
       dequantize_output<INT8_CODES>(weights, shape, ids[i], to);
+    else if (weights.quantized->codes == INTEGERS)
+      dequantize_integers(weights, ids[i], to);
     else
       dequantize_output<E4M3_CODES>(weights, shape, ids[i], to);
   }

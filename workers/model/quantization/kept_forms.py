@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from workers.model import cuda, native
+from workers.model.quantization.integer_product import rounds_inputs
 from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.weight_form import EXPERTS_ON
 
 
 def has_products(weight: QuantizedWeight) -> bool:
-    """Whether there are kernels that compute products with weights of this form, where the weight is."""
+    """Whether products with weights of this form are computed where the weight is: by kernels or, as rounded
+    inputs have no dequantized weights that give the same, by torch."""
     device = weight.packed.device
-    if cuda.serves(device):
+    if cuda.serves(device) or (device.type == "cpu" and rounds_inputs(weight)):
         return True
     is_served = weight.group % STEP_INPUTS == 0 or weight.group == weight.num_inputs
     return is_served and device.type == "cpu" and native.load() is not None
@@ -23,7 +25,9 @@ def has_products(weight: QuantizedWeight) -> bool:
 
 def has_experts(weight: QuantizedWeight) -> bool:
     """Whether experts with weights of this form can be computed where the weight is."""
-    return weight.packed.device.type in EXPERTS_ON and weight.order is None and has_products(weight)
+    device = weight.packed.device.type
+    has_kernels = device != "cpu" or native.load() is not None
+    return device in EXPERTS_ON and has_kernels and weight.order is None and has_products(weight)
 
 
 def are_alike(parts: Sequence[QuantizedWeight]) -> bool:

@@ -19,6 +19,8 @@ from workers.model.quantization.quantized_weight import Codes, QuantizedWeight, 
 
 PANEL = 32
 STEP_INPUTS = 8
+# Codes that are multiplied by integers have 128 added, so that they have no sign.
+_INTEGER_BIAS = 0x80
 _BLOCK_PANELS = 64  # that are packed together, which bounds the memory
 # As half-precision numbers the bits of e4m3 mean this part of their values.
 _E4M3_PART = 2.0**-8
@@ -31,6 +33,7 @@ class CodeKind(enum.IntEnum):
     NIBBLES = 0
     INT8 = 1
     E4M3 = 2
+    INTEGERS = 3
 
 
 class ScaleKind(enum.IntEnum):
@@ -42,6 +45,12 @@ class ScaleKind(enum.IntEnum):
     F16 = 3
 
 
+_ITEM_DTYPES = {
+    CodeKind.NIBBLES: torch.int32,
+    CodeKind.INT8: torch.int16,
+    CodeKind.E4M3: torch.int16,
+    CodeKind.INTEGERS: torch.int32,
+}
 _DTYPES = {ScaleKind.FLOAT: torch.float32, ScaleKind.BF16: torch.bfloat16, ScaleKind.F16: torch.float16}
 _SCALE_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _KINDS = {Codes.INT8: CodeKind.INT8, Codes.E4M3: CodeKind.E4M3}
@@ -82,6 +91,16 @@ class PackedForm:
             table,
         )
 
+    @staticmethod
+    def of_integers(weight: QuantizedWeight) -> PackedForm:
+        """Return the form for the product of a weight of int8, with a scale for each output, and rows that
+        are rounded to int8 too."""
+        assert weight.codes is Codes.INT8
+        assert weight.group == weight.num_inputs
+        found = PackedForm.of([weight])
+        assert found is not None
+        return dataclasses.replace(found, kind=CodeKind.INTEGERS)
+
     @property
     def num_panel_bytes(self) -> int:
         """The size of a panel."""
@@ -99,7 +118,7 @@ class PackedForm:
             at = block.view(len(block), self.num_groups, -1)
             codes = _items(self.kind, F.pad(held.packed, (0, 0, 0, missing)), len(block), self.num_groups)
             end = codes[0, 0].numel() * PANEL // width
-            dtype = torch.int32 if self.kind == CodeKind.NIBBLES else torch.int16
+            dtype = _ITEM_DTYPES[self.kind]
             steps = at[..., :end].view(dtype).view(len(block), self.num_groups, -1, PANEL)
             steps[..., offset : offset + width] = codes.view(dtype).view(*steps.shape[:-1], width)
             for kind, given in ((self.scales, _scales(held)), (self.offsets, held.offsets)):
@@ -118,15 +137,18 @@ def _items(kind: CodeKind, packed: Tensor, num_panels: int, num_groups: int) -> 
     width = len(packed) // num_panels
     grouped = packed.view(num_panels, width, num_groups, -1)
     if kind != CodeKind.NIBBLES:
-        pairs = _padded(grouped, STEP_INPUTS).view(num_panels, width, num_groups, -1, 2)
-        return pairs.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
+        # Pairs of an output lie side by side, or quads of integers without a sign.
+        size = _ITEM_DTYPES[kind].itemsize
+        tuples = _padded(grouped, STEP_INPUTS).view(num_panels, width, num_groups, -1, size)
+        items = tuples.permute(0, 2, 3, 1, 4).reshape(num_panels, num_groups, -1)
+        return items ^ _INTEGER_BIAS if kind == CodeKind.INTEGERS else items
     # A byte holds a pair. Pair p of a step goes to bits 4p of both halves of an item.
     step = STEP_INPUTS // 2
     pairs = _padded(grouped, step).view(num_panels, width, num_groups, -1, step).int()
     shifts = torch.arange(0, 16, 4, dtype=torch.int32)
     halves = [((nibbles & 0xF) << shifts).sum(-1, dtype=torch.int32) for nibbles in (pairs, pairs >> 4)]
-    items = halves[0] | halves[1] << 16
-    return items.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(num_panels, num_groups, -1)
+    nibble_items = halves[0] | halves[1] << 16
+    return nibble_items.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(num_panels, num_groups, -1)
 
 
 def _padded(grouped: Tensor, step: int) -> Tensor:

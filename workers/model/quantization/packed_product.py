@@ -1,6 +1,7 @@
-"""Linear products with quantized weights by the CPU kernels of `native/quantized_products.h`.
+"""Linear products with quantized weights by the CPU kernels of `native/quantized_products.h`, and of
+`native/integer_products.h` where inputs are rounded to int8 as well.
 
-No weight and no input is rounded: codes are multiplied as they are, in bfloat16 or in float32, and the
+No weight is rounded: codes are multiplied as they are, in bfloat16, in float32 or as integers, and the
 sums of a group by its scale. A row's result depends neither on the other rows nor on the number of threads,
 as that of `PackedLinear`."""
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.products import GATES, Epilogue, GatedActivation, Linear, PackedWeights, allocate_panels
+from workers.model.quantization.integer_product import rounds_inputs
 from workers.model.quantization.packed_codes import PANEL, PackedForm
 from workers.model.quantization.quantized_weight import QuantizedWeight
 
@@ -156,5 +158,5 @@ def packed_quantized(
     whole = weights[0] if len(weights) == 1 else QuantizedWeight.joined(weights)
     if kernels is None or whole is None:
         return None
-    form = PackedForm.of([whole])
+    form = PackedForm.of_integers(whole) if rounds_inputs(whole) else PackedForm.of([whole])
     return None if form is None else PackedQuantizedLinear(kernels, whole, form, bias, gate=gate)

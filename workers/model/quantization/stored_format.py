@@ -120,11 +120,6 @@ class QuantizationScheme:
         return next((targeted.format for targeted in self.formats if targeted.has_all), None)
 
     @property
-    def quantizes_inputs(self) -> bool:
-        """Whether some products are meant to be computed with quantized inputs."""
-        return any(targeted.format.quantizes_inputs for targeted in self.formats)
-
-    @property
     def name(self) -> str:
         """What identifies weights of this scheme: the names of their formats."""
         return " and ".join(dict.fromkeys(targeted.format.name for targeted in self.formats))

@@ -23,8 +23,9 @@ _ROUNDED_TABLES = {
 }
 # The devices with kernels for products of quantized weights.
 QUANTIZED_ON = ("cpu", "cuda")
-# Those on which products round their inputs, where the checkpoint means that; experts never do.
-ROUNDS_INPUTS_ON = ("cuda",)
+# The codes of weights whose products round their inputs on a device, where the checkpoint means that;
+# experts never do.
+ROUNDS_INPUTS_ON = {"cpu": (CodeType.INT8,), "cuda": (CodeType.INT8, CodeType.FP8)}
 # Those on which experts have such weights as well.
 EXPERTS_ON = ("cpu", "cuda")
 
@@ -76,8 +77,18 @@ class WeightForm:
             return f"{' and '.join(dict.fromkeys(rounded))}, rounded"
         if scheme is None or not self.keeps_stored:
             return dtype
-        is_rounding = scheme.quantizes_inputs and device in ROUNDS_INPUTS_ON
-        return f"{scheme.name}, of rounded inputs" if is_rounding else scheme.name
+        names = (
+            f"{it.name}, of rounded inputs" if rounds_inputs_of(it, device) else it.name
+            for it in (targeted.format for targeted in scheme.formats)
+        )
+        return " and ".join(dict.fromkeys(names))
+
+
+def rounds_inputs_of(stored: StoredFormat, device: str) -> bool:
+    """Whether products with weights of this format round their inputs on the device; on CPUs only where a
+    scale belongs to all inputs."""
+    is_known = stored.codes in ROUNDS_INPUTS_ON.get(device, ()) and (device != "cpu" or not stored.group)
+    return stored.quantizes_inputs and is_known
 
 
 AS_STORED = WeightForm()
