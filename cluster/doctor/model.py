@@ -27,7 +27,7 @@ from workers.model.model_config import (
     weight_files,
 )
 from workers.model.model_folder import default_cache
-from workers.model.quantization.weight_form import EXPERTS_ON, WeightForm
+from workers.model.quantization.weight_form import WeightForm
 
 GROUP = "model"
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
@@ -63,14 +63,7 @@ def _weight_form(context: CheckContext, model: ModelConfig) -> Iterator[CheckRes
     if not WeightForm(pools[0].weight_dtype).keeps_stored:
         yield ok(f"{what}, and weight_dtype is {pools[0].weight_dtype}")
         return
-    devices = {device for pool in pools for device in pool.stage_devices}
-    if model.mixture is not None and (others := devices - set(EXPERTS_ON)):
-        yield note(
-            f"{what}, but experts are dequantized on {', '.join(sorted(others))}",
-            "there are no experts with quantized weights there, and they take as much memory as in dtype",
-        )
-    else:
-        yield ok(f"{what}, and stay so in products")
+    yield ok(f"{what}, and stay so in products")
 
 
 def weights(context: CheckContext) -> Iterator[CheckResult]:

@@ -219,7 +219,7 @@ class Checkpoint(NamedTuple):
     ) -> float:
         """Return the bytes of an element of the tensor of these names, in this layer."""
         stored, are_experts = self.name_to_format.get(name), ".experts." in plain
-        if are_experts and (rank.expert_offload or rank.expert_copies or not form.has_experts):
+        if are_experts and (rank.expert_offload or rank.expert_copies):
             return item_bytes
         if are_experts and name.endswith("_blocks"):
             return form.bytes_each(MXFP4, item_bytes) if form.keeps_stored else item_bytes

@@ -10,7 +10,6 @@ from workers.model import cuda, native
 from workers.model.quantization.integer_product import rounds_inputs
 from workers.model.quantization.packed_codes import STEP_INPUTS
 from workers.model.quantization.quantized_weight import QuantizedWeight
-from workers.model.quantization.weight_form import EXPERTS_ON
 
 
 def has_products(weight: QuantizedWeight) -> bool:
@@ -25,9 +24,8 @@ def has_products(weight: QuantizedWeight) -> bool:
 
 def has_experts(weight: QuantizedWeight) -> bool:
     """Whether experts with weights of this form can be computed where the weight is."""
-    device = weight.packed.device.type
-    has_kernels = device != "cpu" or native.load() is not None
-    return device in EXPERTS_ON and has_kernels and weight.order is None and has_products(weight)
+    has_kernels = weight.packed.device.type != "cpu" or native.load() is not None
+    return has_kernels and weight.order is None and has_products(weight)
 
 
 def are_alike(parts: Sequence[QuantizedWeight]) -> bool:

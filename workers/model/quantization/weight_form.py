@@ -26,19 +26,15 @@ QUANTIZED_ON = ("cpu", "cuda")
 # The codes of weights whose products round their inputs on a device, where the checkpoint means that;
 # experts never do.
 ROUNDS_INPUTS_ON = {"cpu": (CodeType.INT8,), "cuda": (CodeType.INT8, CodeType.FP8)}
-# Those on which experts have such weights as well.
-EXPERTS_ON = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightForm:
     """`auto`: weights of products, and the tables of embedding and head, are kept as they are stored, where
     there are products for them; the name of a dtype: quantized ones are dequantized as they are read; or all
-    are rounded to the nearest code.
-    `has_experts`: experts have this form too, where memory is computed."""
+    are rounded to the nearest code."""
 
     name: str = "auto"
-    has_experts: bool = True
 
     @property
     def rounded(self) -> StoredFormat | None:
@@ -58,9 +54,8 @@ class WeightForm:
     def on(self, device: str, *, can_compile: bool = True) -> WeightForm:
         """Return the form that products on the device keep in memory. `can_compile`: there are kernels for
         CPUs."""
-        if device not in QUANTIZED_ON or (device == "cpu" and not can_compile):
-            return DEQUANTIZED
-        return dataclasses.replace(self, has_experts=device in EXPERTS_ON)
+        is_kept = device in QUANTIZED_ON and (can_compile or device != "cpu")
+        return self if is_kept else DEQUANTIZED
 
     def bytes_each(self, stored: StoredFormat | None, item_bytes: int, *, is_table: bool = False) -> float:
         """Return the bytes of a weight of a product, or of a table of embedding or head, that is stored in
