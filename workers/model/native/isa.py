@@ -12,6 +12,8 @@ _FORCED = "TANDEM_CPU_ISA"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+# Extensions that few lines use where this CPU has them.
+_EXTENSIONS = {"avx512_vbmi": "-mavx512vbmi"}
 
 
 class Isa(enum.Enum):
@@ -30,7 +32,10 @@ class Isa(enum.Enum):
     @property
     def compiler_flags(self) -> tuple[str, ...]:
         """The flags that the compiler is given for it, in place of -march."""
-        return _COMPILER_FLAGS[self]
+        if not self.multiplies_bf16:
+            return _COMPILER_FLAGS[self]
+        flags = cpu_flags()
+        return (*_COMPILER_FLAGS[self], *(flag for name, flag in _EXTENSIONS.items() if name in flags))
 
     @property
     def multiplies_bf16(self) -> bool:
