@@ -90,7 +90,7 @@ struct InputPart {
 // Inputs that are decoded together: 16 KiB of a panel.
 template <typename A>
 constexpr int64_t PART_INPUTS = 512 / sizeof(A);
-constexpr int64_t AHEAD_BYTES = 4 << 10;  // how far ahead of what is decoded memory is fetched
+constexpr int64_t AHEAD_BYTES = 4 << 10;  // how far ahead of what few rows take memory is fetched
 
 // Rows as blocks of them are multiplied: [parts][num_rows][PACKED_STRIDE], so that one register points to all rows of
 // a block, and they do not share sets of the cache. Few rows stay as they are.
@@ -187,8 +187,7 @@ INLINE void add_scaled(const Vec (&sums)[M][V], const PanelShape& shape, const u
   }
 }
 
-// Where a block of rows has its weights from: it decodes them, decodes and keeps them, or takes what is kept. Few rows
-// are one block, which decodes in registers.
+// Where a block of rows has its weights from: it decodes them, decodes and keeps them, or takes what is kept.
 enum WeightSource { DECODED, DECODED_AND_KEPT, KEPT };
 
 // A part of a panel, and the memory of what is kept of it.
@@ -206,26 +205,42 @@ struct PanelPart {
 template <typename A>
 constexpr int64_t KEPT_VECS = LANES == 16 || sizeof(A) == 2 ? PANEL_VECS : PANEL_VECS / 2;
 
-// Adds the products of M rows with some steps of codes, of V vectors of outputs from `first` on, to their sums, and
-// moves the pointers to inputs and to what is kept on. AVX2 lacks registers for weights that are decoded meanwhile.
+// Fetches the memory that comes a part after what is decoded, spread over all passes over a part.
+struct PartAhead {
+  const char* at;
+
+  template <int M>
+  INLINE void fetch(int64_t num_bytes) {
+    for (int64_t line = 0; line < num_bytes; line += 64) prefetch_weights<M>(at + line);
+    at += num_bytes;
+  }
+};
+
+// Pointers that move on with the inputs: of rows, and of what is kept.
+template <typename A>
+struct StepPointers {
+  const A* inputs;
+  int64_t stride;
+  A* kept;
+};
+
+// Adds the products of M rows with some steps of codes, of V vectors of outputs from `first` on, to their sums. AVX2
+// lacks registers for weights that are decoded meanwhile.
 template <CodeKind KIND, WeightSource SOURCE, typename A, int M, int V>
-INLINE void add_steps(const Decoder<KIND, A>& decoder, const uint8_t* codes, const uint8_t* end, const A*& inputs,
-                      int64_t stride, A*& kept, int64_t first, Vec (&sums)[M][V]) {
+INLINE void add_steps(const Decoder<KIND, A>& decoder, const uint8_t* codes, const uint8_t* end, int64_t first,
+                      StepPointers<A>& at, PartAhead& ahead, Vec (&sums)[M][V]) {
   constexpr int64_t width = KEPT_VECS<A> * LANES;
   do {  // at least once: the compiler would else store all sums for the case that there is no step
-    if (SOURCE != KEPT && first == 0)
-#pragma GCC unroll 4
-      for (int64_t line = 0; line < STEP_BYTES<KIND>; line += 64)
-        prefetch_weights<M>((const char*)codes + AHEAD_BYTES + line);
+    if (SOURCE != KEPT) ahead.fetch<M>(STEP_BYTES<KIND> * V / PANEL_VECS);
     if constexpr (SOURCE == DECODED) {
-      decoder.add_step(codes, first, inputs, stride, sums);
+      decoder.add_step(codes, first, at.inputs, at.stride, sums);
     } else if constexpr (SOURCE == DECODED_AND_KEPT && LANES == 16) {
-      decoder.add_and_store_step(codes, first, kept, width, inputs, stride, sums);
+      decoder.add_and_store_step(codes, first, at.kept, width, at.inputs, at.stride, sums);
     } else {
-      if (SOURCE == DECODED_AND_KEPT) decoder.template store_step<V>(codes, first, kept, width);
-      decoder.add_stored_step(kept, width, inputs, stride, sums);
+      if (SOURCE == DECODED_AND_KEPT) decoder.template store_step<V>(codes, first, at.kept, width);
+      decoder.add_stored_step(at.kept, width, at.inputs, at.stride, sums);
     }
-    codes += STEP_BYTES<KIND>, inputs += STEP_INPUTS, kept += STEP_INPUTS * width;
+    codes += STEP_BYTES<KIND>, at.inputs += STEP_INPUTS, at.kept += STEP_INPUTS * width;
   } while (codes < end);
 }
 
@@ -234,14 +249,18 @@ INLINE void add_steps(const Decoder<KIND, A>& decoder, const uint8_t* codes, con
 template <CodeKind KIND, WeightSource SOURCE, int M, int V, typename A>
 void multiply_block(const PanelPart<A>& part, const PackedRows<A>& rows, int64_t first, float* partial, float* c) {
   constexpr bool keeps_totals = 2 * M * V <= (LANES == 16 ? 24 : 8);  // in registers
+  constexpr bool is_packed = M > FEW_ROWS;
   alignas(64) static constexpr float zeros[M * PANEL] = {};
   const PanelShape& shape = part.shape;
   const InputPart& span = part.inputs;
   Decoder<KIND, A> decoder(part.panels.table);
-  const A* inputs = rows.of(span, shape);
-  const int64_t stride = SOURCE == DECODED ? rows.stride : PACKED_STRIDE<A>;
-  A* kept = part.kept + first / KEPT_VECS<A> * KEPT_VECS<A> * LANES * PART_INPUTS<A> +
+  constexpr int64_t kept_outputs = KEPT_VECS<A> * LANES;
+  A* kept = part.kept + first / KEPT_VECS<A> * kept_outputs * PART_INPUTS<A> +
             first % KEPT_VECS<A> * LANES * (sizeof(float) / sizeof(A));
+  StepPointers<A> pointers{rows.of(span, shape), is_packed ? PACKED_STRIDE<A> : rows.stride, kept};
+  const int64_t part_bytes = span.num_groups * span.num_inputs / STEP_INPUTS * STEP_BYTES<KIND>;
+  PartAhead ahead{(const char*)span.template codes<KIND>(shape, part.panel, 0) +
+                  (is_packed ? part_bytes + first * part_bytes / PANEL_VECS : AHEAD_BYTES)};
   const float* from = span.starts ? zeros : partial + first * LANES;
   Vec totals[M][V];
   if (keeps_totals) begin_sums(totals, c + first * LANES, PANEL, true);
@@ -250,13 +269,11 @@ void multiply_block(const PanelPart<A>& part, const PackedRows<A>& rows, int64_t
     const uint8_t* codes = span.template codes<KIND>(shape, part.panel, number);
     const uint8_t* end = codes + span.num_inputs / STEP_INPUTS * STEP_BYTES<KIND>;
     Vec sums[M][V];
-    begin_sums(sums, from, PANEL, SOURCE != DECODED);
-    add_steps<KIND, SOURCE>(decoder, codes, end, inputs, stride, kept, first, sums);
-    if (SOURCE != DECODED && !span.ends) return end_sums(sums, partial + first * LANES, PANEL);
+    begin_sums(sums, from, PANEL, is_packed);
+    add_steps<KIND, SOURCE>(decoder, codes, end, first, pointers, ahead, sums);
+    if (is_packed && !span.ends) return end_sums(sums, partial + first * LANES, PANEL);
     const uint8_t* scales = span.scales(shape, part.panel, number);
-    if (SOURCE != KEPT && first == 0)
-      for (int64_t line = 0; line < shape.group_bytes - shape.code_bytes; line += 64)
-        prefetch_weights<M>((const char*)scales + AHEAD_BYTES + line);
+    if (SOURCE != KEPT) ahead.fetch<M>((shape.group_bytes - shape.code_bytes) * V / PANEL_VECS);
     if constexpr (keeps_totals)
       add_scaled(sums, shape, scales, first, rows, span.group + number, totals);
     else
@@ -299,6 +316,10 @@ void decode(const QuantizedPanels& panels, const PanelShape& shape, const InputP
 }
 #endif
 
+// Whether one block alone decodes in registers, however many rows it has: it is not worth the code for rows of float.
+template <typename A>
+constexpr bool ALONE_DECODES = LANES == 16 && sizeof(A) == 2;
+
 // Adds the products of rows, one block of them or several, to c[num_rows, 32].
 template <CodeKind KIND, typename A>
 void multiply_by_vectors(const QuantizedPanels& panels, const PanelShape& shape, const PackedRows<A>& rows,
@@ -309,9 +330,10 @@ void multiply_by_vectors(const QuantizedPanels& panels, const PanelShape& shape,
     PanelPart<A> part{panels, shape, inputs, panel, reinterpret_cast<A*>(memory)};
     for_row_blocks(rows.num_rows, [&](int64_t begin, auto count) {
       constexpr int M = count.value;
-      if constexpr (M <= FEW_ROWS)
-        multiply_rows<KIND, DECODED, M>(part, rows, partial, c);
-      else if (begin == 0)
+      if constexpr (M <= FEW_ROWS || ALONE_DECODES<A>)
+        if (rows.num_rows <= MOST_ROWS) return multiply_rows<KIND, DECODED, M>(part, rows, partial, c);
+      if constexpr (M <= FEW_ROWS) return;
+      if (begin == 0)
         multiply_rows<KIND, DECODED_AND_KEPT, M>(part, rows, partial, c);
       else
         multiply_rows<NIBBLES, KEPT, M>(part, rows.from(begin), partial + begin * PANEL, c + begin * PANEL);
