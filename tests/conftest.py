@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,10 +54,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         check_marks(item)
         if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-    if hasattr(config, "workerinput"):  # this is a worker of `-n`: the longest come first
-        from parallel_files import starts_ray
+    if hasattr(config, "workerinput"):  # this is a worker of `-n`
+        from parallel_files import in_one_order
 
-        items.sort(key=lambda item: not starts_ray(item.path))
+        in_one_order(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if isinstance(collector, pytest.Dir) and hasattr(collector.config, "workerinput"):
+        from parallel_files import rotated
+
+        report.result = rotated(report.result)
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)

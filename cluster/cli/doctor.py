@@ -239,10 +239,11 @@ def machine_checks() -> tuple[Check[CheckContext], ...]:
 
 def cluster_checks() -> tuple[Check[Live], ...]:
     """Return the checks of a running cluster, in the order in which they run."""
-    from cluster.doctor import kv_transfers, members, prefill_share, serving, tiered_store
+    from cluster.doctor import hit_rate, kv_transfers, members, prefill_share, serving, tiered_store
 
     return (
         *serving.CHECKS,
+        *hit_rate.CHECKS,
         *prefill_share.CHECKS,
         *kv_transfers.CHECKS,
         *tiered_store.CHECKS,

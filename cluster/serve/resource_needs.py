@@ -13,7 +13,7 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.compiler import find_compiler
 from kvtransfer.common.host import cpu_flags
 from kvtransfer.messages import ITEM_BYTES, Shard
-from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
+from kvtransfer.store.nvme.segment_files import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config

@@ -29,6 +29,7 @@ MOVED = {
     "cluster.serve.rollout._CODEC": "cluster.serve.deployed._CODEC",
     "kvtransfer.store.messages.FROM_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.FROM_OWNER_CODEC",
     "kvtransfer.store.messages.TO_OWNER_CODEC": "kvtransfer.store.messages.owner_codec.TO_OWNER_CODEC",
+    "kvtransfer.store.nvme.segments._HEADERS": "kvtransfer.store.nvme.segment_headers._HEADERS",
     "kvtransfer.transports.base.ACK_CODEC": "kvtransfer.transports.stream_sockets.ACK_CODEC",
     "kvtransfer.transports.base.HELLO_CODEC": "kvtransfer.transports.stream_sockets.HELLO_CODEC",
 }

@@ -25,7 +25,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.store.messages.engine_session import HELD, REFUSED
 from kvtransfer.store.messages.records import HEADER_BYTES, PurgeOrder, RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import MAX_GROUP_BYTES, image_bytes
 
 REF, NEWER = NvmeRef(1, 4096, 65536), NvmeRef(2, 8192, 65536)

@@ -28,7 +28,7 @@ from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages.engine_session import HELD, REFUSED
 from kvtransfer.store.messages.records import PurgeOrder, RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import Writer
 
 pytestmark = pytest.mark.slow

@@ -29,7 +29,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.messages.engine_session import HELD
 from kvtransfer.store.messages.records import HEADER_BYTES, PurgeOrder, RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 
 REF, NEWER = NvmeRef(1, 4096, 65536), NvmeRef(2, 8192, 65536)

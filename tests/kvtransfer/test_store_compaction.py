@@ -14,7 +14,7 @@ from nvme_harness import SEGMENT_BYTES, NvmeHarness, crashed, image_of, info_of,
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.log import Compacted, Moved, NvmeRef
-from kvtransfer.store.nvme.segments import Segment
+from kvtransfer.store.nvme.segment import Segment
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 # Five of them fill a segment.

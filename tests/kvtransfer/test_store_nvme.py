@@ -28,8 +28,10 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages.records import RecordInfo
-from kvtransfer.store.nvme import segments
+from kvtransfer.store.nvme import segment_directory, segment_files
 from kvtransfer.store.nvme.log import NvmeTier
+from kvtransfer.store.nvme.segment import Directory, Segment
+from kvtransfer.store.nvme.segment_headers import header_page
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 
@@ -89,7 +91,7 @@ def test_a_run_is_one_write_of_neighbours_and_ends_with_the_segment(tmp_path: Pa
 
 
 def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MAX_IDLE_FILES", 2)
+    monkeypatch.setattr(segment_files, "MAX_IDLE_FILES", 2)
     with nvme_harness(tmp_path) as harness:
         infos = [harness.put(key, 100_000) for key in range(7)]
         for info in infos + infos[::-1]:
@@ -137,7 +139,7 @@ def test_a_large_directory_is_read(tmp_path: Path) -> None:
     for start in range(0, 400, 50):
         assert len(harness.tier.write_run([(image, info) for info in infos[start : start + 50]])) == 50
     harness.tier.close()
-    assert segments._TAIL_BYTES < 400 * 900
+    assert segment_directory._TAIL_BYTES < 400 * 900
     again = NvmeHarness(settings_for(tmp_path, 2, 24 << 20))
     assert {info for info, _ in again.held.values()} == set(infos)
     assert again.tier.stat().num_records == 400
@@ -152,7 +154,7 @@ def test_a_full_segment_has_space_for_its_directory(tmp_path: Path) -> None:
         assert len(full) > 1
         for path in full:
             assert path.stat().st_size == SEGMENT_BYTES
-            assert path.read_bytes()[-4096:].startswith(segments._MAGIC)
+            assert path.read_bytes()[-4096:].startswith(segment_directory._MAGIC)
     with nvme_harness(tmp_path) as again:
         assert len(again.held) == 40
         assert all(again.has(info) for info, _ in list(again.held.values()))
@@ -263,7 +265,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_segment_of_another_version_is_reclaimed(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = "kvtransfer.store.nvme.segments" if what == "trailer" else "kvtransfer.store.record"
+    module = "kvtransfer.store.nvme.segment_directory" if what == "trailer" else "kvtransfer.store.record"
     with monkeypatch.context() as context:
         context.setattr(f"{module}.VERSION", 7)
         with nvme_harness(tmp_path / "a") as harness:
@@ -280,9 +282,9 @@ def test_a_directory_of_impossible_places_is_not_believed(tmp_path: Path, offset
     with nvme_harness(tmp_path) as harness:
         info = harness.put(1)
         path = harness.segments()[0]
-    sealed = segments.Segment(1, path, SEGMENT_BYTES, end=image_bytes(info.num_bytes))
+    sealed = Segment(1, path, SEGMENT_BYTES, end=image_bytes(info.num_bytes))
     with path.open("r+b") as file:
-        segments.write_directory(file.fileno(), sealed, segments.Directory([(offset, info)], []))
+        segment_directory.write_directory(file.fileno(), sealed, Directory([(offset, info)], []))
     with nvme_harness(tmp_path) as harness:
         assert harness.has(info)  # its header is found in its place
 
@@ -296,7 +298,7 @@ def test_a_header_of_a_record_that_ends_before_it_begins_is_passed_over(
         folder = crashed(tmp_path / "a", tmp_path / "b")
     offset = image_bytes(infos[0].num_bytes)
     odd = msgspec.structs.replace(infos[1], num_bytes=num_bytes, checksum=checksum(b""))
-    damage(next(folder.glob("*.seg")), offset, segments.header_page(odd, 1, offset))
+    damage(next(folder.glob("*.seg")), offset, header_page(odd, 1, offset))
     with nvme_harness(folder) as again:
         assert [info for info, _ in again.held.values()] == infos[:1]
 

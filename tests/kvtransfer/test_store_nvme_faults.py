@@ -18,7 +18,7 @@ from nvme_harness import SEGMENT_BYTES, NvmeHarness, crashed, image_of, info_of,
 
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.nvme import segments
+from kvtransfer.store.nvme import segment_files
 from kvtransfer.store.record import HEADER_BYTES
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_file_that_is_cut_loses_what_was_behind(tmp_path: Path) -> None:
 def test_a_file_that_is_removed_is_missed_and_then_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
+    monkeypatch.setattr(segment_files, "MAX_IDLE_FILES", 0)
     with nvme_harness(tmp_path, 3) as harness:
         infos = [harness.put(key, RECORD) for key in range(10)]
         victim = harness.segments()[0]
@@ -138,7 +138,7 @@ def test_a_file_that_is_removed_is_missed_and_then_forgotten(
 
 
 def test_the_whole_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MAX_IDLE_FILES", 0)
+    monkeypatch.setattr(segment_files, "MAX_IDLE_FILES", 0)
     with nvme_harness(tmp_path / "a") as harness:
         info = harness.put(1, RECORD)
         shutil.rmtree(tmp_path / "a")

@@ -17,7 +17,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.store.messages.records import RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import image_bytes
 from kvtransfer.store.server.store_server import StoreServer
 

@@ -10,7 +10,7 @@ from kvtransfer.messages import Shard
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.messages.engine_session import TierEvents
 from kvtransfer.store.messages.records import RecordId, RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 
 WHOLE, LEFT, RIGHT = Shard(0, 2, 0, 4), Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)

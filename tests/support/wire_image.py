@@ -31,7 +31,7 @@ OF_ONE_VERSION = frozenset(
     }
 )
 # The types that are encoded without a `Codec`.
-_OTHERS = ("cluster.identity.relay_tokens:RelayedCaller", "kvtransfer.store.nvme.segments:Directory")
+_OTHERS = ("cluster.identity.relay_tokens:RelayedCaller", "kvtransfer.store.nvme.segment:Directory")
 _MAKES_CODEC = re.compile(r"^\w+(: Codec\[.*\])? = Codec\(", re.MULTILINE)
 
 # Parts of the values that the index of the store has in Redis.

@@ -23,7 +23,7 @@ from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
 from kvtransfer.store.messages.admin_requests import TierStat
 from kvtransfer.store.messages.engine_session import HELD, REFUSED, NewRecord
 from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 
 _NO_LIMITS = GroupShares()

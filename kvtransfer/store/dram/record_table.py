@@ -8,7 +8,7 @@ from kvtransfer.common.group_shares import GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages.records import RecordId, RecordInfo, Tier
-from kvtransfer.store.nvme.segments import NvmeRef
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import image_bytes
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import WireError
 from kvtransfer.store.messages.records import PurgeOrder
-from kvtransfer.store.nvme.segments import PageBuffer, naming, write_at
+from kvtransfer.store.nvme.page_io import PageBuffer, naming, write_at
 
 JOURNAL_NAME = "purges"
 _NEW_JOURNAL_NAME = "purges.new"

@@ -22,22 +22,17 @@ from kvtransfer.store.messages.admin_requests import TierStat
 from kvtransfer.store.messages.records import PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.erasure import PurgeJournal, clear_range, gaps_between
+from kvtransfer.store.nvme.page_io import PageBuffer, io_error, read_at
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
+from kvtransfer.store.nvme.segment import NvmeRef as NvmeRef
+from kvtransfer.store.nvme.segment import Segment
+from kvtransfer.store.nvme.segment_directory import clear_directory, write_directory
+from kvtransfer.store.nvme.segment_files import SegmentFiles
+from kvtransfer.store.nvme.segment_headers import is_header_of
 from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
 from kvtransfer.store.nvme.segment_writer import SegmentWriter
-from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
-from kvtransfer.store.nvme.segments import (
-    PageBuffer,
-    Segment,
-    SegmentFiles,
-    clear_directory,
-    io_error,
-    is_header_of,
-    read_at,
-    write_directory,
-)
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, decode_header, image_bytes
 
 _log = logging.getLogger(__name__)

@@ -18,16 +18,11 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.errors import OtherVersionError, StoreError, StoreIoError
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.erasure import JOURNAL_NAMES
-from kvtransfer.store.nvme.segments import (
-    Directory,
-    PageBuffer,
-    Segment,
-    SegmentFiles,
-    naming,
-    place_of,
-    read_directory,
-    segment_number,
-)
+from kvtransfer.store.nvme.page_io import PageBuffer, naming
+from kvtransfer.store.nvme.segment import Directory, Segment
+from kvtransfer.store.nvme.segment_directory import read_directory
+from kvtransfer.store.nvme.segment_files import SegmentFiles, segment_number
+from kvtransfer.store.nvme.segment_headers import place_of
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, Header, decode_header, image_bytes
 
 LOCK_NAME = "lock"

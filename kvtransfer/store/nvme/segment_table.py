@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtransfer.store.messages.records import RecordId, RecordInfo
-from kvtransfer.store.nvme.segments import Directory, NvmeRef, Segment
+from kvtransfer.store.nvme.segment import Directory, NvmeRef, Segment
 from kvtransfer.store.record import image_bytes
 
 # Records that one system call writes at most.

@@ -11,20 +11,15 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.counters import NvmeCounters
+from kvtransfer.store.nvme.page_io import PageBuffer, io_error, read_at, write_at
+from kvtransfer.store.nvme.segment import NvmeRef as NvmeRef
+from kvtransfer.store.nvme.segment import Segment
+from kvtransfer.store.nvme.segment_directory import write_directory
+from kvtransfer.store.nvme.segment_files import SegmentFiles
+from kvtransfer.store.nvme.segment_headers import header_page
 from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Reservation, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
-from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
-from kvtransfer.store.nvme.segments import (
-    PageBuffer,
-    Segment,
-    SegmentFiles,
-    header_page,
-    io_error,
-    read_at,
-    write_at,
-    write_directory,
-)
 from kvtransfer.store.nvme.write_gate import WriteGate
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, image_bytes
 

@@ -20,7 +20,8 @@ from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages.admin_requests import TierStat
 from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
 from kvtransfer.store.nvme.log import Compacted, NvmeTier
-from kvtransfer.store.nvme.segments import NvmeRef, PageBuffer
+from kvtransfer.store.nvme.page_io import PageBuffer
+from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.policy.nvme_admission import Admission
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 

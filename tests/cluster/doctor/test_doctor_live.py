@@ -8,7 +8,7 @@ import pytest
 from doctor_harness import live, only, replica, said
 
 from cluster.cli.doctor import cluster_checks, run_checks
-from cluster.doctor import kv_transfers, serving
+from cluster.doctor import hit_rate, kv_transfers, serving
 from cluster.doctor.checks import CheckResult, Severity
 from cluster.doctor.live_cluster import GatewayReply
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -257,7 +257,7 @@ def reused(**figures: int) -> Callable[[admin_pb.StatusResponse], None]:
     ],
 )
 def test_a_low_hit_rate_has_one_of_three_causes(figures: dict[str, int], cause: str) -> None:
-    result = next(iter(serving.hit_rate(live(reused(**figures)))))
+    result = next(iter(hit_rate.hit_rate(live(reused(**figures)))))
     assert result.figures["cause"] == cause
     assert result.severity is (NOTE if cause == "little in common" else WARNING)
     assert "acme" in result.seen
@@ -265,7 +265,7 @@ def test_a_low_hit_rate_has_one_of_three_causes(figures: dict[str, int], cause: 
 
 def test_prompts_that_diverge_name_the_token_and_what_is_lost() -> None:
     change = reused(num_finished_known_tokens=12_800, num_cached_tokens=12_000, num_repeated_behind=70_200)
-    result = next(iter(serving.hit_rate(live(change))))
+    result = next(iter(hit_rate.hit_rate(live(change))))
     assert "90 of 100 prompts diverge" in result.seen
     assert "at token 128; about 90% of the 867 tokens behind" in result.seen
     assert "near token 128" in result.remedy
@@ -273,8 +273,8 @@ def test_prompts_that_diverge_name_the_token_and_what_is_lost() -> None:
 
 def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
     good = reused(num_finished_known_tokens=90_000, num_cached_tokens=85_000)
-    assert {severity for severity, _ in said(serving.hit_rate, live(good))} == {OK}
-    assert not said(serving.hit_rate, live(reused(num_prompts=5)))
+    assert {severity for severity, _ in said(hit_rate.hit_rate, live(good))} == {OK}
+    assert not said(hit_rate.hit_rate, live(reused(num_prompts=5)))
 
 
 def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:

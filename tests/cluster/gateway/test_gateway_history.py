@@ -12,7 +12,7 @@ from doctor_harness import said
 from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 
 from cluster.api.generate_options import GenerateOptions
-from cluster.doctor import members, serving
+from cluster.doctor import hit_rate, members, serving
 from cluster.doctor.checks import Severity
 from cluster.doctor.live_cluster import Expected, look
 from cluster.gateway import history, prefix_reuse
@@ -309,7 +309,7 @@ async def test_a_gateway_tells_where_its_prompts_diverge(pair: Pair) -> None:
     # The scripted replicas say that they queued for 0.25 s and computed for 0.75 s.
     assert live.status.recent.slow_queue_ms == pytest.approx(250.0)
     assert live.status.recent.slow_prefill_ms == pytest.approx(750.0)
-    (result,) = [item for item in serving.hit_rate(live) if item.severity is Severity.WARNING]
+    (result,) = [item for item in hit_rate.hit_rate(live) if item.severity is Severity.WARNING]
     assert result.figures["cause"] == "diverging"
     assert result.figures["diverge_at_token"] == BLOCK_TOKENS
     assert "acme" in result.seen
