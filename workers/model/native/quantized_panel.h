@@ -332,11 +332,10 @@ void multiply_by_vectors(const QuantizedPanels& panels, const PanelShape& shape,
       constexpr int M = count.value;
       if constexpr (M <= FEW_ROWS || ALONE_DECODES<A>)
         if (rows.num_rows <= MOST_ROWS) return multiply_rows<KIND, DECODED, M>(part, rows, partial, c);
-      if constexpr (M <= FEW_ROWS) return;
-      if (begin == 0)
-        multiply_rows<KIND, DECODED_AND_KEPT, M>(part, rows, partial, c);
-      else
+      if constexpr (M > FEW_ROWS) {
+        if (begin == 0) return multiply_rows<KIND, DECODED_AND_KEPT, M>(part, rows, partial, c);
         multiply_rows<NIBBLES, KEPT, M>(part, rows.from(begin), partial + begin * PANEL, c + begin * PANEL);
+      }
     });
   };
   if (rows.num_rows <= FEW_ROWS) return multiply(InputPart::whole(shape));
