@@ -93,10 +93,12 @@ constexpr int64_t PART_INPUTS = 512 / sizeof(A);
 constexpr int64_t AHEAD_BYTES = 4 << 10;  // how far ahead of what few rows take memory is fetched
 
 // Rows as blocks of them are multiplied: [parts][num_rows][PACKED_STRIDE], so that one register points to all rows of
-// a block, and they do not share sets of the cache. Few rows stay as they are.
+// a block, and they do not share sets of the cache. Few rows stay as they are: each block decodes in registers, which
+// pays for two blocks where registers suffice for the most rows.
 template <typename A>
 constexpr int64_t PACKED_STRIDE = PART_INPUTS<A> + 64 / sizeof(A);
-constexpr int64_t FEW_ROWS = LANES == 16 ? 4 : 2;  // fewer than blocks of more rows than MOST_ROWS have
+template <typename A>
+constexpr int64_t FEW_ROWS = LANES == 16 ? (sizeof(A) == 2 ? 2 * MOST_ROWS : 4) : 2;
 
 inline thread_local Scratch packed_scratch;
 
@@ -110,7 +112,7 @@ struct PackedRows {
   PackedRows(const QuantizedRows<A>& rows, int64_t num_rows, const PanelShape& shape)
       : inputs(rows.inputs), stride(rows.stride), num_rows(num_rows), group_sums(rows.group_sums),
         num_groups(rows.num_groups) {
-    if (num_rows <= FEW_ROWS) return;
+    if (num_rows <= FEW_ROWS<A>) return;
     int64_t num_parts = 0;
     InputPart::for_each(shape, PART_INPUTS<A>, [&](const InputPart&) { num_parts++; });
     stride = PACKED_STRIDE<A>;
@@ -125,7 +127,7 @@ struct PackedRows {
 
   // The inputs of the first row.
   const A* of(const InputPart& part, const PanelShape& shape) const {
-    if (num_rows > FEW_ROWS) return inputs + part.number * num_rows * stride;
+    if (num_rows > FEW_ROWS<A>) return inputs + part.number * num_rows * stride;
     return inputs + part.group * shape.group + part.begin;
   }
 
@@ -249,7 +251,7 @@ INLINE void add_steps(const Decoder<KIND, A>& decoder, const uint8_t* codes, con
 template <CodeKind KIND, WeightSource SOURCE, int M, int V, typename A>
 void multiply_block(const PanelPart<A>& part, const PackedRows<A>& rows, int64_t first, float* partial, float* c) {
   constexpr bool keeps_totals = 2 * M * V <= (LANES == 16 ? 24 : 8);  // in registers
-  constexpr bool is_packed = M > FEW_ROWS;
+  constexpr bool is_packed = SOURCE != DECODED;
   alignas(64) static constexpr float zeros[M * PANEL] = {};
   const PanelShape& shape = part.shape;
   const InputPart& span = part.inputs;
@@ -285,13 +287,15 @@ void multiply_block(const PanelPart<A>& part, const PackedRows<A>& rows, int64_t
 // Vectors of outputs of a block. Sums and totals of 12 rows of one vector are registers of AVX-512; without registers
 // for the totals, groups of 32 inputs take a quarter longer. Codes of e4m3 are decoded for two vectors at once, and
 // have large groups.
-template <CodeKind KIND, int M>
-constexpr int BLOCK_VECS = LANES == 16 ? (M <= 6 || KIND == E4M3_CODES ? 2 : 1) : (M <= 2 ? 4 : 2);
+template <CodeKind KIND, WeightSource SOURCE, int M>
+constexpr int BLOCK_VECS = SOURCE == DECODED                    ? PANEL_VECS
+                           : LANES == 8                         ? 2
+                           : M <= 6 || KIND == E4M3_CODES ? 2 : 1;
 
 // All 32 outputs of M rows.
 template <CodeKind KIND, WeightSource SOURCE, int M, typename A>
 void multiply_rows(const PanelPart<A>& part, const PackedRows<A>& rows, float* partial, float* c) {
-  constexpr int V = BLOCK_VECS<KIND, M>;
+  constexpr int V = BLOCK_VECS<KIND, SOURCE, M>;
   for (int64_t first = 0; first < PANEL_VECS; first += V)
     multiply_block<KIND, SOURCE, M, V>(part, rows, first, partial, c);
 }
@@ -316,9 +320,9 @@ void decode(const QuantizedPanels& panels, const PanelShape& shape, const InputP
 }
 #endif
 
-// Whether one block alone decodes in registers, however many rows it has: it is not worth the code for rows of float.
+// The rows of the smallest block of more than few rows.
 template <typename A>
-constexpr bool ALONE_DECODES = LANES == 16 && sizeof(A) == 2;
+constexpr int64_t LEAST_KEPT = std::min(FEW_ROWS<A> + 1, MOST_ROWS / 2);
 
 // Adds the products of rows, one block of them or several, to c[num_rows, 32].
 template <CodeKind KIND, typename A>
@@ -330,15 +334,17 @@ void multiply_by_vectors(const QuantizedPanels& panels, const PanelShape& shape,
     PanelPart<A> part{panels, shape, inputs, panel, reinterpret_cast<A*>(memory)};
     for_row_blocks(rows.num_rows, [&](int64_t begin, auto count) {
       constexpr int M = count.value;
-      if constexpr (M <= FEW_ROWS || ALONE_DECODES<A>)
-        if (rows.num_rows <= MOST_ROWS) return multiply_rows<KIND, DECODED, M>(part, rows, partial, c);
-      if constexpr (M > FEW_ROWS) {
+      float *to = c + begin * PANEL, *partial_sums = partial + begin * PANEL;
+      if constexpr (M <= FEW_ROWS<A>)
+        if (rows.num_rows <= FEW_ROWS<A>)
+          return multiply_rows<KIND, DECODED, M>(part, rows.from(begin), partial_sums, to);
+      if constexpr (M >= LEAST_KEPT<A>) {
         if (begin == 0) return multiply_rows<KIND, DECODED_AND_KEPT, M>(part, rows, partial, c);
-        multiply_rows<NIBBLES, KEPT, M>(part, rows.from(begin), partial + begin * PANEL, c + begin * PANEL);
+        multiply_rows<NIBBLES, KEPT, M>(part, rows.from(begin), partial_sums, to);
       }
     });
   };
-  if (rows.num_rows <= FEW_ROWS) return multiply(InputPart::whole(shape));
+  if (rows.num_rows <= FEW_ROWS<A>) return multiply(InputPart::whole(shape));
   InputPart::for_each(shape, PART_INPUTS<A>, multiply);
 }
 
