@@ -3,7 +3,9 @@
 The same as `tandem bench engine --json`, which describes the options, but for the defaults: a checkpoint of
 Qwen3-0.6B's shape with random weights, beside every peer that is installed. With `--experts` it is the shape
 of Qwen3-30B-A3B, scaled to 2 billion weights; with `--states`, one of Qwen3.5 of 0.8 billion weights, whose
-layers keep a state but for every fourth. `--weights int8,int4,fp8` measures forms of weights beside.
+layers keep a state but for every fourth. `--weights int8,int4,fp8 --peer llama.cpp:q8_0,llama.cpp:q4_k_m`
+measures forms of weights beside, and llama.cpp with the same weights in its own; of a `--model` that is a
+GGUF file, `--weights gguf --peer llama.cpp` measures both from that file.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,29 +30,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.drawn_trust import draw_trust
+from benchmarks.expert_layers import RandomExperts, graph_of
+from benchmarks.push_rate import make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
-from benchmarks.random_quantized import QUANTIZED_FORMS, draw_quantized
-from kvtransfer.blocks.device_pool import DevicePool
-from kvtransfer.blocks.host_memory import KvMemory
+from benchmarks.random_quantized import QUANTIZED_FORMS, QuantizedForm, draw_quantized
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.common.faults import Faults
-from kvtransfer.messages import Endpoint, RankEndpoints, ReplicaIdentity, Shard
-from kvtransfer.protocol.gate import Gate
-from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.trust import Trust, TrustFiles
-from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding, TransferSettings
-from kvtransfer.transports import TRANSPORTS
-from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.messages import Shard
 from workers.engine_bench.driver import EngineDriver
 from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.model.make_linear import make_linear
 from workers.model.products import Linear
+from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.sizes import ModelWork
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import TensorFiles, WeightSlice
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, best_s, measure_limits
@@ -94,6 +84,8 @@ MODEL_TO_SIZES = {
 _NUM_WEIGHTS = 8
 # The batches in which a model with experts decodes.
 EXPERT_BATCHES = (1, 32)
+# As many layers of experts as caches do not hold of those that a token chooses.
+_NUM_EXPERT_LAYERS = 8
 
 
 def main() -> None:
@@ -193,7 +185,10 @@ def measure(device: torch.device, sizes: Sizes) -> Limits:
 
 
 class RandomFiles(TensorFiles):
-    """Draws the tensors of a checkpoint on the device, instead of reading them."""
+    """Draws the tensors of a checkpoint on the device, instead of reading them; the weights of products
+    quantized, where they have a `drawn_form`."""
+
+    drawn_form: QuantizedForm | None = None
 
     def __enter__(self) -> RandomFiles:
         torch.manual_seed(0)
@@ -210,6 +205,21 @@ class RandomFiles(TensorFiles):
             return drawn.mul_(0.1).add_(1)[slices]
         return drawn.mul_(shape[-1] ** -0.5)[slices]
 
+    @property
+    def may_quantize(self) -> bool:
+        return self.drawn_form is not None
+
+    def quantized(self, part: WeightSlice, *, is_table: bool = False) -> QuantizedWeight | None:
+        if self.drawn_form is None or is_table:
+            return None
+        num_rows, num_columns = part.shape[-2:]
+        return draw_quantized(self.drawn_form, num_rows, num_columns, self.device).rows(part.rows)
+
+
+def files_of(form: QuantizedForm | None) -> type[RandomFiles]:
+    """Return files whose products have weights of this form."""
+    return type("FilesOfForm", (RandomFiles,), {"drawn_form": form})
+
 
 class Bench:
     """A device and its limits, and the engine on it once a part needs that."""
@@ -223,19 +233,25 @@ class Bench:
         context: int,
         *,
         is_deterministic: bool = False,
+        weights: QuantizedForm | None = None,
     ) -> None:
         self.device = device
         self.sizes = sizes
         self.limits = limits
         self.batches = batches
         self.context = context
-        self._is_deterministic = is_deterministic
+        self._is_deterministic, self._weights = is_deterministic, weights
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def deterministic(self) -> Bench:
         """Return the same bench in deterministic mode, with an engine of its own."""
         arguments = self.device, self.sizes, self.limits, self.batches, self.context
         return Bench(*arguments, is_deterministic=True)
+
+    def with_weights(self, form: QuantizedForm) -> Bench:
+        """Return the same bench with quantized weights in products, with an engine of its own."""
+        arguments = self.device, self.sizes, self.limits, self.batches, self.context
+        return Bench(*arguments, weights=form)
 
     def with_experts(self) -> Bench:
         """Return a bench of the model with experts."""
@@ -251,7 +267,7 @@ class Bench:
             dtype = str(self._dtype).removeprefix("torch.")
             write_config(Path(folder), self.sizes.family, dtype, **self.sizes.shape)
             save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
-            with mock.patch("workers.model.weights.TensorFiles", RandomFiles):
+            with mock.patch("workers.model.weights.TensorFiles", files_of(self._weights)):
                 runner = ModelRunner(
                     CheckpointFolder(Path(folder)),
                     ComputeSettings(
@@ -421,9 +437,64 @@ def _multiply_all(linears: Sequence[Linear], x: Tensor) -> None:
         linear(x)
 
 
+def engine_fp8(bench: Bench) -> Iterator[Line]:
+    """The engine with float8 weights and inputs: times in 16 bits over its own."""
+    yield from _engine_lines(bench, QUANTIZED_FORMS["fp8"], decode_target=1.6, prefill_target=1.5)
+
+
+def engine_int4(bench: Bench) -> Iterator[Line]:
+    """The engine with weights of AWQ: times in 16 bits over its own."""
+    yield from _engine_lines(bench, QUANTIZED_FORMS["awq"], decode_target=2.4)
+
+
+def _engine_lines(
+    bench: Bench, form: QuantizedForm, *, decode_target: float, prefill_target: float | None = None
+) -> Iterator[Line]:
+    """Compare engines. The target of decoding is that of one sequence, which reads hardly any KV."""
+    quantized_bench = bench.with_weights(form)
+    pairs: list[tuple[str, Callable[[Bench], float], float | None]] = [
+        (
+            f"decode_ms at batch {batch}",
+            partial(Bench.decode_step_s, batch=batch),
+            decode_target if batch == 1 else None,
+        )
+        for batch in bench.batches
+    ]
+    pairs.append((f"prefill_ms of {bench.sizes.prefill_tokens} tokens", Bench.prefill_s, prefill_target))
+    plain = [time(bench) * 1e3 for _, time, _ in pairs]
+    bench.close()  # its memory is needed
+    for (figure, time, target), limit in zip(pairs, plain, strict=True):
+        value = time(quantized_bench) * 1e3
+        line: Line = {"figure": figure, "value": value, "limit": limit, "ratio": limit / value}
+        yield line if target is None else line | {"target": target}
+
+
+def quantized_experts(bench: Bench) -> Iterator[Line]:
+    """Experts of Qwen3-30B-A3B in a step that decodes: the time to copy those chosen, over their own."""
+    _needs_cuda(bench)
+    batch_to_plain_s: dict[int, float] = {}
+    forms = {"bf16": None, **{name: QUANTIZED_FORMS[name] for name in ("awq", "mxfp4", "fp8", "block fp8")}}
+    for name, form in forms.items():
+        layers = [RandomExperts(bench.sizes.experts, form, bench.device) for _ in range(_NUM_EXPERT_LAYERS)]
+        for batch in EXPERT_BATCHES:
+            rows = [layer.draw_rows(batch) for layer in layers]
+            steps = [partial(layer.experts, *of) for layer, of in zip(layers, rows, strict=True)]
+            seconds = best_s(graph_of(steps), CLOCK, bench.device, 20) / len(layers)
+            num_read = sum(len(set(routing.experts.flatten().tolist())) for _, routing in rows) / len(layers)
+            limit_s = num_read * layers[0].expert_bytes / bench.limits.byte_s
+            yield {
+                "figure": f"{name} experts_us of a layer at batch {batch}",
+                "value": seconds * 1e6,
+                "limit": limit_s * 1e6,
+                "ratio": limit_s / seconds,
+                "target": 0.6,
+                "over_bf16": batch_to_plain_s.setdefault(batch, seconds) / seconds,
+            }
+
+
 def cuda_ipc(bench: Bench) -> Iterator[Line]:
     """Pushes between two processes, with checksums: their rate over that of copies on the device."""
-    rate = push_rate(bench.device, bench.sizes)
+    rate = push_rate(bench.device, block_layout(bench.sizes), bench.sizes.num_pushed_blocks)
     limit = bench.limits.byte_s / 2  # of bytes that are both read and written
     name = "cuda_ipc" if bench.device.type == "cuda" else "shm"
     yield {
@@ -461,10 +532,11 @@ def offload(bench: Bench) -> Iterator[Line]:
         yield {"figure": f"{name}_gb_s", "value": rate, "limit": limit, "ratio": rate / limit}
 
 
-PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {
-    part.__name__: part
-    for part in (decode, prefill, experts, quantized, idle, sampling, cuda_ipc, offload, deterministic)
-}
+_IN_ORDER = (
+    decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
+    offload, deterministic,
+)  # fmt: skip
+PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 
 
 def _needs_cuda(bench: Bench) -> None:
@@ -502,84 +574,11 @@ def union_us(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-# ------------------------------------------------------------------------------------------- transfers
-
-
 def block_layout(sizes: Sizes) -> BlockLayout:
     """Return the layout of the model's blocks in 16 bits."""
     shape = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16} | sizes.shape
     shard = Shard(0, shape["num_hidden_layers"], 0, shape["num_key_value_heads"])
     return BlockLayout(shard, shape["head_dim"], BLOCK_TOKENS, 2)
-
-
-def make_pool(device: torch.device, layout: BlockLayout, num_blocks: int) -> KvPool:
-    """Make a pool of zeros on the device, or in host memory that another process can map."""
-    if device.type == "cpu":
-        return HostPool(layout, KvMemory.allocate(num_blocks * layout.block_bytes))
-    shape = num_blocks, layout.block_bytes
-    return DevicePool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
-
-
-def push_rate(device: torch.device, sizes: Sizes) -> float:
-    """Return the bytes a second at which another process writes blocks into a pool of this one."""
-    layout, num_blocks = block_layout(sizes), sizes.num_pushed_blocks
-    transport = "cuda_ipc" if device.type == "cuda" else "shm"
-    trust = draw_trust()
-    gate = Gate(lambda _: None)
-    pool = make_pool(device, layout, num_blocks)
-    settings = TransferSettings("127.0.0.1", ())
-    listener = TRANSPORTS[transport].listen(TargetRank(0, (pool,), gate, Trust.read(trust), settings))
-    landing_id = draw_id()
-    gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    order = PushRate(str(device), layout, num_blocks, transport, listener.endpoint.address, trust, landing_id)
-    with contextlib.closing(listener):
-        writer = context.Process(target=_report_rate, args=(order, sender))
-        writer.start()
-        sender.close()
-        try:
-            rate: float = receiver.recv()
-        finally:
-            writer.join()
-            gate.shut()
-    return rate
-
-
-class PushRate(NamedTuple):
-    """The order for the writing process to measure a push."""
-
-    device: str
-    layout: BlockLayout
-    num_blocks: int
-    transport: str
-    address: str
-    trust: TrustFiles
-    landing_id: bytes
-
-
-_WRITER = ReplicaIdentity("writer", 1)
-
-
-def _report_rate(order: PushRate, sender: Connection) -> None:
-    """Push all blocks a few times, in the writing process, and send the best rate."""
-    device = torch.device(order.device)
-    pool = make_pool(device, order.layout, order.num_blocks)
-    settings = TransferSettings("127.0.0.1", ())
-    rank = WriterRank(_WRITER, 0, pool, Trust.read(order.trust), Faults(()), settings)
-    shard = order.layout.shard
-    lane = Lane(RankEndpoints(0, shard, "here", (Endpoint(order.transport, order.address),)), shard)
-    channel = TRANSPORTS[order.transport].connect(rank, lane, order.address, draw_id(), lambda _: None)
-    with contextlib.closing(channel):
-        moves = [BlockMove(block, block, block) for block in range(order.num_blocks)]
-
-        def push() -> None:
-            channel.write(order.landing_id, moves, lambda: False)
-            channel.flush(order.landing_id, lambda: False)
-
-        channel.begin(order.landing_id, lambda: False)
-        seconds = best_s(push, CLOCK, device, 5)
-        sender.send(order.num_blocks * order.layout.block_bytes / seconds)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,12 @@ QUANTIZED_FORMS = {
 def draw_quantized(
     form: QuantizedForm, num_outputs: int, num_inputs: int, device: torch.device
 ) -> QuantizedWeight:
-    """Draw a weight on the device."""
-    group = form.group or num_inputs
+    """Draw a weight on the device. Scales of 4 bits are stored in 16, and groups divide the inputs."""
+    group = math.gcd(form.group, num_inputs)
     num_bytes = num_inputs * form.codes.num_bits // 8
     packed = torch.randint(0, 126, (num_outputs, num_bytes), dtype=torch.uint8, device=device)
     scales = torch.rand(num_outputs, num_inputs // group, device=device) * 1e-3
+    if form.codes.num_bits == 4:
+        scales = scales.half().float()
     weight = QuantizedWeight(form.codes, packed, scales, group, quantizes_inputs=form.quantizes_inputs)
     return dataclasses.replace(weight, offsets=-4 * scales) if form.has_offsets else weight

@@ -117,7 +117,8 @@ class PoolConfig(_Settings):
     # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # The form of weights in products, which is part of the KV's identity. `auto`: as they are stored, where
-    # the device has kernels for it; `dtype`: dequantized; int8, int4, fp8: rounded to it as they are read.
+    # the device has kernels for it; `dtype`: dequantized; int8, int4, fp8: rounded to it as they are read,
+    # the embedding and the head of int4 to int8.
     weight_dtype: WeightDtype = "auto"
     # CPUs that each rank asks of Ray; None: a share of what the cluster has (`cluster.serve.capacity`).
     cpus_per_rank: float | None = Field(default=None, gt=0)

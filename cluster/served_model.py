@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from workers.model.gguf.gguf_file import GgufFile, is_gguf
-from workers.model.gguf.gguf_names import written_tensors
+from workers.model.gguf.gguf_checkpoint import checkpoint_of
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import Checkpoint
@@ -39,9 +38,4 @@ def model_weights(
 def read_checkpoint(config: ClusterConfig) -> Checkpoint:
     """Read the sizes of the model's tensors; a GGUF file is not converted for that. Raises
     `CheckpointError`."""
-    if not is_gguf(config.model_path):
-        return Checkpoint.read(config.model_path)
-    from workers.model.gguf.gguf_forms import kept_forms  # here: it imports what reads all types
-
-    tensors = written_tensors(GgufFile.read(config.model_path))
-    return Checkpoint({tensor.name: tensor.num_items for tensor in tensors}, kept_forms(tensors))
+    return checkpoint_of(config.model_path)

@@ -120,8 +120,8 @@ class EngineSettings(BaseModel):
     # start: how many fit the replica beside what running sequences need. `auto`: as many as a quarter of the
     # memory for keys and values has space for.
     state_snapshots: NumberOrAuto = "auto"
-    # A prompt leaves a snapshot after every so many tokens, in addition to its end and to where it leaves the
-    # way of earlier ones (0: nowhere else).
+    # A prompt leaves a snapshot after every so many tokens, in addition to its end, to ends of its messages,
+    # and to where it leaves the way of earlier ones (0: nowhere else).
     snapshot_every_tokens: int = Field(default=0, ge=0)
 
     # The start of a replica fails when none of its ranks comes further for this long. Progress is a new

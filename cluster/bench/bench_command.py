@@ -21,7 +21,9 @@ from cluster.dtypes import auto_dtype
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
 from workers.engine_bench.peer_process import parse_peers
+from workers.engine_bench.weight_forms import FormName, GgufModel
 from workers.errors import PeerError
+from workers.model.gguf.gguf_file import is_gguf
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightDtype
 
@@ -30,6 +32,13 @@ cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the eng
 cli.command("serve")(bench_serve_command)
 cli.command("store")(bench_store)
 cli.command("scaling")(bench_scaling)
+
+
+_WEIGHTS_HELP = "Forms of weights that are measured beside: int8,int4,fp8; gguf: as the GGUF file has them."
+_PEER_HELP = (
+    "Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype, llama.cpp:q8_0 or "
+    "llama.cpp:q4_k_m for quantized weights."
+)
 
 
 @cli.command("engine")
@@ -62,13 +71,8 @@ def bench_engine(
     expert_offload: Annotated[
         int, typer.Option(min=0, help="Experts of each layer that the CPU computes, as in `engine`.")
     ] = 0,
-    weights: Annotated[
-        str, typer.Option(help="Forms of weights that are measured beside: int8,int4,fp8.")
-    ] = "",
-    peer: Annotated[
-        str,
-        typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
-    ] = "",
+    weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "",
+    peer: Annotated[str, typer.Option(help=_PEER_HELP)] = "",
     peer_python: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH: the interpreter that has the peer; default: this.")
     ] = None,
@@ -87,6 +91,7 @@ def bench_engine(
         raise typer.BadParameter(str(error)) from None
     prompts = [_prompt_tokens(item) for item in prefill.split(",")] if prefill else []
     shapes = [_decode_shape(item, context) for item in decode_batch.split(",")] if decode_batch else []
+    forms = _weight_forms(weights)
     named = located_model(model or str(bundled_model()), Path().resolve())
     path = fetched(ModelSource(model=named)).path
     if dtype == "auto":
@@ -104,7 +109,8 @@ def bench_engine(
         device=device,
         with_deterministic=deterministic,
         expert_offload=expert_offload,
-        weights=_weight_forms(weights),
+        weights=forms,
+        gguf=_gguf_model(path, dtype, model_cache) if "gguf" in forms else None,
     )
     lines: list[dict[str, Any]] = []
 
@@ -122,12 +128,19 @@ def bench_engine(
         Console(width=max(out.width, _ENGINE_TABLE_WIDTH)).print(engine_table(lines))
 
 
-def _weight_forms(listed: str) -> tuple[WeightDtype, ...]:
-    known = get_args(WeightDtype)
+def _weight_forms(listed: str) -> tuple[FormName, ...]:
+    known: tuple[FormName, ...] = (*get_args(WeightDtype), "gguf")
     names = [name for name in listed.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"{', '.join(unknown)}: not among {', '.join(known)}")
     return tuple(name for name in known if name in names)
+
+
+def _gguf_model(path: Path, dtype: str, model_cache: Path | None) -> GgufModel:
+    """Return the file and the folder that is made of it with its matrices as they are."""
+    if not is_gguf(path):
+        raise typer.BadParameter(f"--weights gguf: {path} is not a GGUF file")
+    return GgufModel(path, weights_folder(path, dtype, model_cache, keeps_quantized=True))
 
 
 _ENGINE_TABLE_WIDTH = 120

@@ -222,7 +222,18 @@ async def _cluster(
 
 def machine_checks() -> tuple[Check[CheckContext], ...]:
     """Return the checks of a machine, in the order in which they run."""
-    from cluster.doctor import access, devices, hardware, limits, model, network, redis, storage, tls
+    from cluster.doctor import (
+        access,
+        devices,
+        hardware,
+        limits,
+        model,
+        network,
+        redis,
+        state_records,
+        storage,
+        tls,
+    )
 
     return (
         *model.CHECKS,
@@ -230,6 +241,7 @@ def machine_checks() -> tuple[Check[CheckContext], ...]:
         *hardware.CHECKS,
         *devices.CHECKS,
         *storage.CHECKS,
+        *state_records.CHECKS,
         *network.CHECKS,
         *access.CHECKS,
         *tls.CHECKS,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 import typer
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # their modules import torch, which takes seconds
 
 # The text that a model is calibrated with, and that by which it is measured.
 _CALIBRATION_WINDOWS, _MEASURED_WINDOWS, _WINDOW_TOKENS = 64, 8, 512
+# A token and one that follows.
+_MIN_MEASURED_TOKENS = 2
 Shown = Callable[[float, str], None]
 
 
@@ -50,9 +52,12 @@ def quantize(
         int | None,
         typer.Option(help="Inputs that share a scale; default: 32 of int4, all inputs of int8."),
     ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Give each group of int4 a zero point: more accurate.")
+    ] = False,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text like those of your requests: rounds int4 by GPTQ, for more accuracy."),
+        typer.Option(help="A text like those of your requests: weights and inputs then lose less."),
     ] = None,
     measure: Annotated[
         bool, typer.Option(help="Compute the perplexity before and after, a layer at a time.")
@@ -72,18 +77,19 @@ def quantize(
     from workers.quantizer.target import QuantizationTarget  # here: it takes torch, as all below
 
     try:
-        target = QuantizationTarget.of(to, group)
+        target = QuantizationTarget.of(to, group, is_asymmetric=asymmetric)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from None
-    if calibrate is not None and to != "int4":
-        raise typer.BadParameter("is for --to int4", param_hint="--calibrate")
+    calibration = None if calibrate is None else _read(calibrate, "--calibrate")
+    measured = _measured_text(text) if measure else None
     path = fetched(ModelSource(model=located_model(model, Path().resolve()))).path
     with stages(err, f"quantizing {path.name}") as say:
         source = weights_folder(path, "bf16", model_cache, lambda phase: say("converting", phase))
     run = _Run(source, described_folder(path, model_cache), to_folder, target)
+    windows = None if measured is None else run.windows(measured, _MEASURED_WINDOWS)
     try:
-        written = run.write(calibrate)
-        perplexities = run.measure(text) if measure else None
+        written = run.write(calibration)
+        perplexities = None if windows is None else run.measure(windows)
     except KeyboardInterrupt:
         die("interrupted; the same command continues", 130)
     if as_json:
@@ -101,67 +107,90 @@ class _Run:
         self._out, self._target = to_folder, target
         self._dtype_name = auto_dtype(source, on_cpu=True)
 
-    def write(self, calibrate: Path | None) -> QuantizedFolder:
-        """Write the folder."""
+    def windows(self, text: _Text, num_windows: int) -> list[Tensor]:
+        """Return windows of the tokens of a text, which must be enough."""
+        from workers.quantizer.text_perplexity import text_windows
+
+        tokens = np.frombuffer(ModelText.load(self._described).encode(text.content), "<u4")
+        if len(tokens) < text.min_tokens:
+            problem = f"has {len(tokens)} tokens, and {text.min_tokens} are needed; name a longer text"
+            raise typer.BadParameter(f"{text.name}: {problem}", param_hint=text.option)
+        return text_windows(tokens, num_windows, _WINDOW_TOKENS)
+
+    def write(self, calibration: _Text | None) -> QuantizedFolder:
+        """Write the folder, calibrated with a text if there is one."""
         from workers.quantizer.quantize_checkpoint import QuantizationJob
 
-        rounder, method = self._rounder(calibrate)
+        rounder, method = self._rounder(calibration)
         job = QuantizationJob(self._source, self._out, self._target, method)
         with _bar(f"quantizing to {self._target.name}") as shown:
             return job.run(rounder, lambda done, total, what: shown(done / total, what))
 
-    def measure(self, text: Path | None) -> tuple[float, float] | None:
+    def measure(self, windows: list[Tensor]) -> tuple[float, float] | None:
         """Return the perplexity before and after; None, and why in a line, where it cannot be had."""
+        from workers.quantizer.rounded_inputs import round_product_inputs
         from workers.quantizer.text_perplexity import layered_perplexity
         from workers.rank.runner_settings import read_dtype
 
-        windows = self._windows(_text_of(text), _MEASURED_WINDOWS)
         dtype = read_dtype(self._dtype_name)
         try:
             with _bar("measuring perplexity") as shown:
-                before, after = (
-                    layered_perplexity(folder, dtype, windows, functools.partial(_show_part, shown, what))
-                    for folder, what in ((self._source, "before"), (self._out, "after"))
+                show = functools.partial(_show_part, shown)
+                before = layered_perplexity(self._source, dtype, windows, functools.partial(show, "before"))
+                watch = round_product_inputs if self._target.quantizes_inputs else lambda decoder: None
+                after = layered_perplexity(
+                    self._out, dtype, windows, functools.partial(show, "after"), watch=watch
                 )
         except QuantizationError as error:
             err.print(f"perplexity is not measured: {error}", soft_wrap=True, highlight=False, markup=False)
             return None
         return before, after
 
-    def _rounder(self, calibrate: Path | None) -> tuple[Rounder, str]:
+    def _rounder(self, calibration: _Text | None) -> tuple[Rounder, str]:
         """Return what rounds, and what names its method, with the text that it depends on."""
         from workers.quantizer.gptq_rounder import GptqRounder
         from workers.quantizer.rounding import NearestRounder
+        from workers.quantizer.smooth_rounder import SmoothRounder
         from workers.rank.runner_settings import read_dtype
 
-        if calibrate is None:
+        if calibration is None:
             return NearestRounder(self._target), "nearest"
-        text = _read(calibrate)
-        windows = self._windows(text, _CALIBRATION_WINDOWS)
-        rounder = GptqRounder(self._source, self._target, windows, read_dtype(self._dtype_name))
-        return rounder, f"gptq {hashlib.sha256(text.encode()).hexdigest()} {self._dtype_name}"
-
-    def _windows(self, text: str, num_windows: int) -> list[Tensor]:
-        from workers.quantizer.text_perplexity import text_windows
-
-        tokens = np.frombuffer(ModelText.load(self._described).encode(text), "<u4")
-        if len(tokens) < 2:
-            raise typer.BadParameter("the text is empty")
-        return text_windows(tokens, num_windows, _WINDOW_TOKENS)
+        windows = self.windows(calibration, _CALIBRATION_WINDOWS)
+        make, method = (SmoothRounder, "smooth") if self._target.quantizes_inputs else (GptqRounder, "gptq")
+        rounder = make(self._source, self._target, windows, read_dtype(self._dtype_name))
+        return (
+            rounder,
+            f"{method} {hashlib.sha256(calibration.content.encode()).hexdigest()} {self._dtype_name}",
+        )
 
 
-def _text_of(file: Path | None) -> str:
+class _Text(NamedTuple):
+    """A text that is given by an option, and how many tokens it needs."""
+
+    content: str
+    name: str
+    option: str
+    min_tokens: int
+
+
+def _measured_text(file: Path | None) -> _Text:
     """Return the text in the file, or the description of this distribution."""
     if file is not None:
-        return _read(file)
-    return str(importlib.metadata.metadata("tandem-serve").json["description"])
+        return _read(file, "--text")
+    content = str(importlib.metadata.metadata("tandem-serve").json["description"])
+    return _Text(content, "README", "--text", _MIN_MEASURED_TOKENS)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, option: str) -> _Text:
+    min_tokens = _MIN_MEASURED_TOKENS if option == "--text" else _WINDOW_TOKENS
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: cannot be read: {error}") from error
+        return _Text(file.read_text(encoding="utf-8"), str(file), option, min_tokens)
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8, at byte {error.start}; convert it, or name another text"
+        raise typer.BadParameter(f"{file}: {problem}", param_hint=option) from error
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        raise typer.BadParameter(f"{file}: {reason}", param_hint=option) from error
 
 
 def _show_part(shown: Shown, what: str, done: int, total: int) -> None:

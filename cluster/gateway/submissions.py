@@ -100,4 +100,5 @@ def submission(
         pooling=facts.pooling,
         most_backlog_tokens=most_backlog_tokens,
         standing=facts,
+        message_ends=prepared.message_ends,
     )

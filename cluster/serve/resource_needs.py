@@ -10,14 +10,12 @@ from cluster.dtypes import resolve_dtype
 from cluster.served_model import described_model, read_checkpoint
 from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.common.compiler import find_compiler
-from kvtransfer.common.host import cpu_flags
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.nvme.segment_files import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.quantization.weight_form import WeightForm
+from workers.model.quantization.form_on_device import form_on_device
 from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
@@ -175,12 +173,6 @@ def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _weight_form(pool: PoolConfig, device: str) -> WeightForm:
-    """Return the form that weights keep on the device, if its host is as this one."""
-    can_compile = find_compiler() is not None and "avx2" in cpu_flags()
-    return WeightForm(pool.weight_dtype).on(device, can_compile=can_compile)
-
-
 def _host_bytes(ranks: Sequence[RankNeed]) -> int:
     return sum(rank.host_bytes for rank in ranks)
 
@@ -225,7 +217,7 @@ def _pool_need(
                 RankNeed(
                     device=pool.stage_devices[stage],
                     weight_bytes=checkpoint.weight_bytes(
-                        shape, item_bytes, _weight_form(pool, pool.stage_devices[stage])
+                        shape, item_bytes, form_on_device(pool.weight_dtype, pool.stage_devices[stage])
                     ),
                     activation_bytes=activation_bytes(
                         shape,

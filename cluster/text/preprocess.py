@@ -30,6 +30,7 @@ from cluster.text.chat_template import (
 from cluster.text.constraints import demands_calls, output_constraint, tags_of
 from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.marked_prompt import MarkedPromptEncoder, marks_in_answers
+from cluster.text.message_ends import MessageEnds
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
@@ -104,6 +105,8 @@ class PreparedRequest:
     grammar: Grammar | None = None
     # Whether the grammar comes from the tools of the chat alone.
     is_grammar_of_tools: bool = False
+    # How many tokens of the prompt are before the end of each message; of models with recurrent states alone.
+    message_ends: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -180,6 +183,7 @@ class Preprocessor:
         self._parsers = OutputParsers.choose(marks, gateway.tool_parser, gateway.reasoning_parser)
         self._chat: ChatRenderer | None = None
         self._turn_end: TurnEnd | None = None
+        self._message_ends: MessageEnds | None = None
         self._marked_prompts: MarkedPromptEncoder | None = None
         if template is not None:
             special = None
@@ -191,7 +195,10 @@ class Preprocessor:
                 special = SpecialText.of(tokens, in_answers)
                 self._marked_prompts = self._text.marked_prompt_encoder(tokens)
             self._chat = ChatRenderer(template, special)
-            self._turn_end = TurnEnd(self._chat, self._text.token_ids(tokens), self._parsers.answer_ends)
+            token_to_id = self._text.token_ids(tokens)
+            self._turn_end = TurnEnd(self._chat, token_to_id, self._parsers.answer_ends)
+            if self._model.state is not None:
+                self._message_ends = MessageEnds(self._chat, token_to_id)
         self._calls = CallProbe(self._parsers, self._chat, finds_notation=gateway.tool_parser == "auto")
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
@@ -283,6 +290,9 @@ class Preprocessor:
             ends = (*sampling.stop_token_ids, *prompt.end_token_ids)
             sampling = structs.replace(sampling, stop_token_ids=ends)
         chain = self._key_roots.chain(prompt.tokens, fingerprint, facts.sharing_group)
+        message_ends: tuple[int, ...] = ()
+        if self._message_ends is not None:
+            message_ends = await self._message_ends.positions(prompt.tokens, self._clock.wall())
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             facts=facts,
@@ -298,6 +308,7 @@ class Preprocessor:
             capped_max_tokens=max_tokens if request.max_tokens > max_tokens else 0,
             grammar=grammar,
             is_grammar_of_tools=grammar is not None and not request.HasField("constraint"),
+            message_ends=message_ends,
         )
         return prepared, texts
 

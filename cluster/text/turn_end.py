@@ -50,6 +50,11 @@ class TurnEnd:
         result = await self._renderer.try_render(chat, wall_s=wall_s, max_chars=_MAX_CHARS)
         if not isinstance(result, Rendered):
             return ()
-        behind = result.text.partition(_ANSWER)[2].lstrip()
-        found = max((token for token in self._token_to_id if behind.startswith(token)), key=len, default="")
-        return (self._token_to_id[found],) if found else ()
+        return token_behind(result.text, _ANSWER, self._token_to_id)
+
+
+def token_behind(text: str, said: str, token_to_id: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the token that follows what was said in a text, apart from spaces, if one does: the longest."""
+    behind = text.partition(said)[2].lstrip()
+    found = max((token for token in token_to_id if behind.startswith(token)), key=len, default="")
+    return (token_to_id[found],) if found else ()

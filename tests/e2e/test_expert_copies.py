@@ -5,45 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from e2e_harness import E2eHarness, Heard, fired, rule, until
-from family_checkpoints import write_family_checkpoint
 from paged_model import tokens_of
-from safetensors.torch import load_file, save_file
+from skewed_experts import NUM_LAYERS, write_skewed
 
 from workers.config import Parallel
 
 pytestmark = pytest.mark.slow
 
-NUM_EXPERTS = 8
-NUM_LAYERS = 3
-SHAPE: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 33,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_local_experts": NUM_EXPERTS,
-    "num_experts_per_tok": 3,
-    "rotary_dim": 8,
-}
 PROMPTS = [tokens_of(seed, length) for seed, length in enumerate((70, 33, 9, 54, 41, 18))]
 NUM_TOKENS = 24
-
-
-def write_skewed(path: Path) -> None:
-    """Write a checkpoint whose routers choose the first two experts for every token, and any third."""
-    write_family_checkpoint(path, "minimax_m2", seed=1, **SHAPE)
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
-    assert len(biases) == NUM_LAYERS
-    for bias in biases:
-        bias[:2] += 10.0
-    save_file(tensors, file, {"format": "pt"})
 
 
 async def tokens_at(harness: E2eHarness, name: str, turn: int) -> list[list[int]]:

@@ -39,7 +39,7 @@ def compile_experts(
     experts = torch.zeros(1, NUM_CHOSEN, dtype=torch.int32)
     x, gate_up = torch.zeros(1, HIDDEN, dtype=dtype), torch.zeros(1, 2 * SIZE, HIDDEN, dtype=dtype)
     gate = GateEpilogue(activation, DEFAULT_CLAMP, gate_up[:, :, 0].contiguous() if has_bias else None)
-    sort_rows(experts, torch.zeros(NUM_EXPERTS, dtype=torch.int64), tile)
+    sort_rows(experts, torch.zeros(NUM_EXPERTS, dtype=torch.int64), tile.rows, tile.chunk)
     pairs, rows, ends = (experts[0].clone() for _ in range(3))
     order = SortedRows(pairs, rows, ends, experts.new_zeros(8, 3))
     activated = multiply_gate_up(x, gate_up, gate, order, NUM_CHOSEN, tile)

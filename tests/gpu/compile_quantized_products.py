@@ -11,7 +11,8 @@ import torch
 from hopper_compiler import compiled_for, print_kernels
 
 from workers.model.cuda.quantized_product import Finish, look_up, multiply, round_rows
-from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+from workers.model.quantization.device_weight import DeviceWeight
+from workers.model.quantization.quantized_weight import Codes
 
 NUM_OUTPUTS, NUM_INPUTS = 4096, 4096
 # The numbers of rows that have tiles of their own.
@@ -20,15 +21,15 @@ NUM_ROWS = (16, 64, 256)
 
 def empty_weight(
     codes: Codes, group: int, *, has_offsets: bool = False, quantizes_inputs: bool = False
-) -> QuantizedWeight:
+) -> DeviceWeight:
     packed = torch.empty(NUM_OUTPUTS, NUM_INPUTS * codes.num_bits // 8, dtype=torch.uint8)
     scales = torch.empty(NUM_OUTPUTS, NUM_INPUTS // group)
     offsets = scales if has_offsets else None
-    return QuantizedWeight(codes, packed, scales, group, offsets, quantizes_inputs=quantizes_inputs)
+    return DeviceWeight(codes, packed, scales, group, offsets, quantizes_inputs=quantizes_inputs)
 
 
 def compile_product(
-    weight: QuantizedWeight, num_rows: int, dtype: torch.dtype = torch.bfloat16, finish: Finish = "store"
+    weight: DeviceWeight, num_rows: int, dtype: torch.dtype = torch.bfloat16, finish: Finish = "store"
 ) -> None:
     x = torch.empty(num_rows, NUM_INPUTS, dtype=dtype)
     is_gated = finish in ("silu", "gelu_tanh")

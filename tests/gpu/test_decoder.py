@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launch_recorder import recorded_launches
-from quantized_checkpoints import FORMATS, quantize
+from quantized_checkpoints import FORMATS, draw_mxfp4, quantize
 from runner_parts import by_kernels
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import parallelize
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.model_runner import ModelRunner
@@ -114,12 +115,13 @@ class Stage:
         shard: ShardSpec | None = None,
         dtype: torch.dtype = torch.float32,
         is_deterministic: bool = False,
+        form: WeightForm = AS_STORED,
     ) -> None:
         from workers.model.attention.triton_latents import make_triton
 
         self.device = device
         self.decoder: Decoder = load_decoder(
-            model_dir, dtype, device, shard, is_deterministic=is_deterministic
+            model_dir, dtype, device, shard, is_deterministic=is_deterministic, form=form
         )
         config = self.decoder.config
         shard = self.decoder.shard
@@ -213,15 +215,37 @@ def test_logits_of_quantized_weights(device: torch.device, tmp_path: Path, how: 
     """They are those of what the weights are worth, up to the rounding of inputs where that is meant."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS}
     write_random_checkpoint(tmp_path / "source", "llama", seed=4, vocab_size=VOCAB, **sizes)
-    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how])
+    plain = quantize(tmp_path / "source", tmp_path, FORMATS[how], has_tables=True)
     spans = [SequenceSpan(0, 11, (5, 0)), SequenceSpan(4, 1, (3,))]
     with recorded_launches() as launches:
         actual = Stage(tmp_path, device).logits(spans)
-    assert launches.count("_quantized_product_kernel") == 4 * NUM_LAYERS
+    assert launches.count("_quantized_product_kernel") == 4 * NUM_LAYERS + 1
+    assert launches.count("_look_up_kernel") == 1
     expected = Stage(plain, device).logits(spans)
     is_rounded = "_round_rows_kernel" in launches
     error = (actual - expected).norm() / expected.norm()
     assert error <= (0.1 if is_rounded else 2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_logits_of_quantized_experts(device: torch.device, tmp_path: Path, family: str) -> None:
+    """With two kernels for the products of all experts of a layer; they are those of dequantized experts."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": VOCAB}
+    keys = OF_FAMILY[family] | {"intermediate_size": 32, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    folder = tmp_path if family == "gpt_oss" else tmp_path / "source"
+    write_random_checkpoint(folder, family, seed=4, **keys | sizes)
+    if family == "gpt_oss":
+        draw_mxfp4(tmp_path)
+    else:
+        quantize(folder, tmp_path, FORMATS["awq"])
+    spans = [SequenceSpan(0, 11, (5, 0)), SequenceSpan(4, 1, (3,))]
+    with recorded_launches() as launches:
+        actual = Stage(tmp_path, device).logits(spans)
+    assert launches.count("_expert_product_kernel") == 2 + 2  # of a step, behind those that compile
+    with recorded_launches() as launches:
+        expected = Stage(tmp_path, device, form=WeightForm("fp32")).logits(spans)
+    assert "_gate_up_kernel" in launches
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_deterministic_logits_are_the_same_bits(device: torch.device, tmp_path: Path) -> None:

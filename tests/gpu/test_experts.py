@@ -40,7 +40,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2**-5}
 DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 modes = pytest.mark.parametrize("is_deterministic", [False, True], ids=["any", "deterministic"])
-ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +108,13 @@ def drawn_problem(
     def each(rows: int, columns: int) -> list[Tensor]:
         return [draw(rows, columns) * columns**-0.5 for _ in range(case.num_experts)]
 
-    hidden, size = case.hidden_size, case.size
+    hidden, size, is_gated = case.hidden_size, case.size, activation != "relu2"
     weights = ExpertWeights(
-        each(size, hidden),
+        each(size, hidden) if is_gated else (),
         each(size, hidden),
         each(hidden, size),
         activation,
-        draw(case.num_experts, 2 * size) if has_bias else None,
+        draw(case.num_experts, 2 * size) if has_bias and is_gated else None,
         draw(case.num_experts, hidden) if has_bias else None,
         Clamp(1.3, 0.7),
     )
@@ -295,9 +295,8 @@ def test_sorted_rows(device: torch.device, seed: int, tile_rows: int) -> None:
     num_chosen = int(rng.integers(1, min(num_experts, 8) + 1))
     case = ExpertSizes(int(rng.choice([1, 3, 20, 60])), num_experts, num_chosen, 0, 0)
     experts = drawn_routing(rng, case, float(rng.choice([0.0, 0.5, 1.0]))).experts
-    tile = kernels.few_rows_tile(torch.float32)._replace(rows=tile_rows, chunk=128)
     totals = torch.full((num_experts,), 1 << 40, device=device)
-    order = kernels.sort_rows(experts.to(device), totals, tile)
+    order = kernels.sort_rows(experts.to(device), totals, tile_rows, 128)
     order = kernels.SortedRows(*(it.cpu() for it in order))
     named = experts.flatten()
     pairs = torch.argsort(torch.where(named < 0, num_experts, named), stable=True)

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import cuda, native
+from workers.model.layer_products import JoinedProducts
 from workers.model.make_linear import make_linear, refuse_nondeterministic
 from workers.model.products import InvariantLinear, Linear, ScaledLinear, TorchLinear
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 # The interpreter's products of bfloat16 are wrong.
@@ -124,3 +127,16 @@ def test_float8_weights(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         linear.lookup(torch.tensor([5], device=device)), weight[[5]], rtol=0.07, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_products_side_by_side(device: torch.device, is_deterministic: bool) -> None:
+    """One of a quantized weight beside one of floats, as layers with a state have them."""
+    x, few, _ = problem(5, 6, 64, torch.float32, device)
+    many = rounded(torch.randn(70, 64, device=device) / 8, StoredFormat(Layout.PLAIN, CodeType.INT8))
+    assert many is not None
+    products = [make_linear(it, is_deterministic=is_deterministic) for it in (many, few)]
+    joined = JoinedProducts(products)
+    assert joined.num_outputs == 76
+    found = joined(x, torch.empty(5, 76, device=device))
+    check(found, F.linear(x, torch.cat((many.dequantized(), few))))

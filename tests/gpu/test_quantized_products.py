@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn_weights import draw, moved
 from torch import Tensor
 
 from workers.model import cuda, native
@@ -33,38 +34,6 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "DEVICE_TYPES", {device.type})
     monkeypatch.setattr(native, "load", lambda: None)
     torch.manual_seed(5)
-
-
-def draw(
-    codes: Codes,
-    num_outputs: int,
-    num_inputs: int,
-    group: int,
-    *,
-    has_offsets: bool = False,
-    has_order: bool = False,
-    quantizes_inputs: bool = False,
-) -> QuantizedWeight:
-    """Draw a weight whose products with normal inputs are about 1."""
-    packed = torch.randint(0, 256, (num_outputs, num_inputs * codes.num_bits // 8), dtype=torch.uint8)
-    if codes is Codes.E4M3:  # without NaN
-        packed = torch.where((packed & 0x7F) == 0x7F, 0, packed)
-    unit = {Codes.INT8: 64, Codes.UINT4: 8, Codes.E4M3: 128, Codes.E2M1: 3, Codes.IQ4_NL: 64}[codes]
-    scales = (0.5 + torch.rand(num_outputs, num_inputs // group)) / (unit * num_inputs**0.5)
-    offsets = torch.randn(num_outputs, num_inputs // group) * num_inputs**-0.5 if has_offsets else None
-    order = torch.randperm(num_inputs) if has_order else None
-    return QuantizedWeight(codes, packed, scales, group, offsets, order, quantizes_inputs)
-
-
-def moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """Return the weight on the device."""
-    return dataclasses.replace(
-        weight,
-        packed=weight.packed.to(device),
-        scales=weight.scales.to(device),
-        offsets=None if weight.offsets is None else weight.offsets.to(device),
-        order=None if weight.order is None else weight.order.to(device),
-    )
 
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -165,6 +134,26 @@ def test_every_code_is_decoded_exactly(device: torch.device, codes: Codes, has_o
     if codes is not Codes.E4M3:
         units = torch.eye(num_codes, device=device)
         torch.testing.assert_close(linear(units).cpu(), weight.dequantized().t(), rtol=2e-7, atol=1e-9)
+
+
+@dtypes
+@pytest.mark.parametrize("scales_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_inputs", "group"), [(64, 32), (256, 128), (120, 20)])
+def test_scales_have_16_bits_where_these_hold_them(
+    device: torch.device, dtype: torch.dtype, scales_dtype: torch.dtype, num_inputs: int, group: int
+) -> None:
+    """And there are no offsets where the code 8 means zero."""
+    weight = draw(Codes.UINT4, 10, num_inputs, group)
+    scales = weight.scales.to(scales_dtype).float()
+    weight = dataclasses.replace(weight, scales=scales, offsets=scales * -8)
+    linear = make_linear(moved(weight, device))
+    assert isinstance(linear, DeviceQuantizedLinear)
+    kept = linear._weight
+    assert (kept.scales.dtype, kept.offsets, kept.kernel_codes) == (scales_dtype, None, "int4")
+    x = torch.randn(3, num_inputs).to(device, dtype)
+    check(linear(x), product(x, weight))
+    rows = linear.lookup(torch.tensor([7, 1], device=device)).cpu()
+    torch.testing.assert_close(rows, weight.dequantized()[[7, 1]], rtol=1e-6, atol=1e-8)
 
 
 def test_a_long_row_is_looked_up(device: torch.device) -> None:

@@ -91,6 +91,8 @@ class Heard:
     prefill: PrefillReport | None = None
     hand_over: HandOverReport | None = None
     failure: RequestFailed | None = None
+    # Terminal messages: the ends of samples, and failures.
+    num_ends: int = 0
     # The log-probabilities of the first sample, by output index.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     moves: list[MoveEnded] = field(default_factory=list)
@@ -154,6 +156,7 @@ class Replica:
                 heard.logprobs.update(enumerate(delta.logprobs, delta.first_index))
             if delta.finish:
                 heard.finish[delta.sample] = delta.finish
+                heard.num_ends += 1
         for prefill in frame.prefills:
             self._heard.setdefault((prefill.request_id, prefill.attempt), Heard()).prefill = prefill
         for hand_over in frame.hand_overs:
@@ -164,7 +167,9 @@ class Replica:
         for stall in frame.stalls:
             self._heard.setdefault((stall.request_id, stall.attempt), Heard()).num_stalls += 1
         for failure in frame.failures:
-            self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
+            heard = self._heard.setdefault((failure.request_id, failure.attempt), Heard())
+            heard.failure = failure
+            heard.num_ends += 1
         for ended in frame.moves:
             self._heard.setdefault((ended.request_id, ended.attempt), Heard()).moves.append(ended)
 

@@ -109,7 +109,7 @@ def write_family(
     types: Sequence[GGMLQuantizationType] = (),
 ) -> Path:
     """Write a model of any architecture in 32-bit floats, with the tensor names of the package `gguf`; its
-    matrices in the `types` in turn, if there are any.
+    matrices but routers in the `types` in turn, if there are any. Names that begin with blk. stay.
 
     `metadata` has keys without the architecture. With `num_heads` and `num_kv_heads`, the rows of queries and
     keys are brought into the order of llama.cpp; `norm_shift` is added to the weights of norms. `others` are
@@ -123,13 +123,14 @@ def write_family(
     name_map = get_tensor_name_map(number, int(metadata["block_count"]))
     number_of_matrix = 0
     for name, values in tensors.items():
-        suffix = ".weight" if name.endswith("layer_scalar") else ""
-        found = name_map.get_name(name + suffix, (".weight", ".bias"))
+        suffix = ".weight" if name.endswith(("layer_scalar", "sinks")) else ""
+        is_named = name.startswith("blk.")
+        found = name if is_named else name_map.get_name(name + suffix, (".weight", ".bias"))
         assert found is not None, name
         heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2], 0)
         written = _rotary_order(values, heads) if heads else values
-        is_matrix = values.ndim == 2 and name.endswith(".weight") and "norm" not in name
-        if types and is_matrix and values.shape[1] % 32 == 0:
+        is_matrix = values.ndim > 1 and found.endswith(".weight") and "norm" not in name
+        if types and is_matrix and "ffn_gate_inp" not in found and values.shape[-1] % 32 == 0:
             _add_tensor(writer, found, written, types[number_of_matrix % len(types)])
             number_of_matrix += 1
             continue
@@ -253,7 +254,8 @@ _HALVES = {
 
 def drawn_blocks(values: Floats, quantization: GGMLQuantizationType) -> npt.NDArray[np.uint8]:
     """Draw blocks for a matrix of the shape of `values`, whose values are of a like size."""
-    (rows, columns), (block_items, block_bytes) = values.shape, GGML_QUANT_SIZES[quantization]
+    columns, (block_items, block_bytes) = values.shape[-1], GGML_QUANT_SIZES[quantization]
+    rows = values.size // columns
     generator = np.random.default_rng(rows * columns)
     blocks = generator.integers(0, 256, (rows, columns // block_items, block_bytes), dtype=np.uint8)
     for at in _HALVES[quantization]:
@@ -261,7 +263,7 @@ def drawn_blocks(values: Floats, quantization: GGMLQuantizationType) -> npt.NDAr
     scale = np.float16(values.std() / dequantize(blocks.reshape(rows, -1), quantization).std())
     for at in _HALVES[quantization]:
         blocks[:, :, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _gguf_name(name: str) -> str:

@@ -330,18 +330,25 @@ FORMATS: dict[str, Format] = {
 
 def is_product(name: str) -> bool:
     """Whether the tensor is the weight of a product in a layer, or of those of all its experts."""
-    return ".layers." in name and name.endswith(
-        ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".gate_up_proj", ".down_proj")
-    )
+    endings = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".gate_up_proj", ".down_proj")
+    of_states = (".in_proj_qkvz.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+    return ".layers." in name and name.endswith((*endings, *of_states))
 
 
-def quantize(source: Path, target: Path, how: Format, config: dict[str, Any] | None = None) -> Path:
-    """Write a copy of the checkpoint with its products quantized into `target`, and one with what these are
-    worth in float32 into `target` / plain, which is returned."""
+def is_table(name: str) -> bool:
+    """Whether the tensor is the table of the embedding, of the head, or of the layers' own inputs."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "embed_tokens_per_layer.weight"))
+
+
+def quantize(
+    source: Path, target: Path, how: Format, config: dict[str, Any] | None = None, *, has_tables: bool = False
+) -> Path:
+    """Write a copy of the checkpoint with its products quantized into `target`, and its embedding and head if
+    it `has_tables`, and one with what these are worth in float32 into `target` / plain, which is returned."""
     tensors, plain = load_file(source / "model.safetensors"), target / "plain"
     quantized: Tensors = {}
     for name, weight in list(tensors.items()):
-        if not is_product(name):
+        if not is_product(name) and not (has_tables and is_table(name)):
             quantized[name] = weight
             continue
         written, values = _written(name, weight, how)
@@ -364,3 +371,21 @@ def _written(name: str, weight: Tensor, how: Format) -> tuple[Tensors, NDArray[n
     each = [how.write(name, of_expert) for of_expert in weight]
     stacked = {key: torch.stack([tensors[key] for tensors, _ in each]) for key in each[0][0]}
     return stacked, np.stack([values for _, values in each])
+
+
+def draw_mxfp4(folder: Path) -> None:
+    """Give the experts of a checkpoint of gpt-oss drawn codes and scales of MXFP4 in place of their
+    weights."""
+    file, drawn = folder / "model.safetensors", torch.Generator().manual_seed(3)
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
+        shape = (num_experts, num_outputs, num_inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=drawn, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(121, 126, shape, generator=drawn, dtype=torch.uint8)
+    save_file(tensors, file, {"format": "pt"})
+    config = folder / "config.json"
+    keys = json.loads(config.read_text(encoding="utf-8"))
+    keys["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.write_text(json.dumps(keys), encoding="utf-8")

@@ -342,6 +342,7 @@ def ask(
     decode: str = "",
     suspect: bool = False,
     group: str = "",
+    message_ends: tuple[int, ...] = (),
     service_class: ServiceClass = "standard",
     due_s: float | None = None,
 ) -> Submission:
@@ -365,6 +366,7 @@ def ask(
         suspect=suspect,
         service_class=service_class,
         due_s=due_s,
+        message_ends=message_ends,
     )
 
 

@@ -26,12 +26,17 @@ def unpacked(folder: Path) -> dict[str, Tensor]:
         if name.endswith("_packed"):
             name = name.removesuffix("_packed")
             shape = tensors[f"{name}_shape"].tolist()
-            codes = _digits(tensor, group["weights"]["num_bits"], shape[1])
-            found[name] = _values(codes, tensors[f"{name}_scale"])
+            num_bits, scales = group["weights"]["num_bits"], tensors[f"{name}_scale"]
+            codes = _digits(tensor, num_bits, shape[1])
+            if f"{name}_zero_point" in tensors:
+                assert not group["weights"]["symmetric"]
+                zeros = _digits(tensors[f"{name}_zero_point"].t(), num_bits, shape[0]).T
+                codes = codes - zeros.repeat(codes.shape[1] // zeros.shape[1], 1)
+            found[name] = _values(codes, scales)
         elif f"{name}_scale" in tensors:
             assert tensor.dtype == torch.int8
             found[name] = _values(tensor.numpy().astype(np.int64), tensors[f"{name}_scale"])
-        elif not name.endswith(("_scale", "_shape")):
+        elif not name.endswith(("_scale", "_shape", "_zero_point")):
             found[name] = tensor
     return found
 

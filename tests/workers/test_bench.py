@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -18,8 +20,10 @@ from workers.engine_bench import bench
 from workers.engine_bench.bench import BenchOptions, run_engine_bench
 from workers.engine_bench.peer_process import PeerSpec
 from workers.engine_bench.roofline import LayerProducts, Roofline, num_weight_copies
+from workers.engine_bench.weight_forms import GgufModel
 from workers.errors import CapacityError, CheckpointError
 from workers.model.model_config import read_model_config
+from workers.model.model_folder import weights_folder
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import DeviceLimits
 
@@ -154,6 +158,23 @@ def test_deterministic_mode_is_measured_as_a_peer(model_dir: Path) -> None:
     lines = run(model_dir, with_deterministic=True)
     assert [line["peer"] for line in lines if line["what"] == "peer"] == ["deterministic"] * 3
     assert all(line["ratio"] > 0 for line in lines if line["what"] == "peer")
+
+
+@pytest.mark.slow
+def test_forms_of_weights_have_their_error_and_their_limit(model_dir: Path, tmp_path: Path) -> None:
+    """Those of a GGUF file give the logits of its dequantized weights."""
+    file = gguf_files.write_gguf(tmp_path / "m.gguf", model_dir, GGMLQuantizationType.Q8_0)
+    folders = [weights_folder(file, "fp32", tmp_path, keeps_quantized=it) for it in (False, True)]
+    forms = {"weights": ["int8", "gguf"], "gguf": GgufModel(file, folders[1])}
+    lines = run(folders[0], prefill=[], decode=[(1, 20)], **forms)
+    int8, gguf = (line for line in lines if line["what"] == "check" and "of" in line)
+    assert (int8["of"], gguf["of"]) == ("int8", "gguf")
+    assert gguf["max_error"] < 1e-4 < int8["max_error"] < 0.1
+    assert gguf["kl"] < 1e-6 < int8["kl"]
+    stored, *measured = (line for line in lines if line["what"] in ("decode", "peer"))
+    assert [line["peer"] for line in measured] == ["int8", "gguf"]
+    # Codes of 8 bits with a scale for 32, and without, of weights of 32 bits.
+    assert all(line["limit_tok_s"] > 1.5 * stored["limit_tok_s"] for line in measured)
 
 
 @pytest.mark.slow

@@ -144,6 +144,10 @@ def test_peers_are_read_from_their_options(tmp_path: Path) -> None:
         PeerSpec("transformers", "", sys.executable),
         PeerSpec("vllm", "fp32", sys.executable),
     )
+    forms = parse_peers("llama.cpp:q8_0,llama.cpp:q4_k_m,llama.cpp", ["llama.cpp=/bin/sh"])
+    assert [(spec.label, spec.python) for spec in forms] == [
+        (label, "/bin/sh") for label in ("llama.cpp q8_0", "llama.cpp q4_k_m", "llama.cpp")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ NEEDED: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 15},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
-    "nemotron_h": {"hybrid_override_pattern": "M*-" * 10},
+    "nemotron_h": {"hybrid_override_pattern": "M*-ME" * 6},
 }
 
 

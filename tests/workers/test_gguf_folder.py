@@ -26,6 +26,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.file_lock import try_lock
 from workers.errors import CheckpointError
+from workers.model import native
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.gguf import gguf_weights
 from workers.model.gguf.gguf_file import GgufFile
@@ -33,6 +34,8 @@ from workers.model.gguf.gguf_weights import GgufWeights, bfloat16_bits
 from workers.model.model_config import read_model_config, weight_files
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.quantized_files import QuantizedTensorFiles
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.weights import ShardSpec, WeightReader
 
 SHAPE = {
     "vocab_size": 256,
@@ -132,9 +135,22 @@ def test_matrices_that_stay_quantized_are_worth_what_they_were(
         for name, tensor in expected.items():
             assert files.is_quantized(name) == (tensor.dim() == 2)
             assert torch.equal(files.tensor(name, tuple(tensor.shape)), tensor), name
+    _check_tables(quantized, expected)
     tokens = torch.randint(256, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     found, reference = decoder_logits(quantized, tokens), decoder_logits(plain, tokens)
     assert float((found - reference).abs().max() / reference.abs().max()) <= 1e-3
+
+
+def _check_tables(folder: Path, expected: dict[str, Tensor]) -> None:
+    """Embedding and head stay quantized as well, if there are kernels for them."""
+    config, cpu = read_model_config(folder), torch.device("cpu")
+    if native.load() is None:
+        return
+    with WeightReader(folder, config, ShardSpec.whole(config), torch.bfloat16, cpu) as reader:
+        embedding = reader.embedding()
+        for table, name in ((embedding, "model.embed_tokens"), (reader.head(embedding), "lm_head")):
+            assert isinstance(table, QuantizedWeight)
+            assert torch.equal(table.dequantized(), expected[f"{name}.weight"])
 
 
 def test_pieces_of_a_tensor_that_stays_quantized_are_the_whole(

@@ -20,15 +20,18 @@ from decoder_logits import decoder_logits
 from torch import Tensor
 
 from cluster.text.tokenizer import ModelText
+from workers.model.products import TorchLinear
 from workers.quantizer.gptq import InputProducts, gptq_rounded
 from workers.quantizer.gptq_rounder import GptqRounder
 from workers.quantizer.quantize_checkpoint import QuantizationJob
 from workers.quantizer.rounding import NearestRounder, Rounded, Rounder
 from workers.quantizer.target import QuantizationTarget
 from workers.quantizer.text_perplexity import layered_perplexity, text_windows
+from workers.quantizer.watched_layers import watched
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 INT4 = QuantizationTarget.of("int4", 8)
+WITH_ZEROS = QuantizationTarget.of("int4", 8, is_asymmetric=True)
 
 
 def _drawn(seed: int, num_outputs: int = 6, num_inputs: int = 24) -> tuple[Tensor, Tensor]:
@@ -46,17 +49,18 @@ def _products(inputs: Tensor) -> InputProducts:
     return found
 
 
-def _naive(weight: Tensor, inputs: Tensor, scales: Tensor) -> Tensor:
+def _naive(weight: Tensor, inputs: Tensor, rounded: Rounded) -> Tensor:
     """Round a column after another, and choose those that are left so that the products with the inputs
     change least, by solving for them."""
     total = (inputs.t() @ inputs).double()
     order = total.diagonal().argsort(descending=True, stable=True).tolist()
     total += 0.01 * total.diagonal().mean() * torch.eye(len(total), dtype=torch.float64)
     left, codes = weight.double().clone(), torch.empty_like(weight)
-    steps = scales.double().repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    steps, zeros = (it.double().repeat_interleave(8, 1) for it in (rounded.scales, _zeros_of(rounded)))
     for place, column in enumerate(order):
-        codes[:, column] = (left[:, column] / steps[:, column]).round().clamp(-8, 7)
-        change = codes[:, column] * steps[:, column] - left[:, column]
+        raised = (left[:, column] / steps[:, column]).round() + zeros[:, column]
+        codes[:, column] = raised.clamp(-8, 7)
+        change = (codes[:, column] - zeros[:, column]) * steps[:, column] - left[:, column]
         rest = order[place + 1 :]
         if rest:
             solved = torch.linalg.solve(total[rest][:, rest], total[rest, column])
@@ -64,13 +68,23 @@ def _naive(weight: Tensor, inputs: Tensor, scales: Tensor) -> Tensor:
     return codes
 
 
+def _zeros_of(rounded: Rounded) -> Tensor:
+    return torch.zeros_like(rounded.scales) if rounded.zeros is None else rounded.zeros
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_codes_are_those_of_solving_for_the_columns_that_are_left(seed: int) -> None:
+@pytest.mark.parametrize("target", [INT4, WITH_ZEROS])
+def test_codes_are_those_of_solving_for_the_columns_that_are_left(
+    seed: int, target: QuantizationTarget
+) -> None:
     weight, inputs = _drawn(seed)
-    found = gptq_rounded(weight, _products(inputs), INT4, torch.float32)
-    expected = _naive(weight, inputs, found.scales)
+    weight += 0.8 if target.is_asymmetric else 0.0
+    found = gptq_rounded(weight, _products(inputs), target, torch.float32)
+    expected = _naive(weight, inputs, found)
+    assert (found.zeros is not None) == target.is_asymmetric
     assert float((found.codes != expected).double().mean()) <= 0.01  # where a half is rounded
-    assert not torch.equal(expected, (weight / found.scales.repeat_interleave(8, 1)).round().clamp(-8, 7))
+    nearest = (weight / found.scales.repeat_interleave(8, 1)).round()
+    assert not torch.equal(expected, (nearest + _zeros_of(found).repeat_interleave(8, 1)).clamp(-8, 7))
 
 
 def test_products_change_less_than_by_the_nearest_codes() -> None:
@@ -104,6 +118,19 @@ def test_windows_are_from_all_over_the_text() -> None:
     tokens = np.arange(1000, dtype=np.uint32)
     assert [it[0].item() for it in text_windows(tokens, 3, 100)] == [0, 450, 900]
     assert [it.tolist() for it in text_windows(tokens[:10], 3, 100)] == [list(range(10))]
+
+
+def test_a_token_does_not_outweigh_all_others() -> None:
+    """Inputs are seen 4 times as long as the median of their window at most; tokens without any stay."""
+    drawn = torch.randn(33, 24, generator=torch.Generator().manual_seed(4))
+    inputs, seen = torch.nn.functional.normalize(drawn), InputProducts(24)
+    inputs[0], inputs[1] = 1000 * inputs[0], 0.0
+    product = torch.randn(8, 24, generator=torch.Generator().manual_seed(5))
+    found = watched(TorchLinear(product), seen)(inputs)
+    assert torch.equal(found, inputs @ product.t())
+    expected = inputs.clone()
+    expected[0] *= 4 / 1000
+    torch.testing.assert_close(seen.total, expected.t() @ expected, rtol=1e-4, atol=1e-4)
 
 
 def _perplexity(rounder: Rounder, target: QuantizationTarget, folder: Path, windows: list[Tensor]) -> float:

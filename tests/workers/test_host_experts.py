@@ -42,12 +42,13 @@ def drawn_weights(
     def drawn(*sizes: int) -> Tensor:
         return (torch.randn(*sizes, generator=generator) / math.sqrt(sizes[-1])).to(dtype)
 
+    is_gated = activation != "relu2"
     return ExpertWeights(
-        list(drawn(num_experts, size, hidden_size)),
+        list(drawn(num_experts, size, hidden_size)) if is_gated else (),
         list(drawn(num_experts, size, hidden_size)),
         list(drawn(num_experts, hidden_size, size)),
         activation,
-        drawn(num_experts, 2 * size) if has_bias else None,
+        drawn(num_experts, 2 * size) if has_bias and is_gated else None,
         drawn(num_experts, hidden_size) if has_bias else None,
     )
 

@@ -3,10 +3,12 @@ however ranks divide the model, logits are those of `transformers`, which comput
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from family_checkpoints import CASES, write_family_checkpoint
@@ -163,6 +165,41 @@ def test_ranks_equal_one(family: str, layout: str, processes: RankProcesses, tmp
     # Norms of what the delta rule gives enlarge what rounding changes of small sums.
     atol = 5e-4 if HYBRID[family].get("linear_num_key_heads") else 5e-5
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=atol)
+
+
+def test_experts_without_gates_on_any_ranks_equal_those_on_one(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    """Divided by their columns or by their numbers; shared ones by their columns."""
+    keys = {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 37,
+        "moe_shared_expert_intermediate_size": 51,
+        "routed_scaling_factor": 1.5,
+    }
+    model_dir = _write(tmp_path / "model", "nemotron_h", **keys)
+    prompts, chunks = [tokens_of(seed, count) for seed, count in ((1, 41), (2, 70))], [[41], [16, 1, 53]]
+    whole = ParallelCase("whole", str(model_dir), 1, [(0, 4)], prompts, chunks, NUM_STEPS, str(tmp_path))
+    expected = run_case(whole, form(whole, None, 0))
+    logits = reference_logits(reference_of(model_dir), prompts[0])
+    assert error_of(expected["logits"][: len(prompts[0])], logits) <= 1e-4
+    for ep in (1, 2):
+        case = msgspec.structs.replace(whole, name=f"ep {ep}", tp=2, ep=ep)
+        processes.run(case)
+        found = load_file(tmp_path / "0.safetensors")
+        assert torch.equal(found["tokens"], expected["tokens"])
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(("key", "value"), [("moe_latent_size", 32), ("mlp_bias", True)])
+def test_experts_without_gates_that_are_others_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    _write(tmp_path, "nemotron_h", layers_block_type=["linear_attention", "moe", "full_attention", "mlp"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=f"{key}.* is not supported"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("family", HYBRID)

@@ -12,7 +12,7 @@ import torch
 from family_checkpoints import write_family_checkpoint
 from optional_programs import uses_compiler
 from paged_model import PagedModel, error_of, reference_logits, tokens_of
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import draw_mxfp4
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from workers.errors import CheckpointError
@@ -21,6 +21,7 @@ from workers.model.decoder import load_decoder
 from workers.model.experts.expert_products import ExpertWeights
 from workers.model.experts.mxfp4 import dequantized
 from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts
+from workers.model.model_config import read_model_config
 from workers.model.quantization.weight_form import AS_STORED, DEQUANTIZED
 from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.weights import ShardSpec, WeightReader
@@ -45,19 +46,7 @@ SHAPE: dict[str, Any] = {
 def write_quantized(path: Path) -> None:
     """Write a checkpoint whose experts have drawn codes and scales in place of their weights."""
     write_family_checkpoint(path, **SHAPE)
-    file = path / "model.safetensors"
-    tensors, drawn = load_file(file), torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
-        shape = (num_experts, num_outputs, num_inputs // 32)
-        blocks = torch.randint(256, (*shape, 16), generator=drawn, dtype=torch.uint8)
-        tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(121, 126, shape, generator=drawn, dtype=torch.uint8)
-    save_file(tensors, file, {"format": "pt"})
-    config = path / "config.json"
-    keys = json.loads(config.read_text(encoding="utf-8"))
-    keys["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config.write_text(json.dumps(keys), encoding="utf-8")
+    draw_mxfp4(path)
 
 
 def test_codes_and_scales_mean_numbers() -> None:
@@ -119,6 +108,17 @@ def test_every_rank_holds_its_part(tp: int, ep: int, tmp_path: Path) -> None:
     downs = sum(down.double().sum() for down in whole.experts.downs) + whole.experts.down_bias.double().sum()
     torch.testing.assert_close(total, torch.as_tensor(downs))
     assert sum(map(torch.numel, parts)) == 2 * 5 * 96 * 64
+
+
+def test_codes_of_experts_are_counted_on_every_device(tmp_path: Path) -> None:
+    write_quantized(tmp_path)
+    rank, checkpoint = RankShape(read_model_config(tmp_path), 0, 2), Checkpoint.read(tmp_path)
+    floats, *kept = (
+        checkpoint.weight_bytes(rank, 2, form)
+        for form in (DEQUANTIZED, AS_STORED.on("cpu"), AS_STORED.on("cuda"))
+    )
+    num_weights = 2 * 5 * 3 * 96 * 64
+    assert [floats - it for it in kept] == [num_weights * (2 - 0.5625)] * 2
 
 
 def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:

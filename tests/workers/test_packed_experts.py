@@ -56,13 +56,13 @@ def drawn_weights(
         return torch.randn(*sizes, generator=generator).mul_(2 / sizes[-1] ** 0.5).to(dtype)
 
     # Rows that lie apart, as those of a tensor of gates and ups in turn.
-    gate_up = drawn(num_experts, 2 * size, hidden_size)
+    gate_up, is_gated = drawn(num_experts, 2 * size, hidden_size), activation != "relu2"
     return ExpertWeights(
-        list(gate_up[:, ::2]),
+        list(gate_up[:, ::2]) if is_gated else (),
         list(gate_up[:, 1::2]),
         list(drawn(num_experts, hidden_size, size)),
         activation,
-        drawn(num_experts, 2 * size) if has_bias else None,
+        drawn(num_experts, 2 * size) if has_bias and is_gated else None,
         drawn(num_experts, hidden_size) if has_bias else None,
     )
 
@@ -96,7 +96,8 @@ def check(actual: Tensor, weights: ExpertWeights, x: Tensor, routing: Routing) -
     wide = doubled(weights)
     exact = TorchExperts(wide)(x.double(), routing)
     scale = torch.ones_like(exact)
-    for expert, (gate, up, down) in enumerate(zip(wide.gates, wide.ups, wide.downs, strict=True)):
+    gates_or_ups = wide.gates or wide.ups  # where there are no gates, ups are squared
+    for expert, (gate, up, down) in enumerate(zip(gates_or_ups, wide.ups, wide.downs, strict=True)):
         bias = None if wide.gate_up_bias is None else wide.gate_up_bias[expert]
         gates, ups = F.linear(x.double(), torch.cat((gate, up)), bias).abs().chunk(2, dim=1)
         results = (gates * (ups + 1)) @ down.t().abs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +12,20 @@ from compiled_kernels import TILED_KERNELS, kernels_of
 from optional_programs import needs_compiler
 from torch import Tensor
 
+from benchmarks.random_checkpoint import write_random_checkpoint
+from workers.model.decoder import load_decoder
 from workers.model.experts.expert_products import gated
 from workers.model.experts.mixture_shape import ExpertActivation
+from workers.model.experts.native_routing import choose_by
+from workers.model.experts.packed_mixture import PackedMixture
 from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts, packed_quantized_experts
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
+from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
+from workers.model.products import PackedLinear
 from workers.model.quantization.packed_codes import PackedForm
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+from workers.model.quantization.weight_form import WeightForm
 
 NUM_EXPERTS, HIDDEN_SIZE, SIZE, NUM_CHOSEN = 5, 96, 64, 2
 
@@ -40,9 +48,10 @@ def experts_of(
         [made(codes, *shape, seed=first + expert, has_offsets=has_offsets) for expert in range(NUM_EXPERTS)]
         for first, shape in ((0, (SIZE, HIDDEN_SIZE)), (10, (SIZE, HIDDEN_SIZE)), (20, (HIDDEN_SIZE, SIZE)))
     )
-    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias else None
+    is_gated = activation != "relu2"
+    gate_up_bias = torch.randn(NUM_EXPERTS, 2 * SIZE) if has_bias and is_gated else None
     down_bias = torch.randn(NUM_EXPERTS, HIDDEN_SIZE) if has_bias else None
-    return QuantizedExpertWeights(gates, ups, downs, activation, gate_up_bias, down_bias)
+    return QuantizedExpertWeights(gates if is_gated else (), ups, downs, activation, gate_up_bias, down_bias)
 
 
 def routing_of(num_tokens: int) -> Routing:
@@ -55,7 +64,8 @@ def expected(weights: QuantizedExpertWeights, x: Tensor, routing: Routing) -> Te
     sums = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for expert, share in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
-            parts = torch.cat((weights.gates[expert].dequantized(), weights.ups[expert].dequantized()))
+            inner = [of_all[expert].dequantized() for of_all in (weights.gates, weights.ups) if of_all]
+            parts = torch.cat(inner)
             biases = [
                 None if it is None else it[expert].double()
                 for it in (weights.gate_up_bias, weights.down_bias)
@@ -80,9 +90,9 @@ def packed(build: str, weights: QuantizedExpertWeights) -> PackedQuantizedExpert
 @pytest.mark.parametrize("num_tokens", [1, 7, 70])
 def test_sums_are_those_of_the_experts(build: str, codes: Codes, dtype: torch.dtype, num_tokens: int) -> None:
     has_more = codes is Codes.UINT4
-    weights = experts_of(
-        codes, activation="clamped_swiglu" if has_more else "silu", has_offsets=has_more, has_bias=has_more
-    )
+    code_to_activation: dict[Codes, ExpertActivation] = {Codes.UINT4: "clamped_swiglu", Codes.INT8: "relu2"}
+    activation = code_to_activation.get(codes, "silu")
+    weights = experts_of(codes, activation=activation, has_offsets=has_more, has_bias=has_more)
     experts, routing = packed(build, weights), routing_of(num_tokens)
     x = torch.randn(num_tokens, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
     rounded = dataclasses.replace(
@@ -102,6 +112,31 @@ def test_sums_are_those_of_the_experts(build: str, codes: Codes, dtype: torch.dt
         one = slice(token, token + 1)
         alone = experts(x[one], Routing(routing.experts[one], routing.weights[one]))
         assert torch.equal(alone, result[one]), token
+
+
+@builds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_mixture_is_its_router_and_its_experts(build: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with a router of the dtype of the rows, in the one call that decoder layers make."""
+    kernels, rule = kernels_of(build), RouterRule(NUM_EXPERTS, NUM_CHOSEN, is_normalized=True)
+    experts = packed(build, experts_of(Codes.UINT4, has_offsets=True))
+    drawn = torch.Generator().manual_seed(7)
+    router = PackedLinear(kernels, torch.randn(NUM_EXPERTS, HIDDEN_SIZE, generator=drawn).to(dtype))
+    mixture = PackedMixture(kernels, router, rule, experts)
+    x = torch.randn(9, HIDDEN_SIZE, generator=drawn).to(dtype)
+    expected = experts(x, choose_by(kernels, router.floats(x), rule))
+    assert torch.equal(mixture(x), expected)
+    hidden = x.clone()
+    mixture.add_to(hidden, x)
+    assert torch.equal(hidden, x + expected)
+    assert mixture.counts.sum() == 3 * 9 * NUM_CHOSEN
+
+
+@needs_compiler
+def test_a_model_with_quantized_experts_runs_its_layers_in_one_call_each(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=1, num_experts=4, num_experts_per_tok=2)
+    decoder = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"), form=WeightForm("int8"))
+    assert decoder._native_layers is not None
 
 
 @needs_compiler

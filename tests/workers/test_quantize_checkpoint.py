@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import unpacked_tensors
+from decoder_logits import decoder_logits
 from torch import Tensor
 
 from workers.errors import QuantizationError
@@ -77,6 +80,27 @@ def test_values_are_as_near_as_codes_can_be(
         assert float(steps.quantile(0.98)) <= 0.5 + 1e-4
         assert float(steps.double().square().mean().sqrt()) < limit * 0.6
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_zero_points_are_stored_as_they_are_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """By an independent unpacking, and by our own reader; values that are no more below zero than above lose
+    less by them, too."""
+    source, plain = make_checkpoint("qwen3", **SHAPE), tmp_path / "plain"
+    target = QuantizationTarget.of("int4", is_asymmetric=True)
+    QuantizationJob(source, tmp_path / "out", target).run(NearestRounder(target))
+    key = "model.layers.0.mlp.down_proj.weight"
+    stored = unpacked_tensors.stored_tensors(tmp_path / "out")
+    assert stored[f"{key}_zero_point"].dtype == torch.int32
+    assert stored[f"{key}_zero_point"].shape == (SHAPE["hidden_size"] // 8, SHAPE["intermediate_size"] // 32)
+    weights = _scheme(tmp_path / "out")["config_groups"]["group_0"]["weights"]
+    assert (weights["symmetric"], weights["zp_dtype"]) == (False, "torch.int8")
+    unpacked_tensors.write_unpacked(tmp_path / "out", plain)
+    of_plain = decoder_logits(plain, range(30))
+    torch.testing.assert_close(decoder_logits(tmp_path / "out", range(30)), of_plain, rtol=1e-3, atol=1e-3)
+    symmetric = unpacked_tensors.unpacked(_quantized(source, tmp_path / "symmetric", "int4"))
+    before, after = unpacked_tensors.stored_tensors(source)[key], unpacked_tensors.stored_tensors(plain)[key]
+    errors = [float((it.double() - before.double()).square().sum()) for it in (after, symmetric[key])]
+    assert errors[0] < 0.95 * errors[1]
 
 
 def _grouped(values: Tensor, num_groups: int) -> Tensor:
@@ -232,10 +256,44 @@ def test_a_disk_that_is_too_small_is_found_before(
         _quantized(make_checkpoint("qwen3", **SHAPE), tmp_path / "out", "int8")
 
 
+def test_a_disk_that_fills_up_ends_with_a_reason_and_continues(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, expected = make_checkpoint("qwen3", **SHAPE), tmp_path / "whole"
+    _quantized(source, expected, "int8")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(QuantizationError, match=r"out: cannot be written: No space left on device$"):
+            _quantized(source, tmp_path / "out", "int8")
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert _files(_quantized(source, tmp_path / "out", "int8")) == _files(expected)
+
+
+def test_folders_that_cannot_be_written_are_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """One that another process writes, and a path that is a file."""
+    source, busy = make_checkpoint("qwen3", **SHAPE), tmp_path / "busy"
+    busy.mkdir()
+    descriptor = os.open(busy, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(QuantizationError, match="busy: another process writes it; wait"):
+            _quantized(source, busy, "int8")
+    finally:
+        os.close(descriptor)
+    (tmp_path / "file").touch()
+    with pytest.raises(QuantizationError, match=r"file: cannot be written: File exists$"):
+        _quantized(source, tmp_path / "file", "int8")
+
+
 class _Refused(NamedTuple):
     name: str
     group: int | None
     words: str
+    is_asymmetric: bool = False
 
 
 @pytest.mark.parametrize(
@@ -244,11 +302,12 @@ class _Refused(NamedTuple):
         _Refused("fp4", None, "is none of int8, w8a8, int4"),
         _Refused("int4", 12, "is no multiple of 8"),
         _Refused("w8a8", 32, "leave the group out"),
+        _Refused("int8", None, "zero points are for int4", is_asymmetric=True),
     ],
 )
 def test_settings_that_nothing_reads_are_refused(case: _Refused) -> None:
     with pytest.raises(QuantizationError, match=case.words):
-        QuantizationTarget.of(case.name, case.group)
+        QuantizationTarget.of(case.name, case.group, is_asymmetric=case.is_asymmetric)
 
 
 def test_weights_without_whole_groups_stay(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

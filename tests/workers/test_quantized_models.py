@@ -63,6 +63,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
+    "qwen3_5": (
+        "gptq",
+        {
+            "family": "qwen3_5_text",
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "lfm2": (
+        "gptq in another order",
+        {"family": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "granitemoehybrid": (
+        "awq",
+        {
+            "family": "granitemoehybrid",
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+        },
+    ),
     "deepseek_v3": (
         "fp8 in blocks",
         {

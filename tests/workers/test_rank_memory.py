@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from workers.model.decoder import load_decoder
 from workers.model.families.known_families import NAME_TO_FAMILY
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.norm import Norm
+from workers.model.quantization.rounded_weight import rounded
+from workers.model.quantization.weight_form import WeightDtype, WeightForm
 from workers.model.rank_memory import (
     Checkpoint,
     RankShape,
@@ -39,8 +42,10 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
         table = None
         if shape.is_first_stage or (shape.is_last_stage and config.tie_word_embeddings):
             table = reader.embedding()
+            assert isinstance(table, torch.Tensor)
             tensors.append(table)
         if shape.is_first_stage and (inputs := reader.input_embedding()) is not None:
+            assert isinstance(inputs.table, torch.Tensor)
             tensors += [inputs.table, inputs.projection.weight, *tensors_of_norms(inputs.norm)]
         for layer in range(shape.first_layer, shape.end_layer):
             weights = reader.layer(layer)
@@ -55,6 +60,7 @@ def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
                 tensors.append(bias)
             head = reader.head(table)
             if head is not table:
+                assert isinstance(head, torch.Tensor)
                 tensors.append(head)
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -70,7 +76,7 @@ def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
         products += [latent.latents, latent.queries, latent.expansion]
         found += tensors_of_norms(latent.q_norm, latent.kv_norm)
     if (state := layer.state) is not None:
-        products.append(state.input)
+        products += state.inputs
         fields = [getattr(state, field.name) for field in dataclasses.fields(state)]
         found += [it for it in fields if isinstance(it, torch.Tensor)]
     if (mixture := layer.mixture) is not None:
@@ -212,6 +218,36 @@ def test_many_layers_are_counted_in_linear_time(family: str, tmp_path: Path) -> 
         ModelWork(model, 2)
         needs.append((activation_bytes(whole, 2, 64, 4), whole.kv_token_bytes(2) // num_layers))
     assert needs[0] == needs[1]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_step_reads_the_bytes_that_weights_of_a_form_have(name: WeightDtype, tmp_path: Path) -> None:
+    """Those of the codes and scales of layers, experts and head, and of a router of floats."""
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "hidden_size": 256,
+    }
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=2, dtype="bfloat16", **sizes)
+    model, form = read_model_config(tmp_path), WeightForm(name)
+    mean = Checkpoint.read(tmp_path).mean_bytes(RankShape(model, 0, model.num_layers), 2, form)
+    tensors, num_bytes = load_file(tmp_path / "model.safetensors"), {True: 0, False: 0}
+    for product, weight in tensors.items():
+        rounded_to = form.rounded_table if product == "lm_head.weight" else form.rounded
+        if product.endswith(("_proj.weight", "lm_head.weight")):
+            assert rounded_to is not None
+            quantized = rounded(weight.float(), rounded_to)
+            assert quantized is not None
+            num_bytes[".experts." in product] += quantized.packed.nbytes + 2 * quantized.scales.numel()
+    router = 2 * sum(weight.numel() for product, weight in tensors.items() if product.endswith("gate.weight"))
+    work = ModelWork(model, 2, weights=mean)
+    everything = sum(num_bytes.values()) + router
+    assert work.weight_bytes == pytest.approx(everything, rel=0.02)
+    of_one_token = 2 / 4  # of the experts
+    read = everything - num_bytes[True] * (1 - of_one_token)
+    assert work.read_weight_bytes(1) == pytest.approx(read, rel=0.02)
+    assert ModelWork(model, 2).weight_bytes > 1.5 * work.weight_bytes
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

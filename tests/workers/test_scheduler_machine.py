@@ -174,6 +174,7 @@ class Pair(RuleBasedStateMachine):
         where=st.sampled_from(["prefill", "decode", "outbound", "outbound"]),
         suspect=st.sampled_from([False, False, True]),
         group=st.sampled_from(["", "a", "a", "b"]),
+        message_ends=st.sets(st.integers(1, 30), max_size=3),
     )
     def submit(
         self,
@@ -188,6 +189,7 @@ class Pair(RuleBasedStateMachine):
         where: str,
         suspect: bool,
         group: str,
+        message_ends: set[int],
     ) -> None:
         if pools:
             where, num_samples, num_resumed = "decode" if where == "decode" else "prefill", 1, 0
@@ -223,6 +225,7 @@ class Pair(RuleBasedStateMachine):
             deadline_s=deadline_s,
             suspect=suspect,
             pooling="last" if pools else None,
+            message_ends=tuple(sorted(end for end in message_ends if end <= len(prompt))),
         )
         engine.scheduler.submit(submission, self.now)
         self.lives[submission.request_id] = Life(

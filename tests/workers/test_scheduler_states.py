@@ -30,9 +30,9 @@ def states(num_blocks: int = 12, *, num_stages: int = 1, **settings: Any) -> Sta
     return engine(states=[num_blocks], num_stages=num_stages, **{"chunk_tokens": 16, **settings})
 
 
-def run_prompt(side: StagedEngine, name: str, prompt: list[int]) -> list[tuple[int, int]]:
+def run_prompt(side: StagedEngine, name: str, prompt: list[int], *message_ends: int) -> list[tuple[int, int]]:
     """Run a request to its end; return the chunks of its prompt."""
-    submission = ask(name, prompt, max_tokens=2)
+    submission = ask(name, prompt, max_tokens=2, message_ends=message_ends)
     side.scheduler.submit(submission, 0.0)
     chunks: list[tuple[int, int]] = []
     outputs: list[int] = []
@@ -70,6 +70,18 @@ def test_a_long_prompt_has_states_in_between() -> None:
     side = states(snapshot_every_tokens=8)
     assert run_prompt(side, "a", LONG) == [(0, 8), (8, 16), (16, 20), (20, 23)]
     assert run_prompt(side, "b", [*LONG[:9], 9, 9])[0][0] == 8
+
+
+def test_the_second_chat_starts_behind_the_message_of_the_system() -> None:
+    side, other = states(), [*LONG[:10], *[3] * 10]
+    assert run_prompt(side, "a", LONG, 10, 20) == [(0, 8), (8, 20), (20, 23)]
+    assert run_prompt(side, "b", other, 10, 18)[0] == (8, 16)
+
+
+def test_a_turn_that_renders_the_beginning_of_the_answer_anew_starts_before_it() -> None:
+    side = states()
+    assert run_prompt(side, "a", LONG, 18) == [(0, 16), (16, 23)]
+    assert run_prompt(side, "b", [*LONG[:18], *[3] * 8], 18, 24)[0] == (16, 24)
 
 
 def test_a_chat_continues_where_the_answer_ended() -> None:

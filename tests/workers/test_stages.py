@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
@@ -115,6 +116,52 @@ def test_the_probe_measures_a_part_of_the_model(tmp_path: Path, family: str, tp:
     measured = probe.measure(32, 4)
     assert min(measured.cost.layer_s, measured.cost.embedding_s, measured.cost.head_s) > 0
     assert measured.attention_ratio >= 0
+
+
+@needs_compiler
+def test_the_probe_measures_products_of_the_form_that_weights_have(tmp_path: Path) -> None:
+    import torch
+
+    from benchmarks.random_checkpoint import write_random_checkpoint
+    from workers.model.experts.quantized_experts import QuantizedExpertWeights
+    from workers.model.linear_weights import are_quantized
+    from workers.model.model_config import read_model_config
+    from workers.model.quantization.weight_form import WeightForm
+    from workers.rank.probe import Probe
+
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=0)
+    probe = Probe(
+        read_model_config(tmp_path), tp=1, tp_rank=0, dtype=torch.bfloat16, device=torch.device("cpu"),
+        block_tokens=16, clock=SystemClock(), form=WeightForm("int4"),
+    )  # fmt: skip
+    weights = probe._layer_weights()
+    assert weights.qkv is not None
+    assert weights.mixture is not None
+    assert are_quantized(weights.qkv.parts)
+    assert isinstance(weights.mixture.experts, QuantizedExpertWeights)
+    assert probe.measure(8, 1).cost.layer_s > 0
+
+
+def test_layers_with_states_count_by_their_weights(tmp_path: Path) -> None:
+    """Of four layers one attends, with queries, gates, keys and values; the products of a state are wider."""
+    from benchmarks.random_checkpoint import write_config
+    from workers.model.model_config import read_model_config
+    from workers.model.sizes import attention_products, feed_forward_weights, mean_layer_share
+
+    write_config(tmp_path, "qwen3_5_text", "float32", num_hidden_layers=4)
+    config = read_model_config(tmp_path)
+    attends = [config.has_attention(layer) for layer in range(config.num_layers)]
+    assert 0 < sum(attends) < len(attends)
+    sizes = [
+        sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
+        + 3 * config.hidden_size * config.intermediate_size
+        for layer in range(config.num_layers)
+    ]
+    assert feed_forward_weights(config, 0) == 3 * config.hidden_size * config.intermediate_size
+    first = attends.index(True)
+    share = mean_layer_share(config, first, 0)
+    assert share == pytest.approx(sum(sizes) / len(sizes) / sizes[first])
+    assert share != 1
 
 
 def test_the_probe_attends_as_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ def submission(**fields: Any) -> Submission:
         ({"samples": (SampleState(0, 0), SampleState(1, 0, pack([1])))}, "samples: their outputs differ"),
         ({"priority": -(1 << 40)}, "priority: -"),
         ({"deadline_s": NAN}, "deadline_s: nan"),
+        ({"message_ends": (len(PROMPT) + 1,)}, "message_ends: "),
+        ({"message_ends": (1,) * 17}, "message_ends: "),
         ({"pooling": "last"}, "pooling: a prompt that is embedded has one sample, without output"),
         (
             {"pooling": "last", "samples": (SampleState(0, 1), SampleState(1, 2))},

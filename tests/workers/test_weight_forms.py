@@ -13,7 +13,7 @@ import torch
 from family_checkpoints import write_family_checkpoint
 from optional_programs import needs_compiler, uses_compiler
 from paged_model import PagedModel, error_of, tokens_of
-from quantized_checkpoints import FORMATS, LLAMA, OWN_ORDERS, is_product, quantize
+from quantized_checkpoints import FORMATS, LLAMA, OWN_ORDERS, is_product, is_table, quantize
 from runner_parts import ON_CPU
 from safetensors.torch import load_file, save_file
 
@@ -65,17 +65,24 @@ def test_groups_that_are_not_whole_are_not_rounded() -> None:
     assert rounded(torch.randn(4, 48), StoredFormat(Layout.PACKED, CodeType.INT4, 32)) is None
 
 
+def rounding_of(name: str, form: WeightForm) -> StoredFormat | None:
+    """Return the format to which the form rounds the tensor; None: to none."""
+    if is_table(name):
+        return form.rounded_table
+    return form.rounded if is_product(name) else None
+
+
 @uses_compiler
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_logits_are_those_of_the_rounded_weights(name: str, source: Path, tmp_path: Path) -> None:
-    form = WeightForm(name)
-    assert form.rounded is not None
+@pytest.mark.parametrize("form_name", ["int8", "int4", "fp8"])
+def test_logits_are_those_of_the_rounded_weights(form_name: str, source: Path, tmp_path: Path) -> None:
+    form = WeightForm(form_name)
     expected = Path(shutil.copytree(source, tmp_path / "expected"))
     tensors = load_file(source / "model.safetensors")
-    for product in filter(is_product, tensors):
-        weight = rounded(tensors[product], form.rounded)
-        assert weight is not None
-        tensors[product] = weight.dequantized()
+    for name, tensor in tensors.items():
+        if (target := rounding_of(name, form)) is not None:
+            weight = rounded(tensor, target)
+            assert weight is not None
+            tensors[name] = weight.dequantized()
     save_file(tensors, expected / "model.safetensors")
     prompt = tokens_of(1, 50)
     found, other, exact = (
@@ -225,7 +232,7 @@ def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path
     found = [
         WeightForm(name).identity(scheme, "bfloat16", "cpu") for name in ("auto", "bf16", "int8", "int4")
     ]
-    assert found == ["int4 group 32", "bfloat16", "int8, rounded", "int4 group 32, rounded"]
+    assert found == ["int4 group 32", "bfloat16", "int8, rounded", "int4 group 32 and int8, rounded"]
     assert AS_STORED.identity(None, "bfloat16", "cuda") == "bfloat16"
 
 

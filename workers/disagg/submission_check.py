@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from workers.messages.link import Submission
+from workers.messages.link import MAX_MESSAGE_ENDS, Submission
 from workers.messages.sampling import MAX_PROMPT_LOGPROBS, Grammar, SamplingParams
 
 _MAX_SEED = (1 << 64) - 1
@@ -45,6 +45,9 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
         yield "samples: their outputs differ in length"
     if abs(submission.facts.priority) > _MAX_INT32:
         yield f"priority: {submission.facts.priority} is beyond {_MAX_INT32}"
+    num_tokens, ends = len(submission.prompt) // TOKEN_BYTES, submission.message_ends
+    if len(ends) > MAX_MESSAGE_ENDS or not all(0 < end <= num_tokens for end in ends):
+        yield f"message_ends: these are more than {MAX_MESSAGE_ENDS}, or not within the prompt"
     for name, time_s in (("deadline_s", submission.deadline_s), ("due_s", submission.due_s)):
         if time_s is not None and not math.isfinite(time_s):
             yield f"{name}: {time_s} is no time"

@@ -1,9 +1,9 @@
 """Benchmark the engine alone, along with the machine's limits and other engines, round by round.
 
 Called by `tandem bench engine` and by `benchmarks/engine.py`. Every result is a dictionary passed to `emit`:
-"check" (logits against transformers), "machine", "peer loaded", "peer skipped" or "peer failed", a "round" of
-each measure as it is done, and in the end one line a measure ("prefill" or "decode") and one for each peer of
-it ("peer").
+"check" (logits against transformers, and those of each form of weights against those of the stored one),
+"machine", "peer loaded", "peer skipped" or "peer failed", a "round" of each measure as it is done, and in the
+end one line a measure ("prefill" or "decode") and one for each peer and each form of it ("peer").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.host import cpu_flags, cpu_name
 from workers.engine_bench.driver import CHUNK_TOKENS, EngineDriver
-from workers.engine_bench.logits_check import CHECK_TOKENS, check_logits
+from workers.engine_bench.logits_check import CHECK_TOKENS, check_form, check_logits
 from workers.engine_bench.peer_child import Settings
 from workers.engine_bench.peer_process import INSTALL, PeerProcess, PeerSpec
 from workers.engine_bench.roofline import LayerProducts, Roofline
@@ -35,12 +35,12 @@ from workers.engine_bench.rounds import (
     median_tok_s,
     run_rounds,
 )
+from workers.engine_bench.weight_forms import FormName, GgufModel, MeasuredForm, measured_form
 from workers.errors import CapacityError, PeerError
 from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.quantization.weight_form import AS_STORED, WeightDtype, WeightForm
-from workers.model.rank_memory import Checkpoint, RankShape
 from workers.model.sizes import refuse_expert_offload
+from workers.model.weight_bytes import WeightBytes
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, measure_limits
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, read_dtype
@@ -63,8 +63,9 @@ _MOST_PEER_DECODE_TOKENS = 8192
 class BenchOptions:
     """The options of a benchmark. `decode` are pairs of batch and context; `peer_cache` None: a folder that
     is removed afterwards. `with_deterministic`: our engine is also measured in deterministic mode, as a peer
-    is; and so with each of the forms `weights` of weights. `expert_offload` experts of each layer are
-    computed by the CPU."""
+    is; and so with each of the forms `weights` of weights. `gguf` is what `model_dir` is made of, for the
+    form "gguf"; llama.cpp loads that file too. `expert_offload` experts of each layer are computed by the
+    CPU."""
 
     model_dir: Path
     dtype: str
@@ -78,7 +79,8 @@ class BenchOptions:
     device: str = "cpu"
     with_deterministic: bool = False
     expert_offload: int = 0
-    weights: Sequence[WeightDtype] = ()
+    weights: Sequence[FormName] = ()
+    gguf: GgufModel | None = None
 
     def measures(self) -> list[Measure]:
         """Return one measure for each prompt length and each decode batch."""
@@ -108,41 +110,28 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
     )
     measures = options.measures()
     with contextlib.ExitStack() as stack:
+        name_to_form = {OURS: MeasuredForm(options.model_dir)}
+        for name in options.weights:
+            name_to_form[name] = measured_form(name, options.model_dir, options.gguf)
 
-        def make_driver(form: WeightForm = AS_STORED, *, is_deterministic: bool = False) -> EngineDriver:
-            runner = ModelRunner(
-                CheckpointFolder(options.model_dir),
-                ComputeSettings(
-                    read_dtype(options.dtype),
-                    torch.device(options.device),
-                    options.threads,
-                    is_deterministic=is_deterministic,
-                    expert_offload=options.expert_offload,
-                    weights=form,
-                ),
-                RankCapacity(
-                    options.block_tokens,
-                    _num_kv_tokens(config, measures, options.block_tokens),
-                    max((each.batch for each in measures), default=1),
-                ),
-                clock,
-            )
+        def make_driver(form: MeasuredForm, *, is_deterministic: bool = False) -> EngineDriver:
+            runner = _runner(options, config, form, clock, is_deterministic=is_deterministic)
             stack.enter_context(contextlib.closing(runner))
             runner.warm_up()
             return EngineDriver(runner, clock, options.block_tokens)
 
-        drivers = {OURS: make_driver()}
+        drivers = {name: make_driver(form) for name, form in name_to_form.items()}
         if options.with_deterministic:
-            drivers[DETERMINISTIC] = make_driver(is_deterministic=True)
-        forms: dict[str, WeightForm] = {name: WeightForm(name) for name in options.weights}
-        drivers |= {name: make_driver(form) for name, form in forms.items()}
+            drivers[DETERMINISTIC] = make_driver(name_to_form[OURS], is_deterministic=True)
         emit(check_logits(drivers[OURS], options.model_dir))
+        for name in options.weights:
+            emit(check_form(name, drivers[name], drivers[OURS]))
         for driver in drivers.values():
             driver.fill_kv()
         emit(_machine(drivers[OURS].runner))
         cache_dir = options.peer_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        saved = _saved_bytes(options.model_dir, config, forms, read_dtype(options.dtype).itemsize)
-        turns = _Turns(drivers, config, saved, clock, emit)
+        name_to_weights = _weight_bytes(options, config, name_to_form)
+        turns = _Turns(drivers, config, name_to_weights, clock, emit)
         stack.callback(turns.close)
         turns.load_peers(options, measures, cache_dir)
         for measure in _warm_up(measures):
@@ -158,15 +147,36 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
             _report(measure, done, options.dtype, emit)
 
 
-def _saved_bytes(
-    model_dir: Path, config: ModelConfig, forms: Mapping[str, WeightForm], item_bytes: int
-) -> dict[str, int]:
-    """Return by how much the weights of each form are smaller than those that are stored."""
-    if not forms:
-        return {}
-    checkpoint, whole = Checkpoint.read(model_dir), RankShape(config, 0, config.num_layers)
-    stored = checkpoint.weight_bytes(whole, item_bytes, AS_STORED)
-    return {name: stored - checkpoint.weight_bytes(whole, item_bytes, form) for name, form in forms.items()}
+def _runner(
+    options: BenchOptions, config: ModelConfig, form: MeasuredForm, clock: Clock, *, is_deterministic: bool
+) -> ModelRunner:
+    """Load the model with weights of this form."""
+    measures = options.measures()
+    return ModelRunner(
+        CheckpointFolder(form.folder),
+        ComputeSettings(
+            read_dtype(options.dtype),
+            torch.device(options.device),
+            options.threads,
+            is_deterministic=is_deterministic,
+            expert_offload=options.expert_offload,
+            weights=form.form,
+        ),
+        RankCapacity(
+            options.block_tokens,
+            _num_kv_tokens(config, measures, options.block_tokens),
+            max((each.batch for each in measures), default=1),
+        ),
+        clock,
+    )
+
+
+def _weight_bytes(
+    options: BenchOptions, config: ModelConfig, name_to_form: Mapping[str, MeasuredForm]
+) -> dict[str, WeightBytes]:
+    """Return the mean bytes of the weights of each form."""
+    item_bytes, device = read_dtype(options.dtype).itemsize, torch.device(options.device).type
+    return {name: form.weight_bytes(config, item_bytes, device) for name, form in name_to_form.items()}
 
 
 def _warm_up(measures: Sequence[Measure]) -> Iterator[Measure]:
@@ -200,12 +210,12 @@ class _Turns:
         self,
         drivers: Mapping[str, EngineDriver],
         config: ModelConfig,
-        form_to_saved_bytes: Mapping[str, int],
+        name_to_weights: Mapping[str, WeightBytes],
         clock: Clock,
         emit: Emit,
     ) -> None:
         self._drivers = drivers
-        self._form_to_saved_bytes = form_to_saved_bytes
+        self._name_to_weights = name_to_weights
         self._config = config
         kv = drivers[OURS].runner.kv
         self._device, self._dtype = kv.device, kv.dtype
@@ -221,6 +231,7 @@ class _Turns:
         asked = [each for each in measures if _suits_peers(each)]
         decoded = [each for each in asked if each.what == "decode"]
         for spec in options.peers:
+            file = options.gguf.file if options.gguf and spec.name == "llama.cpp" else None
             settings = Settings(
                 peer=spec.name,
                 model_dir=str(options.model_dir.resolve()),
@@ -230,6 +241,7 @@ class _Turns:
                 max_batch=max((each.batch for each in decoded), default=1),
                 max_batch_tokens=max(map(_sequence_tokens, decoded), default=1),
                 cache_dir=str(cache_dir.resolve()),
+                gguf="" if file is None else str(file.resolve()),
             )
             self._load(spec, settings)
 
@@ -239,16 +251,16 @@ class _Turns:
             ready = process.wait_ready()
         except PeerError as error:
             process.close()
-            self._emit({"what": "peer failed", "peer": spec.name, "reason": str(error)})
+            self._emit({"what": "peer failed", "peer": spec.label, "reason": str(error)})
             return
         if ready is None:
             process.close()
             remedy = f"not installed for {spec.python}: {INSTALL[spec.name]}"
-            self._emit({"what": "peer skipped", "peer": spec.name, "reason": remedy})
+            self._emit({"what": "peer skipped", "peer": spec.label, "reason": remedy})
             return
-        self._peers[spec.name] = process
+        self._peers[spec.label] = process
         fields = {"version": ready.version, "dtype": settings.dtype, "detail": ready.detail}
-        self._emit({"what": "peer loaded", "peer": spec.name, **fields})
+        self._emit({"what": "peer loaded", "peer": spec.label, **fields})
 
     def __call__(self, measure: Measure, number: int) -> Mapping[str, float]:
         """Return tokens a second by engine, and by the limits of the machine at this moment."""
@@ -262,17 +274,11 @@ class _Turns:
                 self._drop(name, str(error))
         sizes = MeasureSizes(_GEMM_SIZE, _READ_BYTES, _NUM_LIMIT_RUNS)
         machine = measure_limits(self._device, self._dtype, self._clock, sizes)
-        roofline = Roofline(self._config, self._dtype.itemsize, machine)
-        if measure.what == "prefill":
-            rates[_LIMIT] = roofline.prefill_tok_s(measure.num_tokens)
-            if self._products is not None and measure.num_tokens >= CHUNK_TOKENS:
-                rates[_PRODUCTS] = CHUNK_TOKENS / self._products.seconds()
-        else:
-            mean_context = measure.context + measure.num_steps / 2
-            rates[_LIMIT] = roofline.decode_tok_s(measure.batch, mean_context)
-            for name, saved_bytes in self._form_to_saved_bytes.items():
-                of_form = Roofline(self._config, self._dtype.itemsize, machine, saved_bytes)
-                rates[f"{name} {_LIMIT}"] = of_form.decode_tok_s(measure.batch, mean_context)
+        for name, weights in self._name_to_weights.items():
+            roofline = Roofline(self._config, self._dtype.itemsize, machine, weights)
+            rates[_limit_of(name)] = _limit_tok_s(roofline, measure)
+        if measure.what == "prefill" and self._products is not None and measure.num_tokens >= CHUNK_TOKENS:
+            rates[_PRODUCTS] = CHUNK_TOKENS / self._products.seconds()
         return rates
 
     def cpu_s(self) -> float:
@@ -290,6 +296,17 @@ class _Turns:
         self._ended_cpu_s += peer.cpu_s()
         peer.close()
         self._emit({"what": "peer failed", "peer": name, "reason": reason})
+
+
+def _limit_of(name: str) -> str:
+    """Return the name of the limit of an engine."""
+    return _LIMIT if name == OURS else f"{name} {_LIMIT}"
+
+
+def _limit_tok_s(roofline: Roofline, measure: Measure) -> float:
+    if measure.what == "prefill":
+        return roofline.prefill_tok_s(measure.num_tokens)
+    return roofline.decode_tok_s(measure.batch, measure.context + measure.num_steps / 2)
 
 
 def _suits_peers(measure: Measure) -> bool:
@@ -333,15 +350,23 @@ def _report(measure: Measure, rounds: Sequence[Round], dtype: str, emit: Emit) -
             line[f"{name}_tok_s"] = round(tok_s, 1)
             line[f"{name}_ratio"] = _rounded(median_ratio(rounds, OURS, name), 3)
     emit({**line, **rounds_of})
-    peers = dict.fromkeys(name for each in rounds for name in each.name_to_tok_s)
-    for name in peers:
-        if name not in (OURS, _PRODUCTS) and not name.endswith(_LIMIT):
-            peer_tok_s = _rounded(median_tok_s(rounds, name), 1)
-            ratio = _rounded(median_ratio(rounds, OURS, name), 3)
-            rates = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
-            if (of_limit := median_ratio(rounds, name, f"{name} {_LIMIT}")) is not None:
-                rates["limit_ratio"] = round(of_limit, 3)
-            emit({"what": "peer", "of": measure.what, **shape, "peer": name, **rates})
+    names = dict.fromkeys(name for each in rounds for name in each.name_to_tok_s)
+    limits = {name for name in names if name.endswith(_LIMIT)}
+    forms = [name for name in names if _limit_of(name) in limits and name != OURS]
+    for name in names:
+        if name in (OURS, _PRODUCTS) or name in limits:
+            continue
+        peer_tok_s = _rounded(median_tok_s(rounds, name), 1)
+        ratio = _rounded(median_ratio(rounds, OURS, name), 3)
+        rates: dict[str, Any] = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
+        if name in forms:
+            rates |= {
+                "limit_tok_s": _rounded(median_tok_s(rounds, _limit_of(name)), 1),
+                "limit_ratio": _rounded(median_ratio(rounds, name, _limit_of(name)), 3),
+            }
+        elif forms:
+            rates["form_ratios"] = {it: _rounded(median_ratio(rounds, it, name), 3) for it in forms}
+        emit({"what": "peer", "of": measure.what, **shape, "peer": name, **rates})
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

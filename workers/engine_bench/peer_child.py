@@ -35,7 +35,8 @@ _UBATCH_TOKENS = 512
 @dataclass(frozen=True)
 class Settings:
     """The request of the benchmark to a peer. `max_tokens` is the longest sequence, `max_batch` and
-    `max_batch_tokens` (context and steps) the largest decode step; files go to `cache_dir`."""
+    `max_batch_tokens` (context and steps) the largest decode step; files go to `cache_dir`. llama.cpp loads
+    the file `gguf`, if it is named, in place of one with the weights of `model_dir`."""
 
     peer: str
     model_dir: str
@@ -45,6 +46,7 @@ class Settings:
     max_batch: int
     max_batch_tokens: int
     cache_dir: str
+    gguf: str = ""
 
 
 class Peer(Protocol):
@@ -227,14 +229,17 @@ def _kv_bytes(settings: Settings) -> int:
 
 
 class LlamaCppPeer:
-    """llama.cpp, greedy: through its C interface, with the checkpoint's weights in a GGUF file."""
+    """llama.cpp, greedy: through its C interface, with the checkpoint's weights in a GGUF file, quantized by
+    its own program where the dtype is one of `_FILE_TYPES`."""
 
     def __init__(self, settings: Settings) -> None:
         self._library: Any = importlib.import_module("llama_cpp")
         self._numpy: Any = importlib.import_module("numpy")
-        path = gguf_file(Path(settings.model_dir), Path(settings.cache_dir))
         library = self._library
         library.llama_backend_init()
+        path = Path(settings.gguf or gguf_file(Path(settings.model_dir), Path(settings.cache_dir)))
+        if settings.dtype in _FILE_TYPES:
+            path = self._quantized(path, settings.dtype)
         self._model: Any = library.llama_model_load_from_file(
             str(path).encode(), library.llama_model_default_params()
         )
@@ -249,6 +254,19 @@ class LlamaCppPeer:
         self.version = str(library.__version__)
         system = library.llama_print_system_info().decode()
         self.detail = ", ".join(part.strip() for part in system.split("|") if part.strip().endswith("= 1"))
+
+    def _quantized(self, path: Path, kind: str) -> Path:
+        """Return the file with its matrices quantized, which is written if it is not there."""
+        quantized = path.with_name(f"{path.stem}-{kind}.gguf")
+        if not quantized.exists():
+            params = self._library.llama_model_quantize_default_params()
+            params.ftype = _FILE_TYPES[kind]
+            unfinished = quantized.with_suffix(f".{os.getpid()}")
+            names = str(path).encode(), str(unfinished).encode()
+            if code := self._library.llama_model_quantize(*names, ctypes.byref(params)):
+                raise SystemExit(f"llama.cpp cannot quantize {path} to {kind}: {code}")
+            unfinished.rename(quantized)
+        return quantized
 
     def _new_context(self, settings: Settings, num_tokens: int, num_sequences: int) -> Any:
         """Make a context in which every sequence has a stream of its own of `num_tokens` tokens."""
@@ -316,6 +334,8 @@ class LlamaCppPeer:
         self._library.llama_memory_seq_rm(self._library.llama_get_memory(context), slot, begin, -1)
 
 
+# `llama_ftype` of the mixes of quantized types.
+_FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",

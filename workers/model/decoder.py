@@ -20,15 +20,18 @@ from torch import Tensor
 
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.embedding import ProductRowsLookup, make_embedding
 from workers.model.experts.host_experts import SplitExperts
 from workers.model.experts.mixture import Mixture
 from workers.model.layer_inputs import InputEmbedding
 from workers.model.layer_products import Product
+from workers.model.linear_weights import as_parts
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.native_layers import NativeLayers
 from workers.model.products import Workspace
+from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rank_attention import attention_shape, layer_attention, value_norm
 from workers.model.weights import ShardSpec, WeightReader
@@ -92,18 +95,18 @@ class Decoder:
         self._multiplier = multiplier
         self._workspace = Workspace()
         is_first, is_last = shard.layer_start == 0, shard.layer_end == config.num_layers
-        table: Tensor | None = None
+        table: Tensor | QuantizedWeight | None = None
         if is_first or (is_last and config.tie_word_embeddings):
             table = reader.embedding()
         if is_last:
             self._norm = reader.final_norm()
             weight = reader.head(table)
-            head = make_linear((weight,), reader.head_bias(), is_deterministic=is_deterministic)
+            head = make_linear(as_parts((weight,)), reader.head_bias(), is_deterministic=is_deterministic)
             self.head = head.floats
             if is_first and weight is table:
-                self.embedding = head.lookup
+                self.embedding = ProductRowsLookup(head, reader.dtype)
         if is_first and table is not None and self.embedding is None:
-            self.embedding = Embedding(table.clone())
+            self.embedding = make_embedding(table, reader.dtype)
         del table
         self.inputs = self._input_embedding(reader, is_deterministic) if is_first else None
         held = range(shard.layer_start, shard.layer_end)
@@ -132,7 +135,7 @@ class Decoder:
             return None
         size = config.layer_shapes.input_size
         return InputEmbedding(
-            Embedding(weights.table.clone()),
+            make_embedding(weights.table, reader.dtype),
             float(torch.tensor(math.sqrt(size), dtype=reader.dtype)),
             make_linear(weights.projection.parts, is_deterministic=is_deterministic),
             config.hidden_size**-0.5,

@@ -1,4 +1,4 @@
-"""Compute one layer of the decoder, and the embedding before the first."""
+"""Compute one layer of the decoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeGuard
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.apply_norm import add_normed, apply_norm
@@ -18,7 +17,7 @@ from workers.model.head_norms import HeadNorms
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
-from workers.model.layer_products import AddedProduct, ParallelSum, Product
+from workers.model.layer_products import AddedProduct, JoinedProducts, ParallelSum, Product
 from workers.model.linear_weights import LinearWeights
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
@@ -32,16 +31,6 @@ from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
 from workers.model.value_norm import ValueNorm
 from workers.model.weights import LayerWeights
-
-
-class Embedding:
-    """Maps token ids [num_tokens] to rows [num_tokens, hidden_size] of `table`."""
-
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._table)
 
 
 class DecoderLayer:
@@ -84,13 +73,14 @@ class DecoderLayer:
         gate = None if activation == "xielu" or activation == "relu2" else activation
         # With a part of the heads, of the intermediate columns or of the experts, these compute a part of the
         # sum.
-        self._projection: Linear | LatentProjection | None = None
+        self._projection: Linear | LatentProjection | JoinedProducts | None = None
         self._output_gate: OutputGate | None = None
         self.output: AddedProduct | None = None if weights.output is None else linear(weights.output)
         # Mixes tokens by a state, in place of attention.
         self.state_mixer: StateMixer | None = None
         if (state := weights.state) is not None:
-            self._projection = linear(state.input)
+            products = [linear(it) for it in state.inputs]
+            self._projection = products[0] if len(products) == 1 else JoinedProducts(products)
             self.state_mixer = state.make_mixer(is_deterministic=is_deterministic)
         elif weights.qkv is not None:
             self._projection = linear(weights.qkv)
@@ -116,7 +106,6 @@ class DecoderLayer:
         self.own_mixture: Mixture | None = None
         if weights.mixture is not None:
             assert config.mixture is not None
-            assert gate is not None
             rule = config.mixture.rule
             mixture = Mixture(weights.mixture, rule, gate, is_deterministic=is_deterministic)
             self.mixture = self.own_mixture = mixture
@@ -143,7 +132,7 @@ class DecoderLayer:
             return None
         if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
             return None
-        if isinstance(qkv, LatentProjection) or not (norms is None or type(norms) is RowNorms):
+        if not isinstance(qkv, Linear) or not (norms is None or type(norms) is RowNorms):
             return None
         if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None

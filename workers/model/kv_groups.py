@@ -132,6 +132,12 @@ class GroupBytes(NamedTuple):
         beside = zip(self.limits, self._bytes_beside(num_blocks), strict=True)
         return sum(its for limit, its in beside if limit.has_states)
 
+    @property
+    def states_of_sequence(self) -> int:
+        """The bytes of the states behind one token."""
+        beside = zip(self.limits, self.block_bytes[1:], strict=False)
+        return sum(each for limit, each in beside if limit.has_states)
+
     def saved_bytes(self, num_blocks: int) -> int:
         """Return the bytes that windows save beside `num_blocks` blocks of layers without one."""
         beside = zip(self.limits, self.block_bytes[1:], self._bytes_beside(num_blocks), strict=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from workers.model.products import Linear
 
 # Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both
 # by ones that join the parts of several ranks.
@@ -22,6 +25,21 @@ class AddedProduct(Protocol):
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         """Add the product of x to `hidden` [num_tokens, hidden_size] and return None; or return the product,
         for the norm that follows to add, where that takes fewer kernels."""
+
+
+class JoinedProducts:
+    """Computes several products of the same inputs, whose outputs lie one after another."""
+
+    def __init__(self, products: Sequence[Linear]) -> None:
+        self._products = products
+        self._widths = [product.num_outputs for product in products]
+        self.num_outputs = sum(self._widths)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Compute them for x [num_tokens, num_inputs] into `out` [num_tokens, num_outputs]."""
+        for product, part in zip(self._products, torch.split(out, self._widths, 1), strict=True):
+            product(x, part)
+        return out
 
 
 class ParallelSum:

@@ -455,8 +455,11 @@ class _ConfigReader(ConfigValues):
         return self.count(key, most=_MAX_LAYERS) if key and self.raw.get(key) else 0
 
     def _mixture(self, num_layers: int) -> MixtureShape | None:
-        traits = self.family.experts
-        return None if traits is None else MixtureReader(self.file, self.raw).read(traits, num_layers)
+        traits, states = self.family.experts, self.family.state
+        if traits is None:
+            return None
+        of_kind = () if states is None else states.expert_layers(self, num_layers)
+        return MixtureReader(self.file, self.raw).read(traits, num_layers, of_kind)
 
     def _attention_scale(self) -> float:
         if self.family.query_scalar:

@@ -37,7 +37,7 @@ from workers.model.sentencepiece_tokenizer import (
 )
 
 # Part of every key: folders of other versions are not used.
-_FORMAT = "tandem-gguf-2"
+_FORMAT = "tandem-gguf-3"
 _FOLDER_FORMAT = "tandem-folder-1"
 _KEY_CHARS = 24
 _MAX_NAME_CHARS = 80

@@ -133,7 +133,7 @@ class NativeLayers:
 
 
 def _address(operand: NativeProduct | PackedMixture | None, dtype: torch.dtype) -> int | None:
-    if isinstance(operand, PackedQuantizedLinear):
+    if isinstance(operand, PackedQuantizedLinear | PackedMixture):
         return operand.address_for(dtype)
     return None if operand is None else operand.address
 

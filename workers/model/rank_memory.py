@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from workers.model.quantization.stored_format import (
 from workers.model.quantization.weight_form import DEQUANTIZED, WeightForm
 from workers.model.sizes import held_experts, kv_heads, layer_heads, part, sends_rows
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
+from workers.model.weight_bytes import WeightBytes
 
 # The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
 PROCESS_BYTES = 350_000_000
@@ -68,15 +70,18 @@ _FLOAT_BYTES = 4
 _LAYER_PREFIX = re.compile(r"^.*?layers\.\d+\.")
 # The bits of the elements, by their names in safetensors, that codes of quantized weights lie in.
 _CODE_BITS = {"I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
-_OF_FEED_FORWARD = tuple(f".{name}_proj.weight" for name in ("gate", "up", "down", "gate_up"))
 _KEPT_EXPERT = re.compile(r"\.(((gate|up|down)_proj|w[123])\.weight|gate_up_proj|down_proj)$")
-_OF_INPUTS = (".o_proj.weight", ".down_proj.weight")
 # How the plain names of products end whose weights may be quantized.
 _KEPT_PRODUCT = re.compile(
     r"\.(q|k|v|o|qkv|q_a|q_b|gate|up|down|gate_up)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$"
+    r"|\.per_layer_(input_gate|projection)\.weight$"
 )
 # What stands before the names of tensors of layers with a state where their shares are computed.
 _OF_STATES = "state:"
+# The products of such layers, by their names within the layer's block.
+_KEPT_IN_STATE = re.compile(r"in_proj(_(qkvz|ba|qkv|z|b|a))?\.weight|out_proj\.weight")
+# How the plain names of products end whose inputs are split over the ranks.
+_OF_INPUTS = (".o_proj.weight", ".down_proj.weight", f"{_OF_STATES}out_proj.weight")
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
 # in starting.
 LEAST_KV_TOKENS = 2048
@@ -130,6 +135,14 @@ class RankShape:
         return cells.num_kinds * num_layers * self.num_kv_cells * cells.width * item_bytes
 
 
+class _TensorSize(NamedTuple):
+    """What a rank keeps of a tensor. The `part` is that of `WeightBytes`, or `beside` them."""
+
+    part: str
+    num_items: float
+    bytes_each: float
+
+
 class Checkpoint(NamedTuple):
     """The number of elements of each tensor of a checkpoint, from the headers of its files, and of quantized
     weights the formats; these are named as if they were not quantized."""
@@ -173,15 +186,33 @@ class Checkpoint(NamedTuple):
 
     def weight_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm = DEQUANTIZED) -> int:
         """Return the size of the weights that the rank keeps on its device, each once: a tied embedding is
-        the head too. Products have weights of this form, and all others floats of `item_bytes`."""
-        known, num_bytes = self._names(rank.model), 0.0
+        the head too. Products, embedding and head have weights of this form, and all others floats of
+        `item_bytes`; the table of the layers' own inputs is not rounded."""
+        return round(sum(it.num_items * it.bytes_each for it in self._in_memory(rank, item_bytes, form)))
+
+    def mean_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm = DEQUANTIZED) -> WeightBytes:
+        """Return the mean bytes of the weights that the rank keeps, where products have this form."""
+        part_to_sizes: dict[str, list[_TensorSize]] = {}
+        for tensor in self._in_memory(rank, item_bytes, form):
+            part_to_sizes.setdefault(tensor.part, []).append(tensor)
+        of_parts = (part_to_sizes.get(part, ()) for part in WeightBytes._fields)
+        return WeightBytes(*(_mean_bytes(of_part, item_bytes) for of_part in of_parts))
+
+    def _in_memory(self, rank: RankShape, item_bytes: int, form: WeightForm) -> Iterator[_TensorSize]:
+        """Yield what the rank keeps of each tensor."""
+        known = self._names(rank.model)
+        heads = {known.head, known.embedding} if rank.model.tie_word_embeddings else {known.head}
         for name, size in self._kept(rank):
             layer, inner = known.layer_of(name) or (0, "")
             plain, each = _plain_name(name, layer, rank.model), float(item_bytes)
             if inner:
                 each = self._bytes_each(name, plain, layer, rank, item_bytes, form)
-            num_bytes += each * size * self._share(plain, layer, rank)
-        return round(num_bytes)
+            elif name in (known.embedding, known.head):
+                each = form.bytes_each(self.name_to_format.get(name), item_bytes, is_table=True)
+            elif name == known.input_projection or (name == known.input_embedding and form.keeps_stored):
+                each = form.bytes_each(self.name_to_format.get(name), item_bytes)
+            part = "experts" if ".experts." in plain else "layers" if inner else "beside"
+            yield _TensorSize("head" if name in heads else part, size * self._share(plain, layer, rank), each)
 
     def _bytes_each(
         self, name: str, plain: str, layer: int, rank: RankShape, item_bytes: int, form: WeightForm
@@ -196,7 +227,7 @@ class Checkpoint(NamedTuple):
         may_be_in_order = are_experts or (rank.tp > 1 and plain.endswith(_OF_INPUTS))
         if stored is not None and stored.has_order and may_be_in_order:
             return item_bytes
-        is_kept = _is_kept_quantized(plain, layer, rank.model)
+        is_kept = _is_kept_quantized(plain)
         return form.bytes_each(stored, item_bytes) if is_kept else item_bytes
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
@@ -276,13 +307,19 @@ class Checkpoint(NamedTuple):
         return 1.0
 
 
-def _is_kept_quantized(plain: str, layer: int, model: ModelConfig) -> bool:
-    """Whether the tensor of this plain name is the weight of a product that may have a quantized one: not of
-    a state, nor what latents are expanded by."""
+def _mean_bytes(sizes: Sequence[_TensorSize], item_bytes: int) -> float:
+    """Return the mean bytes of an element; `item_bytes` where there is none."""
+    num_items = sum(it.num_items for it in sizes)
+    return sum(it.num_items * it.bytes_each for it in sizes) / num_items if num_items else item_bytes
+
+
+def _is_kept_quantized(plain: str) -> bool:
+    """Whether the tensor of this plain name is the weight of a product that may have a quantized one: not
+    what latents are expanded by."""
     if ".experts." in plain:
         return _KEPT_EXPERT.search(plain) is not None
-    if model.has_state(layer) and not plain.endswith(_OF_FEED_FORWARD):
-        return False
+    if plain.startswith(_OF_STATES):
+        return _KEPT_IN_STATE.fullmatch(plain.removeprefix(_OF_STATES)) is not None
     return _KEPT_PRODUCT.search(plain) is not None
 
 

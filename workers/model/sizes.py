@@ -16,6 +16,7 @@ from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.kv_form import KvForm
 from workers.model.latent_shape import ProductShape
 from workers.model.model_config import ModelConfig
+from workers.model.weight_bytes import WeightBytes
 
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
 # one core: smaller pieces read keys and values too often.
@@ -236,6 +237,33 @@ def attention_products(config: ModelConfig, layer: int) -> list[ProductShape]:
     return [ProductShape(num_projected, hidden), ProductShape(hidden, num_queries)]
 
 
+def feed_forward_weights(config: ModelConfig, layer: int) -> int:
+    """Return the weights of a layer's feed-forward that a token is multiplied by, with those of its chosen
+    experts."""
+    num_products = 3 if config.traits.is_gated else 2
+    num_weights = num_products * config.hidden_size * config.intermediate_size_of(layer)
+    if config.mixture is None or not config.has_experts(layer):
+        return num_weights
+    of_experts = config.mixture.rule.num_chosen * config.mixture.weights_of_expert(config.hidden_size)
+    return num_weights + config.mixture.weights_beside(config.hidden_size) + of_experts
+
+
+def mean_layer_share(config: ModelConfig, attention: int, feed_forward: int) -> float:
+    """Return the weights of a layer that a token is multiplied by, on the mean of all layers, as a share of
+    those of the attention and the feed-forward of these two."""
+
+    def num_projected(layer: int) -> int:
+        return sum(outputs * inputs for outputs, inputs in attention_products(config, layer))
+
+    layers = range(config.num_layers)
+    everything = sum(num_projected(layer) + feed_forward_weights(config, layer) for layer in layers)
+    return (
+        everything
+        / config.num_layers
+        / (num_projected(attention) + feed_forward_weights(config, feed_forward))
+    )
+
+
 class _AttentionWork(NamedTuple):
     """The attention of a layer: its window (0: none), and the operations of a token with one that it sees,
     and the bytes of a token's keys and values, or of its latent.
@@ -324,9 +352,17 @@ class ModelWork:
     sequence attends to. Its recurrent state is read and written. Other writes are not counted, nor are
     activations, which stay in caches."""
 
-    def __init__(self, config: ModelConfig, item_bytes: int, kv_dtype: str = "auto") -> None:
-        """`item_bytes` is the size of one weight, and of one KV value unless `kv_dtype` has another."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        item_bytes: int,
+        kv_dtype: str = "auto",
+        weights: WeightBytes | None = None,
+    ) -> None:
+        """`item_bytes` is the size of one KV value unless `kv_dtype` has another, and of one weight unless
+        the form of `weights` is given."""
         form = KvForm.of(kv_dtype, item_bytes)
+        of_weight = weights or WeightBytes.of_floats(item_bytes)
         layers = [_LayerWork.of(config, layer, form) for layer in range(config.num_layers)]
         inputs = config.num_layers * config.layer_shapes.input_size
         self._layer_weights = sum(layer.weights for layer in layers) + config.hidden_size * inputs
@@ -335,22 +371,23 @@ class ModelWork:
         self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
-        self._item_bytes = item_bytes
         self._state_bytes = 2 * STATE_ITEM_BYTES * _num_state_items(config)
         self._experts: _ExpertWork | None = None
-        self._read_weights = self._layer_weights + self._head_weights
-        num_weights = float(self._read_weights)
+        self._read_bytes = self._layer_weights * of_weight.layers + self._head_weights * of_weight.head
+        self._expert_item_bytes = of_weight.experts
+        num_bytes = self._read_bytes
         if (shape := config.mixture) is not None:
             num_layers = sum(layer.has_experts for layer in layers)
             self._experts = _ExpertWork(shape, num_layers, shape.weights_of_expert(config.hidden_size))
             self._layer_weights += self._experts.multiplied()
-            num_weights += num_layers * shape.rule.num_experts * self._experts.weights
-        self.weight_bytes = round(num_weights * item_bytes)
+            num_weights = num_layers * shape.rule.num_experts * self._experts.weights
+            num_bytes += num_weights * of_weight.experts
+        self.weight_bytes = round(num_bytes)
 
     def read_weight_bytes(self, num_tokens: float) -> float:
         """Return the bytes of the weights that a step of so many tokens reads."""
         touched = 0.0 if self._experts is None else self._experts.touched(num_tokens)
-        return (self._read_weights + touched) * self._item_bytes
+        return self._read_bytes + touched * self._expert_item_bytes
 
     def largest_piece_flops(self, num_rows: int, num_sampled: int, num_context: int, tp: int) -> float:
         """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps

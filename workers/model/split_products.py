@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.model.linear_weights import LinearWeights, Parts
+from workers.model.linear_weights import LinearWeights
 from workers.model.model_config import ModelConfig
 from workers.model.tensor_files import TensorFiles, WeightSlice
 
@@ -34,11 +34,8 @@ class SplitProducts:
     """Reads products of a layer for one rank of a stage, of which the first alone holds the biases of those
     that are split by inputs."""
 
-    def __init__(
-        self, files: TensorFiles, config: ModelConfig, tp_rank: int, *, keeps_quantized: bool = True
-    ) -> None:
-        """Without `keeps_quantized`, all weights are read as tensors."""
-        self.files, self._keeps_quantized = files, keeps_quantized
+    def __init__(self, files: TensorFiles, config: ModelConfig, tp_rank: int) -> None:
+        self.files = files
         self._hidden_size, self._factor = config.hidden_size, config.residual_multiplier
         self._tp_rank = tp_rank
 
@@ -47,23 +44,18 @@ class SplitProducts:
         hidden = self._hidden_size
         slices = [WeightSlice(f"{it.name}.weight", (it.num_rows, hidden), it.rows) for it in parts]
         biases = [self._vector(f"{it.name}.bias", (it.num_rows,), it.rows) for it in parts if has_bias]
-        return LinearWeights(self._parts(slices), torch.cat(biases) if has_bias else None)
+        return LinearWeights(self.files.product_parts(slices), torch.cat(biases) if has_bias else None)
 
     def of_inputs(self, name: str, size: int, columns: slice, *, has_bias: bool) -> LinearWeights:
         """Read a product whose result is added to the hidden states, times what the family scales it by."""
         hidden, factor = self._hidden_size, self._factor
         bias = self._vector(f"{name}.bias", (hidden,)) if has_bias else None
-        parts = self._parts([WeightSlice(f"{name}.weight", (hidden, size), columns=columns)])
+        parts = self.files.product_parts([WeightSlice(f"{name}.weight", (hidden, size), columns=columns)])
         return LinearWeights(parts, bias if self._tp_rank == 0 else None).times(factor)
 
     def floats(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> Tensor:
         """Read rows of a tensor in float32."""
         return self.files.tensor(name, shape, rows, dtype=torch.float32).clone()
-
-    def _parts(self, slices: Sequence[WeightSlice]) -> Parts:
-        if self._keeps_quantized:
-            return self.files.product_parts(slices)
-        return tuple(self.files.tensor(it.name, it.shape, it.rows, it.columns) for it in slices)
 
     def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
         return self.files.tensor(name, shape, *slices).clone()

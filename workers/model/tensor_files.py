@@ -26,6 +26,8 @@ from workers.model.quantization.weight_parts import columns_of
 
 _ALL = slice(None)
 _BYTES = ("U8",)
+# The bytes in float32 of the rows that are rounded together.
+_ROUNDED_BYTES = 64 << 20
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -138,11 +140,11 @@ class TensorFiles:
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
         return self.mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
 
-    def product_parts(self, slices: Sequence[WeightSlice]) -> Parts:
+    def product_parts(self, slices: Sequence[WeightSlice], *, is_table: bool = False) -> Parts:
         """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of
         weights says so and there are such products; else as tensors of the same values, so that the form
-        alone says what KV they make."""
-        parts = [self.quantized(part) for part in slices] if self.may_quantize else []
+        alone says what KV they make. `is_table`: it is that of embedding or head."""
+        parts = [self.quantized(part, is_table=is_table) for part in slices] if self.may_quantize else []
         kept = tuple(part for part in parts if part is not None)
         if kept and len(kept) == len(slices) and all(map(has_products, kept)) and are_alike(kept):
             return kept
@@ -156,15 +158,29 @@ class TensorFiles:
         """Whether some products may have quantized weights."""
         return self.form.rounded is not None
 
-    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
-        """Read a part of a weight as it is kept quantized; None where it is not. Rows are rounded whole, so
-        that ranks that share them have the same weights."""
-        if (form := self.form.rounded) is None:
+    def quantized(self, part: WeightSlice, *, is_table: bool = False) -> QuantizedWeight | None:
+        """Read a part of a weight, or of a table of embedding or head, as it is kept quantized; None where it
+        is not. Rows are rounded whole, so that ranks that share them have the same weights."""
+        form = self.form.rounded_table if is_table else self.form.rounded
+        if form is None:
             return None
-        slices = (part.rows,) if part.expert is None else (slice(part.expert, part.expert + 1), part.rows)
-        rows = self.tensor(part.name, part.shape, *slices, dtype=torch.float32)
-        weight = rounded(rows if part.expert is None else rows[0], form)
-        return None if weight is None else columns_of(weight, part.columns)
+        rows, step = range(part.shape[-2])[part.rows], max(1, _ROUNDED_BYTES // (4 * part.shape[-1]))
+        found = []
+        for first in rows[::step]:
+            weight = rounded(self._rows(part, slice(first, min(first + step, rows.stop))), form)
+            if weight is None:
+                return None
+            found.append(weight)
+        whole = found[0] if len(found) == 1 else QuantizedWeight.joined(found)
+        assert whole is not None, "blocks of rows have one form"
+        return columns_of(whole, part.columns)
+
+    def _rows(self, part: WeightSlice, rows: slice) -> Tensor:
+        """Read rows of a weight, of the expert where there are several, in float32."""
+        if part.expert is None:
+            return self.tensor(part.name, part.shape, rows, dtype=torch.float32)
+        expert = slice(part.expert, part.expert + 1)
+        return self.tensor(part.name, part.shape, expert, rows, dtype=torch.float32)[0]
 
     def mapped(
         self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...], dtypes: Collection[str]

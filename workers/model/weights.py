@@ -18,7 +18,7 @@ from workers.model.norm import Norm
 from workers.model.quantization.quantized_files import QuantizedTensorFiles
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
-from workers.model.quantization.weight_parts import rows_at
+from workers.model.quantization.weight_parts import are_equal, rows_at
 from workers.model.rope import rotary_order
 from workers.model.sizes import kv_heads, layer_heads, part, refuse_split
 from workers.model.split_products import ProductRows, SplitProducts, fused_rows
@@ -78,7 +78,7 @@ class InputEmbeddingWeights:
     input_size], the projection of the embedding [num_layers * input_size, hidden_size], and its norm, of
     input_size."""
 
-    table: Tensor
+    table: Tensor | QuantizedWeight
     projection: LinearWeights
     norm: Norm
 
@@ -184,9 +184,7 @@ class WeightReader:
         self._states: StateWeightReader | None = None
         if (state := config.state) is not None:
             held = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-            # Their mixers take the dtype of their weights for that of what they mix.
-            dequantized = SplitProducts(self._files, config, shard.tp_rank, keeps_quantized=False)
-            self._states = state_reader(dequantized, state, held, config)
+            self._states = state_reader(self._products, state, held, config)
         self._mixtures = MixtureWeightReader(
             self._files,
             config,
@@ -226,16 +224,16 @@ class WeightReader:
         """The bytes of the parts that were read, as they are stored."""
         return self._files.num_bytes
 
-    def embedding(self) -> Tensor:
-        """Map the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
-        name."""
+    def embedding(self) -> Tensor | QuantizedWeight:
+        """Read the rank's rows of [vocab_size, hidden_size], as a map where they are kept as they are stored.
+        A tied checkpoint may hold them under the head's name."""
         name = self._names.embedding
         if name not in self._files and self._config.tie_word_embeddings:
             name = self._names.head
         return self._vocabulary(name)
 
-    def head(self, embedding: Tensor | None) -> Tensor:
-        """Map the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
+    def head(self, embedding: Tensor | QuantizedWeight | None) -> Tensor | QuantizedWeight:
+        """Read the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
         that also holds a different head gets that head, as in transformers."""
         name = self._names.head
         if not self._config.tie_word_embeddings:
@@ -244,7 +242,7 @@ class WeightReader:
         if name not in self._files or name in self._files.read:
             return embedding
         head = self._vocabulary(name)
-        return embedding if torch.equal(head, embedding) else head
+        return embedding if _are_same(head, embedding) else head
 
     def head_bias(self) -> Tensor | None:
         """Read the rank's part of the bias of logits, [vocab_size]; None where there is none."""
@@ -312,11 +310,18 @@ class WeightReader:
         if not shapes.input_size:
             return None
         size = config.num_layers * shapes.input_size
-        rows = self._part(shapes.input_vocab_size)
-        table = self._tensor(names.input_embedding, (shapes.input_vocab_size, size), rows)
+        table = self._input_table(shapes.input_vocab_size, size)
         projection = self._product(names.input_projection, (size, config.hidden_size))
         norm = self._norm(names.input_norm, shapes.input_size)
         return InputEmbeddingWeights(table, projection, norm)
+
+    def _input_table(self, num_rows: int, size: int) -> Tensor | QuantizedWeight:
+        """Read a table whose rows have the inputs of all layers. It is not rounded: one scale would not suit
+        all of them."""
+        name, shape, rows = self._names.input_embedding, (num_rows, size), self._part(num_rows)
+        if not self._files.form.keeps_stored:
+            return self._tensor(name, shape, rows)
+        return self._files.product_parts([WeightSlice(name, shape, rows)], is_table=True)[0]
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that this decoder would silently leave out."""
@@ -342,11 +347,10 @@ class WeightReader:
             if layer >= config.num_layers or (is_held and not is_passed_over):
                 raise CheckpointError(f"{self._files.file_of(name)}: unexpected tensor {name}")
 
-    def _vocabulary(self, name: str) -> Tensor:
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        if self._shard.tp_size == 1:
-            return self._tensor(name, shape)
-        return self._tensor(name, shape, self._part(self._config.vocab_size))
+    def _vocabulary(self, name: str) -> Tensor | QuantizedWeight:
+        size = self._config.vocab_size
+        rows = WeightSlice(name, (size, self._config.hidden_size), self._part(size))
+        return self._files.product_parts([rows], is_table=True)[0]
 
     def _part(self, size: int) -> slice:
         held = part(size, self._shard.tp_rank, self._shard.tp_size)
@@ -501,6 +505,12 @@ def _gated_queries(queries: ProductRows, head_dim: int) -> tuple[list[ProductRow
         for first in (0, head_dim)
     )
     return of_queries, of_gates
+
+
+def _are_same(one: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight) and are_equal(one, other)
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

@@ -24,7 +24,11 @@ def stored_forms(
         return [StoredTensor(name, "I8", shape), scales]
     num_words = -(-num_inputs * target.num_bits // _WORD_BITS)
     packed = StoredTensor(f"{name}_packed", "I32", (num_outputs, num_words))
-    return [packed, scales, StoredTensor(f"{name}_shape", "I64", (2,))]
+    forms = [packed, scales, StoredTensor(f"{name}_shape", "I64", (2,))]
+    if target.is_asymmetric:
+        num_words = -(-num_outputs * target.num_bits // _WORD_BITS)
+        forms.append(StoredTensor(f"{name}_zero_point", "I32", (num_words, scales.shape[1])))
+    return forms
 
 
 def stored_tensors(rounded: Rounded, target: QuantizationTarget) -> list[Tensor]:
@@ -32,7 +36,10 @@ def stored_tensors(rounded: Rounded, target: QuantizationTarget) -> list[Tensor]
     codes, scales = rounded.codes, rounded.scales
     if not target.is_packed:
         return [codes, scales]
-    return [packed_words(codes, target.num_bits), scales, torch.tensor(codes.shape)]
+    stored = [packed_words(codes, target.num_bits), scales, torch.tensor(codes.shape)]
+    if rounded.zeros is not None:  # those of several outputs share a word
+        stored.append(packed_words(rounded.zeros.t(), target.num_bits).t())
+    return stored
 
 
 def packed_words(codes: Tensor, num_bits: int) -> Tensor:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.quantizer.rounding import Rounded, best_scales, joined
+from workers.quantizer.code_grid import CodeGrid
+from workers.quantizer.rounding import Rounded, best_grid, joined
 from workers.quantizer.target import QuantizationTarget
 
 # Columns whose changes reach the later ones together.
@@ -18,6 +19,9 @@ _BLOCK = 128
 _DAMPING = 0.01
 # Of one piece of the outputs, as 32-bit floats.
 _PIECE_BYTES = 64 << 20
+# Inputs whose rows of the sums are computed together: of those below the diagonal, which are the same as
+# those above, few are.
+_SUM_INPUTS = 256
 
 
 class _Factors(NamedTuple):
@@ -29,26 +33,40 @@ class _Factors(NamedTuple):
 
 
 class InputProducts:
-    """Sums up x xT of the inputs x of a product: `total` float32 [num_inputs, num_inputs]."""
+    """Sums up x xT of the inputs x of a product, float32 [num_inputs, num_inputs]."""
 
-    def __init__(self, num_inputs: int) -> None:
-        self.total = torch.zeros(num_inputs, num_inputs)
+    def __init__(self, num_inputs: int, upper: Tensor | None = None) -> None:
+        """Begin with nothing, or with the sums `upper`, which are overwritten: what they have below the
+        diagonal is passed over."""
+        self._upper = torch.zeros(num_inputs, num_inputs) if upper is None else upper
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of some tokens, [num_tokens, num_inputs]."""
         wide = inputs.float()
-        self.total.addmm_(wide.t(), wide)
+        for begin in range(0, wide.shape[1], _SUM_INPUTS):
+            block = wide[:, begin : begin + _SUM_INPUTS]
+            self._upper[begin : begin + _SUM_INPUTS, begin:].addmm_(block.t(), wide[:, begin:])
+
+    def divided(self, factors: Tensor) -> InputProducts:
+        """Return the sums for inputs that are divided by `factors` [num_inputs]."""
+        return InputProducts(len(factors), self._upper / torch.outer(factors, factors))
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """The sums, to which nothing is added any more."""
+        with torch.inference_mode():
+            upper = self._upper.triu_()
+            return upper.add_(upper.triu(1).t())
 
     @functools.cached_property
     def factors(self) -> _Factors:
-        """Those of the sum, to which nothing is added any more."""
+        """The factors of these sums: products with the same inputs share them."""
         diagonal = self.total.diagonal()
         order = diagonal.argsort(descending=True, stable=True)
         damped = self.total[order][:, order].double()
         # Inputs that are always zero need some value, too.
         damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) or 1.0)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        return _Factors(order, torch.linalg.cholesky(inverse, upper=True).float())
+        return _Factors(order, _upper_of_inverse(damped).float())
 
 
 def gptq_rounded(
@@ -68,34 +86,60 @@ def _rounded(
     order, upper = inputs.factors
     num_groups = target.num_groups(num_inputs)
     importance = total.diagonal().view(num_groups, -1)
-    scales = best_scales(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
+    grid = best_grid(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
     # Columns as rows, whose values lie one after another.
     left, codes = weight.t()[order].contiguous(), torch.empty(num_inputs, num_outputs)
-    steps = scales.float().t().repeat_interleave(num_inputs // num_groups, 0)
-    ordered = steps[order]
+    columns = _Columns.of(grid, order, num_inputs // num_groups)
     for begin in range(0, num_inputs, _BLOCK):
         held = slice(begin, min(begin + _BLOCK, num_inputs))
-        changes = _round_block(left[held], upper[held, held], ordered[held], codes[held], target)
+        changes = _round_block(left[held], upper[held, held], columns.part(held), codes[held], target)
         left[held.stop :].addmm_(upper[held, held.stop :].t(), changes, alpha=-1)
-    placed = torch.empty_like(codes).index_copy_(0, order, codes)
-    error = (placed * steps).t() - weight
-    found = placed.t().to(torch.int8).contiguous()
-    return Rounded(found, scales, _of_products(error, total), _of_products(weight, total))
+    found = torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
+    error = grid.values(found.view(num_outputs, num_groups, -1)).view(num_outputs, -1).sub_(weight)
+    errors = _of_products(error, total), _of_products(weight, total)
+    return Rounded(found.to(torch.int8), grid.scales, *errors, grid.zeros)
+
+
+class _Columns(NamedTuple):
+    """The grid of each column, in some order: scales and zero points, float32 [num_columns, num_outputs]."""
+
+    steps: Tensor
+    zeros: Tensor
+
+    @staticmethod
+    def of(grid: CodeGrid, order: Tensor, group: int) -> _Columns:
+        steps = grid.scales.float().t()
+        zeros = torch.zeros_like(steps) if grid.zeros is None else grid.zeros.float().t()
+        groups = order // group
+        return _Columns(steps[groups], zeros[groups])
+
+    def part(self, held: slice) -> _Columns:
+        return _Columns(self.steps[held], self.zeros[held])
 
 
 def _round_block(
-    left: Tensor, upper: Tensor, steps: Tensor, codes: Tensor, target: QuantizationTarget
+    left: Tensor, upper: Tensor, columns: _Columns, codes: Tensor, target: QuantizationTarget
 ) -> Tensor:
     """Round the columns `left` [num_columns, num_outputs] of a block, in place, into `codes`; return what
     they change of the later ones, in units of the rows of `upper`."""
     changes = torch.empty_like(left)
     for column, values in enumerate(left):
-        code = (values / steps[column]).round_().clamp_(-target.largest - 1, target.largest)
+        step, zero = columns.steps[column], columns.zeros[column]
+        code = (values / step).round_().add_(zero).clamp_(-target.largest - 1, target.largest)
         codes[column] = code
-        change = (values - code * steps[column]) / upper[column, column]
+        change = (values - (code - zero) * step) / upper[column, column]
         left[column:].addr_(upper[column, column:], change, alpha=-1)
         changes[column] = change
     return changes
+
+
+def _upper_of_inverse(matrix: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a positive definite matrix. It is the inverse of the
+    factor U of U UT, and this is the usual one with rows and columns in the opposite order."""
+    lower = torch.linalg.cholesky(matrix.flip(0, 1))
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return inverse.flip(0, 1)
 
 
 def _of_products(weight: Tensor, total: Tensor) -> float:

@@ -79,7 +79,7 @@ class QuantizationJob:
                 self._write_small_files(config, plan)
                 source_bytes = sum(tensor.num_bytes for tensor in source.tensors)
         except OSError as error:
-            reason = os_reason(error, has_path=False)
+            reason = os_reason(error, has_path=True)
             raise QuantizationError(f"{self.out}: cannot be written: {reason}") from error
         errors = {int(layer): error for shard in record.shards.values() for layer, error in shard.items()}
         return QuantizedFolder(dict(sorted(errors.items())), source_bytes, plan.num_bytes)
@@ -159,7 +159,7 @@ class QuantizationJob:
                 error, weight = error + rounded.squared_error, weight + rounded.squared_weight
                 stored = stored_tensors(rounded, self.target)
             else:
-                stored = [tensor]
+                stored = [rounder.kept(planned.source.name, tensor)]
             for value in stored:
                 _write_values(stream, value)
             done.num_bytes += planned.num_bytes

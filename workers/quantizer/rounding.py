@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workers.model.quantization.nearest_codes import least_error_scales, nearest_codes
+from workers.model.quantization.nearest_codes import least_error_scales
+from workers.quantizer.code_grid import CodeGrid, least_error_grid
 from workers.quantizer.target import QuantizationTarget
 
 # By what the largest magnitude of a group of codes of 4 bits may be divided for a scale.
@@ -19,12 +20,14 @@ _PIECE_BYTES = 64 << 20
 
 class Rounded(NamedTuple):
     """A weight as `codes` int8 [num_outputs, num_inputs] by the `scales` [num_outputs, num_groups] of its
-    groups, and the sums of the squares of what rounding changed and of the weight."""
+    groups, and the sums of the squares of what rounding changed and of the weight. `zeros` int8 [num_outputs,
+    num_groups] are the codes that mean zero; None: 0 does."""
 
     codes: Tensor
     scales: Tensor
     squared_error: float
     squared_weight: float
+    zeros: Tensor | None = None
 
 
 class Rounder(Protocol):
@@ -36,6 +39,9 @@ class Rounder(Protocol):
     def rounded(self, name: str, weight: Tensor, dtype: torch.dtype) -> Rounded:
         """Round a weight [num_outputs, num_inputs], the tensor `name` of the layer, with scales in
         `dtype`."""
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what is stored for a tensor of the layer that is not rounded, of its shape and dtype."""
 
 
 class NearestRounder:
@@ -52,41 +58,48 @@ class NearestRounder:
         pieces = [_nearest(rows.float(), self._target, dtype) for rows in torch.split(weight, step)]
         return joined(pieces)
 
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
 
 def joined(pieces: list[Rounded]) -> Rounded:
     """Return the weight whose outputs are those of the pieces, one after another."""
+    zeros = [it.zeros for it in pieces if it.zeros is not None]
     return Rounded(
         torch.cat([it.codes for it in pieces]),
         torch.cat([it.scales for it in pieces]),
         sum(it.squared_error for it in pieces),
         sum(it.squared_weight for it in pieces),
+        torch.cat(zeros) if zeros else None,
     )
 
 
-def best_scales(
+def best_grid(
     grouped: Tensor, target: QuantizationTarget, dtype: torch.dtype, importance: Tensor | None = None
-) -> Tensor:
-    """Return a scale in `dtype` for each group of `grouped` float32 [num_outputs, num_groups, group]: of 8
-    bits that which reaches the largest magnitude, of 4 bits that with the least square error, each input
-    counting by its `importance` [num_groups, group]."""
+) -> CodeGrid:
+    """Return the codes for each group of `grouped` float32 [num_outputs, num_groups, group], with scales in
+    `dtype`: of 8 bits those that reach the largest magnitude, of 4 bits those with the least square error,
+    each input counting by its `importance` [num_groups, group]."""
     if target.num_bits == 8:
-        return _scale(grouped.abs().amax(-1) / target.largest, dtype)
+        return CodeGrid(_scale(grouped.abs().amax(-1) / target.largest, dtype), None)
 
     def stored(scales: Tensor) -> Tensor:
         return _scale(scales, dtype)
 
-    return least_error_scales(grouped, target.largest, _DIVISORS, stored, importance).to(dtype)
+    if target.is_asymmetric:
+        return least_error_grid(grouped, target.largest, stored, importance)
+    scales = least_error_scales(grouped, target.largest, _DIVISORS, stored, importance)
+    return CodeGrid(scales.to(dtype), None)
 
 
 def _nearest(weight: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> Rounded:
     num_outputs, num_inputs = weight.shape
     grouped = weight.view(num_outputs, target.num_groups(num_inputs), -1)
-    scales = best_scales(grouped, target, dtype)
-    codes = nearest_codes(grouped, scales.float(), target.largest)
-    error = codes * scales.float()[..., None] - grouped
-    return Rounded(
-        codes.to(torch.int8).view(num_outputs, num_inputs), scales, squared(error), squared(weight)
-    )
+    grid = best_grid(grouped, target, dtype)
+    codes = grid.nearest(grouped, target.largest)
+    error = grid.values(codes) - grouped
+    found = codes.to(torch.int8).view(num_outputs, num_inputs)
+    return Rounded(found, grid.scales, squared(error), squared(weight), grid.zeros)
 
 
 def squared(values: Tensor) -> float:

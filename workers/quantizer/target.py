@@ -26,9 +26,11 @@ class QuantizationTarget:
     num_bits: int
     group: int
     quantizes_inputs: bool = False
+    # Each group has a code that means zero, in place of the middle one.
+    is_asymmetric: bool = False
 
     @staticmethod
-    def of(name: str, group: int | None = None) -> QuantizationTarget:
+    def of(name: str, group: int | None = None, *, is_asymmetric: bool = False) -> QuantizationTarget:
         """Return the target of this name; `group` None: that which is usual. Raises `QuantizationError`."""
         if name not in TARGETS:
             raise QuantizationError(f"{name!r} is none of {', '.join(TARGETS)}")
@@ -36,8 +38,10 @@ class QuantizationTarget:
             raise QuantizationError("w8a8 has one scale for each output; leave the group out")
         if group is not None and (group < _GROUP_STEP or group % _GROUP_STEP):
             raise QuantizationError(f"a group of {group} inputs is no multiple of {_GROUP_STEP}")
+        if is_asymmetric and name != "int4":
+            raise QuantizationError(f"zero points are for int4; {name} is as good without them")
         if name == "int4":
-            return QuantizationTarget("int4", 4, group or _INT4_GROUP)
+            return QuantizationTarget("int4", 4, group or _INT4_GROUP, is_asymmetric=is_asymmetric)
         if name == "int8":
             return QuantizationTarget("int8", 8, group or 0)
         return QuantizationTarget("w8a8", 8, 0, quantizes_inputs=True)
@@ -67,7 +71,7 @@ class QuantizationTarget:
         weights: dict[str, Any] = {
             "num_bits": self.num_bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": not self.is_asymmetric,
             "strategy": "group" if self.group else "channel",
             "group_size": self.group or None,
             "dynamic": False,
@@ -76,6 +80,8 @@ class QuantizationTarget:
             "observer": "minmax",
             "observer_kwargs": {},
         }
+        if self.is_asymmetric:
+            weights["zp_dtype"] = "torch.int8"
         inputs = None
         if self.quantizes_inputs:
             inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}

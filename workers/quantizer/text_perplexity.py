@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.decoder import Decoder
-from workers.quantizer.window_states import WindowStates
+from workers.quantizer.window_states import Watch, WindowStates
 
 # Logits of so many tokens are in memory at a time.
 _CHUNK_TOKENS = 128
@@ -33,15 +33,17 @@ def layered_perplexity(
     dtype: torch.dtype,
     windows: list[Tensor],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    watch: Watch = lambda decoder: None,
 ) -> float:
     """Return the perplexity of the windows, each from its first token on, with one layer of the model in
-    memory at a time. `progress` is called with the stages done and all. Raises the errors of
-    `WindowStates`."""
+    memory at a time. `progress` is called with the stages done and all, `watch` with each stage before it
+    runs. Raises the errors of `WindowStates`."""
     model = WindowStates(folder, dtype, windows)
     stages = model.stages()
     for number, stage in enumerate(stages):
         progress(number, len(stages))
-        decoder = model.advance(stage)
+        decoder = model.advance(stage, watch)
     losses = [_losses(decoder, states, tokens) for states, tokens in zip(model.states, windows, strict=True)]
     return perplexity_of(losses)
 

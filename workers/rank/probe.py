@@ -1,8 +1,9 @@
 """Measure a rank's device: what a step of the model costs, what the device can do, and how full its memory
 is.
 
-A rank that joins its replica measures, before it loads, with random weights of the model's shape. From the
-costs of all stages the engine core decides the layers of each."""
+A rank that joins its replica measures, before it loads, with random weights of the model's shape and of the
+form that weights of products will have. From the costs of all stages the engine core decides the layers of
+each."""
 
 from __future__ import annotations
 
@@ -23,19 +24,26 @@ from workers.model import native
 from workers.model.apply_norm import apply_norm
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, LayerAttention, SequenceSpan, StepInput
-from workers.model.decoder_layer import DecoderLayer, Embedding
+from workers.model.decoder_layer import DecoderLayer
+from workers.model.embedding import Embedding
 from workers.model.experts.expert_products import ExpertWeights
-from workers.model.experts.mixture_shape import MixtureShape
+from workers.model.experts.mixture_shape import ExpertActivation, MixtureShape
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_weights import LatentWeights
-from workers.model.linear_weights import LinearWeights
+from workers.model.linear_weights import LinearWeights, as_parts
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
 from workers.model.norm import Norm
 from workers.model.products import Workspace
+from workers.model.quantization.drawn_weight import drawn_weight
+from workers.model.quantization.kept_forms import has_experts, has_products
+from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.stored_format import StoredFormat
+from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.rope import rotation_of
-from workers.model.sizes import held_experts, layer_heads, part
+from workers.model.sizes import held_experts, layer_heads, mean_layer_share, part
 from workers.model.weights import BlockNorms, LayerWeights
 from workers.model.xielu import Xielu
 from workers.stats_record import DeviceMemory
@@ -43,6 +51,8 @@ from workers.stats_record import DeviceMemory
 # The number of earlier tokens that the step for `attention_ratio` attends to, as far as the model's context
 # allows.
 _EARLIER_TOKENS = 2048
+# The names of a head, and of an embedding that is the head too, as formats name products.
+_TABLES = ("lm_head", "model.embed_tokens")
 # The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
 # Each of the four times is the best of the runs that fit into this time, at least two and at most
@@ -82,7 +92,8 @@ class ProbeResult:
 
 
 class Probe:
-    """Measures one layer, the embedding and the head of `tp_rank`'s share of a model."""
+    """Measures one layer, the embedding and the head of `tp_rank`'s share of a model. The layer attends; the
+    others, which may keep a state or have another feed-forward, cost by their weights in proportion."""
 
     def __init__(
         self,
@@ -95,8 +106,11 @@ class Probe:
         device: torch.device,
         block_tokens: int,
         clock: Clock,
+        form: WeightForm = AS_STORED,
     ) -> None:
         self._config = config
+        self._stored = _stored_format(config, form, device)
+        self._table = _table_format(config, form, device)
         self._num_heads, self._num_kv_heads = map(len, layer_heads(config, 0, tp_rank, tp))
         self._head_dim = config.heads_of(0).head_dim
         # The layer that is measured: one with experts where there are any, as most layers are such then.
@@ -116,9 +130,11 @@ class Probe:
         """Measure a step of `num_rows` tokens, `num_sampled_rows` of which go through the head."""
         num_earlier = max(0, min(_EARLIER_TOKENS, self._config.max_context_tokens - num_rows))
         layer_s, later_s = self._layer_s(num_rows, num_earlier)
-        cost = StageCost(layer_s, self._embedding_s(num_rows), self._head_s(num_sampled_rows))
+        attending = [layer for layer in range(self._config.num_layers) if self._config.has_attention(layer)]
+        share = mean_layer_share(self._config, attending[0], self._layer)
+        cost = StageCost(layer_s * share, self._embedding_s(num_rows), self._head_s(num_sampled_rows))
         ratio = attention_ratio(layer_s, later_s, num_rows, num_earlier)
-        return ProbeResult(cost, ratio)
+        return ProbeResult(cost, ratio * len(attending) / self._config.num_layers / share)
 
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
@@ -149,7 +165,7 @@ class Probe:
     def _head_s(self, num_rows: int) -> float:
         size = self._config.hidden_size
         num_measured = min(self._vocab_size, _HEAD_ROWS)
-        head = make_linear(self._random(num_measured, size))
+        head = make_linear(as_parts((self._weight(self._table, num_measured, size),)))
         norm, hidden = self._hidden_norm(), self._random(num_rows, size)
         measured_s = self._best_s(lambda: head.floats(apply_norm(hidden, norm)))
         return measured_s * self._vocab_size / num_measured
@@ -171,7 +187,7 @@ class Probe:
                 for num_heads in (self._num_heads, self._num_kv_heads)
             ]
         size = self._part(config.intermediate_size_of(self._layer))
-        ups = (random(size, hidden),) * (2 if config.traits.is_gated else 1)
+        num_ups = 2 if config.traits.is_gated else 1
         mixture = config.mixture if config.has_experts(self._layer) else None
         return LayerWeights(
             norms=BlockNorms(*(self._hidden_norm() if name else None for name in names)),
@@ -179,17 +195,29 @@ class Probe:
             q_norm=qk_norms[0],
             k_norm=qk_norms[1],
             output=self._linear(hidden, mixed_size),
-            gate_up=LinearWeights(ups, None) if size else None,
-            down=LinearWeights((random(hidden, size),), None) if size else None,
+            gate_up=self._linear(size, hidden, num_parts=num_ups) if size else None,
+            down=self._linear(hidden, size) if size else None,
             sinks=random(self._num_heads).float() if config.traits.has_sinks else None,
             xielu=Xielu(1.0, 1.0, 0.5, -1e-6) if config.activation == "xielu" else None,
             mixture=None if mixture is None else self._mixture_weights(mixture),
             latent=None if config.latent is None else self._latent_weights(config.latent),
         )
 
-    def _linear(self, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearWeights:
+    def _linear(
+        self, num_outputs: int, num_inputs: int, *, num_parts: int = 1, has_bias: bool = False
+    ) -> LinearWeights:
         bias = self._random(num_outputs) if has_bias else None
-        return LinearWeights((self._random(num_outputs, num_inputs),), bias)
+        part = self._weight(self._stored, num_outputs, num_inputs)
+        return LinearWeights(as_parts((part,) * num_parts), bias)
+
+    def _weight(
+        self, stored: StoredFormat | None, num_outputs: int, num_inputs: int
+    ) -> Tensor | QuantizedWeight:
+        """Return a weight of this format, if there are products for it; else of floats."""
+        quantized = None if stored is None else drawn_weight(stored, num_outputs, num_inputs, self._device)
+        if quantized is not None and has_products(quantized):
+            return quantized
+        return self._random(num_outputs, num_inputs)
 
     def _latent_weights(self, shape: LatentShape) -> LatentWeights:
         latents, queries, expansion, _ = shape.products(self._config.hidden_size, self._num_heads)
@@ -198,7 +226,7 @@ class Probe:
             self._norm(shape.q_lora_rank) if shape.q_lora_rank else None,
             self._linear(*queries),
             self._norm(shape.kv_lora_rank),
-            self._linear(*expansion),
+            LinearWeights((self._random(*expansion),), None),
         )
 
     def _part(self, size: int) -> int:
@@ -210,17 +238,27 @@ class Probe:
         held = held_experts(shape, self._tp_rank, self._tp, self._ep)
         size, num_held = len(held.columns), len(held.experts)
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
-        gates, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
-        experts = ExpertWeights(gates, gates, downs, activation)
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
         shared = None
         if shape.shared_size:
             num_columns = self._part(shape.shared_size)
-            gate_up = LinearWeights((self._random(num_columns, hidden),) * 2, None)
-            shared = SharedWeights(gate_up, LinearWeights((self._random(hidden, num_columns),), None), None)
+            gate_up = self._linear(num_columns, hidden, num_parts=1 + shape.is_gated)
+            shared = SharedWeights(gate_up, self._linear(hidden, num_columns), None)
         router = torch.randn(rule.num_experts, hidden, generator=torch.Generator().manual_seed(0))
         weights = router.to(self._device, self._dtype)
+        experts = self._experts(shape, size, num_held, activation)
         return MixtureWeights(LinearWeights((weights,), None), None, held.experts, experts, shared)
+
+    def _experts(
+        self, shape: MixtureShape, size: int, num_held: int, activation: ExpertActivation
+    ) -> ExpertWeights | QuantizedExpertWeights:
+        hidden = self._config.hidden_size
+        up, down = self._weight(self._stored, size, hidden), self._weight(self._stored, hidden, size)
+        if isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight) and has_experts(up):
+            parts, others = [up] * num_held, [down] * num_held
+            return QuantizedExpertWeights(parts if shape.is_gated else [], parts, others, activation)
+        ups, downs = (self._random(size, hidden),) * num_held, (self._random(hidden, size),) * num_held
+        return ExpertWeights(ups if shape.is_gated else (), ups, downs, activation)
 
     def _norm(self, size: int) -> Norm:
         traits = self._config.traits
@@ -242,6 +280,25 @@ class Probe:
         while sum(times) < _BUDGET_S and len(times) < _MOST_RUNS:
             times.append(next(runs))
         return min(times)
+
+
+def _stored_format(config: ModelConfig, form: WeightForm, device: torch.device) -> StoredFormat | None:
+    """Return the format of the model's products on the device: that of the most names where there are
+    several; None: floats."""
+    kept = form.on(device.type)
+    if kept.rounded is not None or not kept.keeps_stored or config.quantization is None:
+        return kept.rounded
+    formats = config.quantization.formats
+    return max(formats, key=lambda it: (it.has_all, len(it.targets))).format if formats else None
+
+
+def _table_format(config: ModelConfig, form: WeightForm, device: torch.device) -> StoredFormat | None:
+    """Return the format of the model's head on the device, if the checkpoint names one; None: floats."""
+    kept = form.on(device.type)
+    if kept.rounded_table is not None or not kept.keeps_stored or config.quantization is None:
+        return kept.rounded_table
+    found = [it for it in config.quantization.formats if any(map(it.names, _TABLES))]
+    return found[0].format if found else None
 
 
 def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: int) -> float:

@@ -379,6 +379,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
             device=device,
             block_tokens=spec.block_tokens,
             clock=clock,
+            form=WeightForm(spec.weight_dtype),
         )
         measured = probe.measure(spec.probe_rows, spec.probe_sampled_rows or spec.probe_rows)
     store: Store | None = None

@@ -519,13 +519,14 @@ def _step_loop(
     ready: Sequence[RankReady],
     clock: Clock,
 ) -> StepLoop:
+    work = shape.work
     capability = Capability(
-        work=shape.work,
+        work=work,
         flop_s=sum(each.flop_s for each in ready),
         byte_s=sum(each.byte_s for each in ready),
     )
     parallel = shape.parallel
-    piece_flops = shape.work.largest_piece_flops(
+    piece_flops = work.largest_piece_flops(
         engine.max_batch_tokens, engine.max_sequences, ready[0].max_context_tokens, parallel.tp
     )
     slowest_flop_s = min(each.flop_s for each in ready)

@@ -15,10 +15,15 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from kvtransfer.rpc.trust import TrustFiles
 from workers.config import EngineConfig, Parallel
+from workers.errors import CheckpointError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
+from workers.model.gguf.gguf_checkpoint import checkpoint_of
 from workers.model.ignored_keys import ignored_keys
-from workers.model.model_config import read_model_config
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.quantization.form_on_device import form_on_device
+from workers.model.rank_memory import RankShape
 from workers.model.sizes import ModelWork, last_stage_limit, refuse_stages
+from workers.model.weight_bytes import WeightBytes
 from workers.replica.expert_copies import ExpertCopies
 from workers.replica.layer_split import Stages, given_layers, split_layers
 
@@ -73,6 +78,7 @@ class Shape:
         self._name = spec.identity.replica_id
         self._model_dir = spec.model_dir
         self._item_bytes, self._kv_dtype = ITEM_BYTES[spec.dtype], engine.kv_dtype
+        self._spec = spec
         # Ranks of several stages measure a step: of a decode replica a small one, of which all rows sample,
         # else a chunk, of which one does.
         is_decode = spec.role == "decode"
@@ -116,8 +122,29 @@ class Shape:
 
     @property
     def work(self) -> ModelWork:
-        """The costs of the model's steps."""
-        return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes, self._kv_dtype)
+        """The costs of the model's steps, where weights have the form of the first rank's."""
+        config = read_model_config(Path(self._model_dir))
+        return ModelWork(config, self._item_bytes, self._kv_dtype, self._weight_bytes(config))
+
+    def _weight_bytes(self, config: ModelConfig) -> WeightBytes:
+        """Return the mean bytes of weights at a rank, as stored floats where their files are not on this
+        host."""
+        spec, parallel, engine = self._spec, self.parallel, self._spec.engine
+        rank = RankShape(
+            config,
+            0,
+            config.num_layers,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            expert_offload=engine.expert_offload,
+            expert_copies=engine.expert_copies,
+        )
+        form = form_on_device(spec.weight_dtype, parallel.devices[0].partition(":")[0])
+        try:
+            checkpoint = checkpoint_of(Path(spec.gguf_file or spec.model_dir))
+        except CheckpointError:
+            return WeightBytes.of_floats(self._item_bytes)
+        return checkpoint.mean_bytes(rank, self._item_bytes, form)
 
     def expert_copies(self, num_slots: int, now: float) -> ExpertCopies:
         """Return the orders of copies of experts, with `num_slots` for them in each layer of each rank."""

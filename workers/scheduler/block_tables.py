@@ -39,12 +39,11 @@ class BlockTables:
     def __init__(
         self,
         pool: BlockPool,
+        snapshots: SnapshotPolicy,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
-        snapshot_every_tokens: int = 0,
     ) -> None:
         self.pool = pool
-        snapshots = SnapshotPolicy(pool.block_tokens, snapshot_every_tokens)
         self.windows = WindowTables(windows, pool.block_tokens, snapshots)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
@@ -87,7 +86,7 @@ class BlockTables:
         if demand.windows:
             self.windows.acquire(demand.windows)
             self.windows.give(sequence, demand.windows)
-            sequence.known_border = len(self.pool.match(self._reusable_keys(sequence)))
+            self.windows.begin_prompt(sequence, len(self.pool.match(self._reusable_keys(sequence))))
             counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
             self.snapshot_counts.add(*counted)
             self._offer_state(sequence, num_cached)

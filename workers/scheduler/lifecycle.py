@@ -19,6 +19,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
+from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.window_pool import WindowPool
 
 # Whoever loses so many states is suspected of being the cause.
@@ -46,11 +47,11 @@ class Lifecycle:
         self,
         pool: BlockPool,
         max_sequences: int,
+        snapshots: SnapshotPolicy,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
-        snapshot_every_tokens: int = 0,
     ) -> None:
-        self.tables = BlockTables(pool, num_offload_blocks, windows, snapshot_every_tokens)
+        self.tables = BlockTables(pool, snapshots, num_offload_blocks, windows)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).

@@ -36,6 +36,7 @@ from workers.scheduler.planner import Planner
 from workers.scheduler.sequence import HeldBack, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.sequence_counts import SequenceCounts
 from workers.scheduler.sequence_migration import SequenceMigration
+from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import (
     ChunkDone,
     IssuedPlan,
@@ -83,12 +84,13 @@ class Scheduler:
         has_store: bool = False,
         num_offload_blocks: int = 0,
         windows: Seq[WindowPool] = (),
+        snapshots: SnapshotPolicy | None = None,
     ) -> None:
         """`windows` are the pools of the groups of layers with a window, in their order. `num_stages` is the
         number of pipeline stages; with several, `attention_ratio` shortens later chunks (`MicroBatches`).
         With `has_store`, a waiting sequence is admitted only after its load from the store (`loads_wanted`)
         has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids follow those of the
-        pool.
+        pool. `snapshots` decides which states are kept; None: as `config` has it.
         """
         self.config = config
         self._pool = pool
@@ -103,9 +105,8 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self.life = Lifecycle(
-            pool, config.max_sequences, num_offload_blocks, windows, config.snapshot_every_tokens
-        )
+        snapshots = snapshots or SnapshotPolicy.of_replica(pool.block_tokens, config, windows)
+        self.life = Lifecycle(pool, config.max_sequences, snapshots, num_offload_blocks, windows)
         self.life.has_store = self.life.tables.has_store = has_store
         self.migration = SequenceMigration(self.life)
         self.isolation = Isolation(self.life, num_stages)

@@ -185,6 +185,7 @@ class Sequence:
         "hold_at",
         "holds_back",
         "index",
+        "is_divergence_shared",
         "keys",
         "known_border",
         "last_step",
@@ -257,6 +258,8 @@ class Sequence:
         # How many of its first blocks were cached without what windows or states need behind them: there
         # other prompts have left the way of this one.
         self.known_border = 0
+        # Whether several have left the way of earlier ones right there.
+        self.is_divergence_shared = False
         # How often its recurrent state was lost in a step that failed.
         self.num_lost_states = 0
         # The number of its `block_ids` in the ranks' host memory.

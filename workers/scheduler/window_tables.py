@@ -65,6 +65,13 @@ class WindowTables:
         made = StateTable if pool.has_states else WindowTable
         return made(held.first, held.block_ids, self._block_tokens)
 
+    def begin_prompt(self, sequence: Sequence, known_border: int) -> None:
+        """Note how many blocks of a sequence, which is admitted, were cached without what windows or states
+        need behind them."""
+        sequence.known_border = known_border
+        if self.have_states:
+            self._snapshots.note_divergence(sequence)
+
     def acquire(self, held: Seq[WindowBlocks]) -> None:
         """Add one reference to each block."""
         for pool, blocks in zip(self.pools, held, strict=True):
@@ -120,7 +127,7 @@ class WindowTables:
         for _, pool, table in self._groups(sequence):
             for index in table.completed(sequence.num_settled):
                 is_new = pool.register(table.block(index), keys[index], sharing_group)
-                is_wanted = pool.has_states and self._snapshots.wants(sequence, index + 1)
+                is_wanted = pool.has_states and self._snapshots.keeps(sequence, index + 1)
                 is_snapshot = is_snapshot or (is_new and is_wanted)
             table.num_registered = max(table.num_registered, len(keys))
         return is_snapshot
@@ -199,7 +206,7 @@ class WindowTables:
         """Whether a prompt needs the block which leaves the sequence's where others will: of windows, where
         an earlier one has left."""
         if pool.has_states:
-            return self._snapshots.wants(sequence, index + 1)
+            return self._snapshots.keeps(sequence, index + 1)
         border = sequence.known_border
         return (
             first_needed_block(border * self._block_tokens, pool.window, self._block_tokens) <= index < border

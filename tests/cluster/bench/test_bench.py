@@ -232,6 +232,10 @@ def test_a_mistake_in_the_engine_s_options_is_named(options: list[str], reason: 
     assert reason in refusal("engine", "--model", "/nonexistent", *options)
 
 
+def test_weights_of_a_gguf_file_are_measured_of_such_alone() -> None:
+    assert "--weights gguf: " in refusal("engine", "--weights", "int8,gguf")
+
+
 def refusal(*arguments: str) -> str:
     """The message of a usage error, as one line."""
     done = CliRunner().invoke(cli, arguments)

@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli.main import cli
 from cluster.cli.terminal import BUNDLED_MODEL
+from cluster.errors import ClusterError
+from workers.errors import WorkerError
 from workers.model.model_config import read_model_config
 
 
@@ -22,7 +24,7 @@ def _run(*arguments: object) -> Result:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     file = tmp_path / "text.txt"
-    file.write_text("def add(first, second):\n    return first + second\n\n" * 20, encoding="utf-8")
+    file.write_text("def add(first, second):\n    return first + second\n\n" * 40, encoding="utf-8")
     return file
 
 
@@ -81,9 +83,11 @@ def test_a_gguf_file_is_quantized_from_what_it_is_worth(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--to", "int3"], "'int3' is none of int8, w8a8, int4"),
+        (["--to", "int4", "--group", "33"], "a group of 33 inputs is no multiple of 8"),
         (["--to", "w8a8", "--group", "32"], "leave the group out"),
-        (["--to", "int8", "--calibrate", "text.txt"], "is for --to int4"),
-        (["--to", "int4", "--calibrate", "missing.txt"], "missing.txt: cannot be read"),
+        (["--to", "w8a8", "--asymmetric"], "zero points are for int4"),
+        (["--to", "int4", "--calibrate", "missing.txt"], "missing.txt: cannot be read: No such file"),
+        (["--to", "int4", "--calibrate", "."], "cannot be read: Is a directory"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
@@ -92,4 +96,31 @@ def test_options_that_contradict_each_other_are_refused(
     done = _run(BUNDLED_MODEL, *arguments, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert words in done.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--calibrate", "--text"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "text.txt: has 0 tokens, and"),
+        (b"T", "are needed; name a longer text"),
+        (b"abc\xff", "text.txt: is not UTF-8, at byte 3"),
+    ],
+)
+def test_texts_are_read_before_anything_is_written(
+    option: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    done = _run(BUNDLED_MODEL, "--to", "int4", "--out", tmp_path / "out", option, tmp_path / "text.txt")
+    assert done.exit_code == 2
+    assert words in done.output
+    assert option in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
+    done = _run("/nowhere/model", "--to", "int8", "--out", tmp_path / "out")
+    assert isinstance(done.exception, ClusterError | WorkerError)  # which `tandem` prints, and exits with 1
+    assert str(done.exception).startswith("/nowhere/model: no such folder; name a folder")
     assert not (tmp_path / "out").exists()

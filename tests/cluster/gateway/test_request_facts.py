@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.gateway.sample_output import SampleOutput
 from cluster.gateway.submissions import first_route_request, route_request, submission
@@ -83,7 +84,7 @@ def test_a_neighbor_that_sends_them_flat_is_understood() -> None:
     request = prepared()
     sample = SampleOutput(request.samples[0], SampleText(Nothing()))
     sent = submission(request, [sample], 1, None, 0.0)
-    flat = Submission(*(getattr(sent, name) for name in Submission.__struct_fields__ if name != "standing"))
+    flat = replace(sent, standing=None)
     assert flat.standing is None
     assert flat.facts == RequestFacts(**{name: getattr(FACTS, name) for name in FLAT})
     landing = LandingRequest(b"", "r", 1, "g", 3, (), 4, 1, None)
@@ -92,7 +93,7 @@ def test_a_neighbor_that_sends_them_flat_is_understood() -> None:
 
 def test_a_private_request_stays_so() -> None:
     sent = submission(prepared(), [], 1, None, 0.0)
-    public = Submission(*(getattr(sent, name) for name in Submission.__struct_fields__ if name != "standing"))
+    public = replace(sent, standing=None)
     assert public.made_private().facts.is_private
     assert public.made_private().is_private
 

@@ -67,36 +67,43 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return num_pairs if num_pairs <= num_experts else num_experts + (num_pairs - num_experts) // tile_rows
 
 
-def sort_rows(experts: Tensor, counts: Tensor, tile: ExpertTile) -> SortedRows:
-    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert, and add the number of rows of
-    each expert to int64 `counts` [num_experts]."""
+def sort_rows(experts: Tensor, counts: Tensor, tile_rows: int, chunk: int) -> SortedRows:
+    """Sort the pairs of int32 `experts` [num_tokens, num_chosen] by expert, for tiles of so many rows, and
+    add the number of rows of each expert to int64 `counts` [num_experts]. A program reads `chunk` pairs at a
+    time."""
     num_pairs, num_experts = experts.numel(), len(counts)
     assert experts.is_contiguous()
     assert counts.is_contiguous()
-    num_tiles = most_tiles(num_pairs, num_experts, tile.rows)
+    num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
     pairs, rows = experts.new_empty(num_pairs), experts.new_empty(num_pairs)
     ends, tiles = experts.new_empty(num_experts), experts.new_empty(num_tiles, _TILE_ITEMS)
     _sort_kernel[(num_experts,)](
         experts, pairs, rows, ends, tiles, counts, num_pairs, num_tiles, NUM_EXPERTS=num_experts,
-        TILE_ROWS=tile.rows, BINS=triton.next_power_of_2(num_experts + 1), CHUNK=tile.chunk, num_warps=8,
+        TILE_ROWS=tile_rows, BINS=triton.next_power_of_2(num_experts + 1), CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     return SortedRows(pairs, rows, ends, tiles)
 
 
 class GateEpilogue(NamedTuple):
-    """The activation of gate and up, and the biases of both [num_experts, 2 * size], those of gates first."""
+    """The activation of gate and up, and the biases of both [num_experts, 2 * size], those of gates first.
+    With `relu2` there are ups alone, without a bias."""
 
     activation: ExpertActivation
     clamp: Clamp
     bias: Tensor | None
+
+    def size_of(self, num_outputs: int) -> int:
+        """Return the activated columns of so many outputs."""
+        return num_outputs if self.activation == "relu2" else num_outputs // 2
 
 
 def multiply_gate_up(
     x: Tensor, weight: Tensor, gate: GateEpilogue, order: SortedRows, num_chosen: int, tile: ExpertTile
 ) -> Tensor:
     """Compute the activated columns [num_pairs, size] of the rows, by x [num_tokens, hidden_size] and
-    `weight` [num_experts, 2 * size, hidden_size]. Behind the last row they are undefined."""
-    size, hidden_size = weight.shape[1] // 2, weight.shape[2]
+    `weight` [num_experts, 2 * size, hidden_size], or half as many outputs with `relu2`. Behind the last row
+    they are undefined."""
+    size, hidden_size = gate.size_of(weight.shape[1]), weight.shape[2]
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.shape[1] == hidden_size
@@ -137,10 +144,10 @@ def _options(dtype: torch.dtype, tile: ExpertTile) -> dict[str, object]:
 
 
 def activate(gate_up: Tensor, gate: GateEpilogue, order: SortedRows, experts: Tensor) -> Tensor:
-    """Compute the activated columns [num_pairs, size] of products `gate_up` [num_pairs, 2 * size] of the
-    rows, to which the biases of their `experts` [num_tokens, num_chosen] are still to be added. Behind the
-    last row they are undefined."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    """Compute the activated columns [num_pairs, size] of products `gate_up` [num_pairs, 2 * size], or
+    [num_pairs, size] with `relu2`, of the rows, to which the biases of their `experts` [num_tokens,
+    num_chosen] are still to be added. Behind the last row they are undefined."""
+    num_rows, size = gate_up.shape[0], gate.size_of(gate_up.shape[1])
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(num_rows, size)
     _activate_kernel[(num_rows, triton.cdiv(size, _COLUMNS))](
@@ -224,7 +231,18 @@ def _sort_kernel(
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return the activation of gates times ups, or that of ups alone, float32."""
+    if ACTIVATION == "relu2":
+        gate = tl.where(up < 0.0, 0.0, up)
+        result = gate * gate
+    else:
+        result = _times_gate(gate, up, alpha, limit, ACTIVATION)
+    return result
+
+
+@triton.jit
+def _times_gate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     exponent = gate
     if ACTIVATION == "clamped_swiglu":
         # Comparisons keep what is no number.
@@ -255,21 +273,24 @@ def _gate_up_kernel(
     is_output = outputs < size
     inputs = tl.arange(0, INPUTS)
     x_rows = x + tokens.to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    gates = weight + (2 * expert * size + outputs)[None, :] * hidden_size + inputs[:, None]
-    ups = weight + ((2 * expert + 1) * size + outputs)[None, :] * hidden_size + inputs[:, None]
+    PARTS: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    gates = weight + (PARTS * expert * size + outputs)[None, :] * hidden_size + inputs[:, None]
+    ups = gates + (PARTS - 1) * size * hidden_size
     gate = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     up = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     for first in range(0, hidden_size, INPUTS):
         in_row = inputs < hidden_size - first
         a = tl.load(x_rows + first, mask=is_row[:, None] & in_row[None, :], other=0.0)
         is_weight = is_output[None, :] & in_row[:, None]
-        gate = tl.dot(a, tl.load(gates + first, mask=is_weight, other=0.0), gate, input_precision=PRECISION)
+        if PARTS == 2:
+            b = tl.load(gates + first, mask=is_weight, other=0.0)
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, tl.load(ups + first, mask=is_weight, other=0.0), up, input_precision=PRECISION)
     if bias is not None:
         of_gates = bias + 2 * expert * size + outputs
         gate += tl.load(of_gates, mask=is_output, other=0.0).to(tl.float32)[None, :]
         up += tl.load(of_gates + size, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    result = _gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
+    result = gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
     target = out + rows.to(tl.int64)[:, None] * size + outputs[None, :]
     tl.store(target, result, mask=is_row[:, None] & is_output[None, :])
 
@@ -310,15 +331,16 @@ def _activate_kernel(
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < size
-    own = gate_up + row * 2 * size + columns
+    PARTS: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    own = gate_up + row * PARTS * size + columns
     gate = tl.load(own, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(own + size, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(own + (PARTS - 1) * size, mask=is_there, other=0.0).to(tl.float32)
     if bias is not None:
         expert = tl.load(experts + tl.load(pairs + row)).to(tl.int64)
         of_gates = bias + 2 * expert * size + columns
         gate += tl.load(of_gates, mask=is_there, other=0.0).to(tl.float32)
         up += tl.load(of_gates + size, mask=is_there, other=0.0).to(tl.float32)
-    result = _gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
+    result = gated(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + row * size + columns, result, mask=is_there)
 
 

@@ -26,8 +26,10 @@ from workers.model.cuda.kv_elements import (
     widened,
 )
 from workers.model.cuda.layer_ops import activated, gate_mul
+from workers.model.cuda.segment_sums import factors_at, segment_sums
 from workers.model.cuda.weight_codes import decoded, loaded_codes
-from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
+from workers.model.quantization.device_weight import DeviceWeight
+from workers.model.quantization.quantized_weight import Codes
 
 # What is done with the sums of a product: they are stored, added, or the activation of the first half is
 # multiplied by the second half.
@@ -56,17 +58,16 @@ class Segments(NamedTuple):
     num_segments: int
 
 
-def product_tile(
-    num_rows: int, dtype: torch.dtype, weight: QuantizedWeight, *, is_fixed: bool
-) -> ProductTile:
-    """Return the tile for so many rows of a dtype; `is_fixed`: the same one for every number."""
+def product_tile(num_rows: int, dtype: torch.dtype, group: int, *, is_fixed: bool) -> ProductTile:
+    """Return the tile for so many rows of a dtype and weights with groups of this size; `is_fixed`: the same
+    one for every number of rows."""
     if dtype == torch.float32:
         tile = ProductTile(16, 32, 32, 4, 2)
     elif is_fixed or 16 < num_rows <= 64:
         tile = ProductTile(64, 64, 128, 4, 3)
     else:
         tile = ProductTile(16, 64, 128, 4, 4) if num_rows <= 16 else ProductTile(128, 128, 64, 8, 3)
-    if weight.group % tile.inputs and weight.group % 64 == 0:
+    if group % tile.inputs and group % 64 == 0:
         return tile._replace(inputs=64)  # whose sums have one scale
     return tile
 
@@ -81,7 +82,7 @@ def segments_of(shape: tuple[int, int], tile: ProductTile) -> Segments:
     return Segments(tiles * tile.inputs, triton.cdiv(num_tiles, tiles))
 
 
-def multiplies_integers(weight: QuantizedWeight) -> bool:
+def multiplies_integers(weight: DeviceWeight) -> bool:
     """Whether rows that are rounded to int8 are multiplied as such: where a tile's sums have one scale."""
     is_whole = weight.group == weight.num_inputs or weight.group % 64 == 0
     return weight.codes is Codes.INT8 and weight.quantizes_inputs and is_whole
@@ -89,7 +90,7 @@ def multiplies_integers(weight: QuantizedWeight) -> bool:
 
 def multiply(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: DeviceWeight,
     bias: Tensor | None,
     out: Tensor,
     *,
@@ -111,7 +112,7 @@ def multiply(
         return
     is_gated = finish in ("silu", "gelu_tanh")
     assert out.shape == (num_rows, num_outputs // 2 if is_gated else num_outputs)
-    tile = product_tile(num_rows, x.dtype, weight, is_fixed=is_fixed)
+    tile = product_tile(num_rows, x.dtype, weight.group, is_fixed=is_fixed)
     is_few = num_rows <= 64
     segments = segments_of(weight.shape, tile) if is_few or is_fixed else Segments(num_inputs, 1)
     if is_few and segments.num_segments > 1:
@@ -127,7 +128,7 @@ def multiply(
 
 def _launch(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: DeviceWeight,
     bias: Tensor | None,
     row_scales: Tensor | None,
     out: Tensor,
@@ -141,10 +142,11 @@ def _launch(
     num_outputs, num_inputs = weight.shape
     grid = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs)
     _quantized_product_kernel[(*grid, segments.num_segments if is_split else 1)](
-        x, weight.packed, weight.scales, weight.offsets, bias, row_scales, out,
+        x, weight.packed, weight.scale_words, weight.offsets, bias, row_scales, out,
         num_rows, num_outputs, num_inputs, weight.packed.shape[1], segments.num_inputs, segments.num_segments,
         x.stride(0), weight.packed.stride(0), weight.scales.shape[1], out.stride(-2),
-        CODES=weight.codes.value, SCALING=_scaling(x, weight, tile),
+        CODES=weight.kernel_codes, SCALES=weight.scales_name,
+        SCALING=scaling_of(x.dtype, weight.group, num_inputs, tile),
         GROUP=0 if weight.group == num_inputs else weight.group, IS_SPLIT=is_split, IS_ADDED=is_added,
         PRECISION="ieee" if x.dtype == torch.float32 else None, ROWS=tile.rows, OUTPUTS=tile.outputs,
         INPUTS=tile.inputs, STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -152,13 +154,14 @@ def _launch(
     )  # fmt: skip
 
 
-def _scaling(x: Tensor, weight: QuantizedWeight, tile: ProductTile) -> str:
-    """Return what is multiplied by scales: sums of a segment ("row") or of a tile, or weights ("element")."""
-    if weight.group == weight.num_inputs:
+def scaling_of(dtype: torch.dtype, group: int, num_inputs: int, tile: ProductTile) -> str:
+    """Return what is multiplied by scales, for rows of a dtype: sums of a segment ("row") or of a tile, or
+    weights ("element")."""
+    if group == num_inputs:
         return "row"
     # The sums of a tile of many rows are as many as its weights, and those cost no wait for the product.
-    is_cheap = tile.rows <= 64 or x.dtype == torch.int8
-    return "tile" if weight.group % tile.inputs == 0 and is_cheap else "element"
+    is_cheap = tile.rows <= 64 or dtype == torch.int8
+    return "tile" if group % tile.inputs == 0 and is_cheap else "element"
 
 
 def _add_segments(
@@ -187,81 +190,21 @@ def round_rows(x: Tensor, codes: Codes, dtype: torch.dtype) -> tuple[Tensor, Ten
     return rounded, scales
 
 
-def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
+def look_up(weight: DeviceWeight, ids: Tensor) -> Tensor:
     """Return the rows `ids` [num_ids] of the weight, float32 [num_ids, num_inputs]."""
     assert ids.is_contiguous()
-    out = weight.scales.new_empty(len(ids), weight.num_inputs)
+    out = weight.scales.new_empty(len(ids), weight.num_inputs, dtype=torch.float32)
     if len(ids):
         _look_up_kernel[(len(ids), triton.cdiv(weight.num_inputs, _COLUMNS))](
-            ids, weight.packed, weight.scales, weight.offsets, weight.order, out, weight.num_inputs,
+            ids, weight.packed, weight.scale_words, weight.offsets, weight.order, out, weight.num_inputs,
             weight.packed.shape[1], weight.packed.stride(0), weight.scales.shape[1], weight.group,
-            CODES=weight.codes.value, BLOCK=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+            CODES=weight.kernel_codes, SCALES=weight.scales_name, BLOCK=_COLUMNS, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
 # ---------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _group_factors(factors, groups, first, num_inputs, is_output, GROUP: tl.constexpr, INPUTS: tl.constexpr):
-    """Return the scales or offsets of the inputs of a tile, [num_outputs, INPUTS] or [num_outputs, 1]."""
-    if GROUP % INPUTS == 0:
-        return tl.load(factors + groups + first // GROUP, mask=is_output, other=0.0)
-    elif INPUTS % GROUP == 0:
-        own = first + tl.arange(0, INPUTS // GROUP)[None, :] * GROUP
-        found = tl.load(factors + groups + own // GROUP, mask=is_output & (own < num_inputs), other=0.0)
-        spread = tl.broadcast_to(found[:, :, None], (found.shape[0], INPUTS // GROUP, GROUP))
-        return spread.reshape(found.shape[0], INPUTS)
-    else:
-        own = first + tl.arange(0, INPUTS)[None, :]
-        return tl.load(factors + groups + own // GROUP, mask=is_output & (own < num_inputs), other=0.0)
-
-
-@triton.jit
-def _segment_sums(
-    x_columns, packed_rows, scales, offsets, groups, is_row, is_output, segment, segment_inputs,
-    num_inputs, row_bytes, CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return the sums over the inputs of a segment, float32 [OUTPUTS, ROWS]."""
-    first = segment * segment_inputs
-    end = tl.minimum(first + segment_inputs, num_inputs)
-    dtype: tl.constexpr = x_columns.dtype.element_ty
-    is_exact: tl.constexpr = dtype == tl.int8
-    sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.int32 if is_exact and SCALING == "row" else tl.float32)
-    input_sums = tl.zeros((ROWS,), dtype=tl.float32)
-    inputs = tl.arange(0, INPUTS)[:, None]
-    for start in tl.range(first, end, INPUTS, num_stages=STAGES):
-        values = tl.load(x_columns + start + inputs, mask=is_row & (inputs < num_inputs - start), other=0)
-        codes = loaded_codes(packed_rows, start, row_bytes, is_output, CODES, INPUTS)
-        if is_exact:
-            weights = codes.to(tl.int8, bitcast=True)
-        else:
-            wide = decoded(codes, CODES)
-            if SCALING == "element":
-                wide *= _group_factors(scales, groups, start, num_inputs, is_output, GROUP, INPUTS)
-                if offsets is not None:
-                    wide += _group_factors(offsets, groups, start, num_inputs, is_output, GROUP, INPUTS)
-            weights = wide.to(dtype)
-        if SCALING == "tile":
-            part = tl.dot(weights, values, input_precision=PRECISION).to(tl.float32)
-            part *= _group_factors(scales, groups, start, num_inputs, is_output, GROUP, INPUTS)
-            if offsets is not None:
-                of_tile = _group_factors(offsets, groups, start, num_inputs, is_output, GROUP, INPUTS)
-                part += of_tile * tl.sum(values.to(tl.float32), 0)[None, :]
-            sums += part
-        else:
-            sums = tl.dot(weights, values, sums, input_precision=PRECISION, out_dtype=sums.dtype)
-            if SCALING == "row" and offsets is not None:
-                input_sums += tl.sum(values.to(tl.float32), 0)
-    result = sums.to(tl.float32)
-    if SCALING == "row":
-        result *= tl.load(scales + groups, mask=is_output, other=0.0)
-        if offsets is not None:
-            result += tl.load(offsets + groups, mask=is_output, other=0.0) * input_sums[None, :]
-    return result
 
 
 # One compiled kernel serves every number of rows of a tile.
@@ -270,8 +213,8 @@ def _quantized_product_kernel(
     x, packed, scales, offsets, bias, row_scales, out,
     num_rows, num_outputs, num_inputs, row_bytes, segment_inputs, num_segments,
     x_stride, packed_stride, num_groups, out_stride,
-    CODES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_ADDED: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_ADDED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
@@ -281,18 +224,19 @@ def _quantized_product_kernel(
     packed_rows = packed + outputs * packed_stride
     groups = outputs * num_groups
     segment = tl.program_id(2)
-    sums = _segment_sums(
+    sums = segment_sums(
         x_columns, packed_rows, scales, offsets, groups, is_row, is_output, segment, segment_inputs,
-        num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
+        num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
     )  # fmt: skip
     if IS_SPLIT:
         target = out + segment.to(tl.int64) * num_rows * num_outputs + rows * num_outputs + outputs
         tl.store(target, sums, mask=is_row & is_output)
     else:
         for later in range(1, num_segments):
-            sums += _segment_sums(
+            sums += segment_sums(
                 x_columns, packed_rows, scales, offsets, groups, is_row, is_output, later, segment_inputs,
-                num_inputs, row_bytes, CODES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS, STAGES,
+                num_inputs, row_bytes, CODES, SCALES, SCALING, GROUP, PRECISION, ROWS, OUTPUTS, INPUTS,
+                STAGES,
             )  # fmt: skip
         if row_scales is not None:
             sums *= tl.load(row_scales + rows, mask=is_row, other=0.0)
@@ -374,7 +318,7 @@ def _round_rows_kernel(
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _look_up_kernel(
     ids, packed, scales, offsets, order, out, num_inputs, row_bytes, packed_stride, num_groups, group,
-    CODES: tl.constexpr, BLOCK: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(ids + row).to(tl.int64)
@@ -383,10 +327,10 @@ def _look_up_kernel(
     is_there = columns < num_inputs
     begin = tl.full((1, 1), 0, tl.int64) + source * packed_stride
     values = decoded(loaded_codes(packed + begin, first, row_bytes, begin >= 0, CODES, BLOCK), CODES)
-    groups = source * num_groups + columns // group
-    values *= tl.load(scales + groups, mask=is_there, other=0.0)
+    groups, own = source * num_groups, columns // group
+    values *= factors_at(scales, groups, own, is_there, SCALES)
     if offsets is not None:
-        values += tl.load(offsets + groups, mask=is_there, other=0.0)
+        values += tl.load(offsets + groups + own, mask=is_there, other=0.0)
     places = columns
     if order is not None:
         places = tl.load(order + columns, mask=is_there, other=0)

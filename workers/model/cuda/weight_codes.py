@@ -37,13 +37,16 @@ def loaded_codes(packed_rows, first, row_bytes, is_output, CODES: tl.constexpr, 
 
 @triton.jit
 def decoded(codes, CODES: tl.constexpr):
-    """Return the values of codes, uint8, in float32. Those of every format are exact in 16 bits."""
+    """Return the values of codes, uint8, in float32. Those of every format are exact in 16 bits. "int4" are
+    those of "uint4" of which 8 means zero."""
     if CODES == "int8":
         return ((codes ^ 0x80).to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (
             _INTEGERS + 128.0
         )
     elif CODES == "uint4":
         return (codes.to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - _INTEGERS
+    elif CODES == "int4":
+        return (codes.to(tl.int32) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGERS + 8.0)
     elif CODES == "e4m3":
         bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & _E4M3_BITS
         values = bits.to(tl.float32, bitcast=True) * _E4M3_UNIT

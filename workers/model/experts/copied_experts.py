@@ -50,7 +50,7 @@ class CopiedExperts:
 
 def with_slots(weights: ExpertWeights, num_slots: int) -> ExpertWeights:
     """Return the weights with `num_slots` more experts, which nobody may use before they are overwritten."""
-    num_owned = len(weights.gates)
+    num_owned = len(weights.ups)
 
     def more(of_all: Sequence[Tensor]) -> ReadWhenTaken[Tensor]:
         return ReadWhenTaken(num_owned + num_slots, lambda it: of_all[it if it < num_owned else 0])
@@ -61,7 +61,7 @@ def with_slots(weights: ExpertWeights, num_slots: int) -> ExpertWeights:
     )
     return dataclasses.replace(
         weights,
-        gates=more(weights.gates),
+        gates=more(weights.gates) if weights.gates else (),
         ups=more(weights.ups),
         downs=more(weights.downs),
         gate_up_bias=gate_up_bias,

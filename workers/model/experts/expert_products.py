@@ -13,13 +13,15 @@ from torch import Tensor
 
 from workers.model.experts.mixture_shape import DEFAULT_CLAMP, Clamp, ExpertActivation
 from workers.model.experts.routing import Routing
+from workers.model.relu2 import relu2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of a layer's experts: of each expert the rows of its gate and of its up [size,
-    hidden_size], and of its down [hidden_size, size]; biases `gate_up_bias` [num_experts, 2 * size], those of
-    gates first, and `down_bias` [num_experts, hidden_size], or None.
+    hidden_size], and of its down [hidden_size, size], without `gates` where the activation is `relu2`; biases
+    `gate_up_bias` [num_experts, 2 * size], those of gates first, and `down_bias` [num_experts, hidden_size],
+    or None.
 
     Tensors may be views of a mapped checkpoint, to be packed or copied once, and have contiguous rows."""
 
@@ -33,8 +35,8 @@ class ExpertWeights:
 
 
 class ExpertRows(NamedTuple):
-    """The weights of one expert: the rows of its gate and then of its up [2 * size, hidden_size], those of
-    its down [hidden_size, size], and its biases [2 * size] and [hidden_size], or None."""
+    """The weights of one expert: the rows of its gate and then of its up [2 * size, hidden_size], or of its
+    up alone, those of its down [hidden_size, size], and its biases [2 * size] and [hidden_size], or None."""
 
     gate_up: Tensor
     down: Tensor
@@ -98,9 +100,8 @@ class TorchExperts(ReadableExperts, ReplaceableExperts, CopyableExperts):
     """Experts by torch, on any device and of any dtype, one after another."""
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._gate_up = torch.stack(
-            [torch.cat(pair) for pair in zip(weights.gates, weights.ups, strict=True)]
-        )
+        inner = (weights.gates, weights.ups) if weights.gates else (weights.ups,)
+        self._gate_up = torch.stack([torch.cat(parts) for parts in zip(*inner, strict=True)])
         self._down = torch.stack(list(weights.downs))
         self._weights = dataclasses.replace(weights, gates=(), ups=(), downs=())
         self.num_experts, self.hidden_size, _ = self._down.shape
@@ -142,7 +143,10 @@ class TorchExperts(ReadableExperts, ReplaceableExperts, CopyableExperts):
 
 
 def gated(gate_up: Tensor, activation: ExpertActivation, clamp: Clamp) -> Tensor:
-    """Compute the activation of `gate_up` [num_rows, 2 * size], whose first half of columns is gate."""
+    """Compute the activation of `gate_up` [num_rows, 2 * size], whose first half of columns is gate; with
+    `relu2` of ups alone."""
+    if activation == "relu2":
+        return relu2(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)

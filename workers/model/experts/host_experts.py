@@ -106,7 +106,7 @@ class SplitExperts(Experts):
 def split_experts(weights: ExpertWeights, device: torch.device, num_in_host: int) -> SplitExperts:
     """Return experts with `weights` in host memory, of which `device` computes all but `num_in_host`: at
     first those of the lowest numbers."""
-    assert all(it[0].device.type == "cpu" for it in (weights.gates, weights.ups, weights.downs))
+    assert all(it[0].device.type == "cpu" for it in (weights.ups, weights.downs))
     host = make_experts(weights)
     assert isinstance(host, ReadableExperts)
     num_places = host.num_experts - num_in_host
@@ -127,7 +127,7 @@ def _copied(weights: ExpertWeights, count: int, device: torch.device) -> ExpertW
     )
     return dataclasses.replace(
         weights,
-        gates=on_device(weights.gates),
+        gates=on_device(weights.gates) if weights.gates else (),
         ups=on_device(weights.ups),
         downs=on_device(weights.downs),
         gate_up_bias=gate_up_bias,
@@ -138,7 +138,7 @@ def _copied(weights: ExpertWeights, count: int, device: torch.device) -> ExpertW
 def _device_experts(weights: ExpertWeights) -> ReplaceableExperts:
     """Return the experts of the device. On a CPU, which tests take for a device, packed ones could not be
     replaced."""
-    if weights.gates[0].device.type == "cpu":
+    if weights.ups[0].device.type == "cpu":
         return TorchExperts(weights)
     made = make_experts(weights)
     return made if isinstance(made, ReplaceableExperts) else TorchExperts(weights)

@@ -12,16 +12,17 @@ from workers.model.experts.copied_experts import CopiedExperts, with_slots
 from workers.model.experts.copy_slots import CopySlots
 from workers.model.experts.expert_products import CountingExperts, Experts
 from workers.model.experts.host_experts import SplitExperts, split_experts
-from workers.model.experts.make_experts import choose, make_experts
+from workers.model.experts.make_experts import choose, make_experts, make_quantized_experts
 from workers.model.experts.mixture_weights import MixtureWeights, SharedWeights
 from workers.model.experts.packed_experts import PackedExperts
 from workers.model.experts.packed_mixture import PackedMixture
-from workers.model.experts.packed_quantized_experts import packed_quantized_experts
-from workers.model.experts.quantized_experts import QuantizedExperts, QuantizedExpertWeights
+from workers.model.experts.packed_quantized_experts import PackedQuantizedExperts
+from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.router_rule import RouterRule
 from workers.model.experts.routing import Routing
 from workers.model.make_linear import make_linear
 from workers.model.products import GatedActivation, PackedLinear
+from workers.model.relu2 import relu2
 
 
 class ExpertRouter:
@@ -44,18 +45,20 @@ class ExpertRouter:
 
 
 class SharedExperts:
-    """The experts that all tokens share, with their gate if they have one."""
+    """The experts that all tokens share, with their gate if they have one. `activation` is that of their
+    gates; None: they have ups alone, of which `relu2` is taken."""
 
     def __init__(
-        self, weights: SharedWeights, activation: GatedActivation, *, is_deterministic: bool
+        self, weights: SharedWeights, activation: GatedActivation | None, *, is_deterministic: bool
     ) -> None:
+        self._has_gates = activation is not None
         self.gate_up = make_linear(weights.gate_up.parts, gate=activation, is_deterministic=is_deterministic)
         self.down = make_linear(weights.down.parts, is_deterministic=is_deterministic)
         gate = weights.gate
         self.gate = None if gate is None else make_linear(gate.clone(), is_deterministic=is_deterministic)
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = self.down(self.gate_up.gated(x))
+        result = self.down(self.gate_up.gated(x) if self._has_gates else relu2(self.gate_up(x)))
         return result if self.gate is None else _scale_by_sigmoid(result, self.gate(x))
 
 
@@ -70,7 +73,7 @@ class Mixture:
         self,
         weights: MixtureWeights,
         rule: RouterRule,
-        activation: GatedActivation,
+        activation: GatedActivation | None,
         *,
         is_deterministic: bool = False,
     ) -> None:
@@ -116,10 +119,13 @@ class Mixture:
 
     def _packed_mixture(self, weights: MixtureWeights, rule: RouterRule) -> PackedMixture | None:
         experts, router = self._experts, self._router.logits
-        if not isinstance(experts, PackedExperts) or not isinstance(router, PackedLinear):
+        if not isinstance(router, PackedLinear) or router.is_padded:
+            return None
+        if not isinstance(experts, PackedExperts | PackedQuantizedExperts):
             return None
         is_plain = weights.router_norm is None and weights.expert_scale is None
-        if not (self._holds_all and is_plain) or router.is_padded or experts.is_padded:
+        is_padded = isinstance(experts, PackedExperts) and experts.is_padded
+        if not (self._holds_all and is_plain) or is_padded:
             return None
         return PackedMixture(experts.kernels, router, rule, experts, weights.correction)
 
@@ -130,8 +136,8 @@ class Mixture:
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         if self._shared is not None:
             return self(x)
-        if self._packed is not None:
-            self._packed.add_to(hidden, x)
+        if (packed := self._packed_for(x)) is not None:
+            packed.add_to(hidden, x)
             return None
         return self._experts.add_to(hidden, self._normed(x), self._of_rank(x, self.route(x)))
 
@@ -145,9 +151,13 @@ class Mixture:
         return self._experts(self._normed(x), self._of_rank(x, routing))
 
     def _of_experts(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self._packed(x)
+        if (packed := self._packed_for(x)) is not None:
+            return packed(x)
         return self.sum_held(x, self.route(x))
+
+    def _packed_for(self, x: Tensor) -> PackedMixture | None:
+        """Return the router and the experts for the kernels, if these compute rows as of x."""
+        return self._packed if x.dtype in native.DTYPES else None
 
     def _normed(self, x: Tensor) -> Tensor:
         return x if self._norm is None else apply_norm(x, self._norm)
@@ -176,8 +186,7 @@ class Mixture:
 
 def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
     if isinstance(experts := weights.experts, QuantizedExpertWeights):
-        packed = packed_quantized_experts(experts)
-        return packed or QuantizedExperts(experts, is_deterministic=is_deterministic)
+        return make_quantized_experts(experts, is_deterministic=is_deterministic)
     if weights.copies is not None:
         with_copies = with_slots(experts, weights.copies.num_slots)
         return make_experts(with_copies, is_deterministic=is_deterministic)

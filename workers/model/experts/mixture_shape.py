@@ -10,8 +10,8 @@ from workers.model.experts.router_rule import RouterRule
 from workers.model.families.expert_traits import ExpertTraits
 
 # activation(gate) * up; or, of gpt-oss, (clamp(up) + 1) * gate * sigmoid(alpha * gate), with the gate clamped
-# from above.
-ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+# from above; or, of experts without a gate, relu(up) squared.
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 
 _NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Beyond what any model has.
@@ -39,15 +39,21 @@ class MixtureShape(NamedTuple):
     shared_size: int = 0
     clamp: Clamp | None = None
     has_dense_branch: bool = False
+    is_gated: bool = True
+
+    @property
+    def num_products(self) -> int:
+        """The products of an expert: gate, up and down, or the last two."""
+        return 3 if self.is_gated else 2
 
     def weights_of_expert(self, hidden_size: int) -> int:
         """Return the number of weights of one expert."""
-        return 3 * self.size * hidden_size
+        return self.num_products * self.size * hidden_size
 
     def weights_beside(self, hidden_size: int) -> int:
         """Return the number of a layer's weights that every token is multiplied by: those of its router and
         of shared experts."""
-        return (self.rule.num_experts + 3 * self.shared_size) * hidden_size
+        return (self.rule.num_experts + self.num_products * self.shared_size) * hidden_size
 
     def num_touched(self, num_tokens: float) -> float:
         """Return how many experts of a layer so many tokens are expected to choose together, if each chooses
@@ -59,11 +65,20 @@ class MixtureShape(NamedTuple):
 class MixtureReader(ConfigValues):
     """Reads the keys of config.json about experts."""
 
-    def read(self, traits: ExpertTraits, num_layers: int) -> MixtureShape | None:
-        """Read them for a family with these traits; None where no layer has experts."""
-        layers = self._layers(traits, num_layers)
+    def read(
+        self, traits: ExpertTraits, num_layers: int, of_kind: tuple[int, ...] = ()
+    ) -> MixtureShape | None:
+        """Read them for a family with these traits; None where no layer has experts. `of_kind` are the layers
+        with experts where the kinds of layers say so."""
+        layers = self._layers(traits, num_layers, of_kind)
         if not layers:
             return None
+        if self.raw.get("moe_latent_size") is not None:
+            self.refuse(
+                "moe_latent_size", "is not supported: experts that take a latent of the hidden states"
+            )
+        if not traits.names.is_gated and self.raw.get("mlp_bias"):
+            self.refuse("mlp_bias", "is not supported beside experts")
         size = self.count(traits.size_key)
         return MixtureShape(
             self._rule(traits),
@@ -72,6 +87,7 @@ class MixtureReader(ConfigValues):
             self._shared_size(traits, size),
             self._clamp() if traits.gate == "clamped_swiglu" else None,
             traits.branch_norms is not None,
+            traits.names.is_gated,
         )
 
     def _rule(self, traits: ExpertTraits) -> RouterRule:
@@ -136,13 +152,15 @@ class MixtureReader(ConfigValues):
             self.number("swiglu_limit", self.raw, DEFAULT_CLAMP.limit),
         )
 
-    def _layers(self, traits: ExpertTraits, num_layers: int) -> tuple[int, ...]:
+    def _layers(self, traits: ExpertTraits, num_layers: int, of_kind: tuple[int, ...]) -> tuple[int, ...]:
         layers = range(num_layers)
         if traits.layers in ("after_first", "named") and self.raw.get("moe_layer_freq") not in (None, 1):
             self.refuse("moe_layer_freq", "is not 1, the only frequency that is supported")
         match traits.layers:
             case "all":
                 return tuple(layers)
+            case "by_kind":
+                return of_kind
             case "enabled":
                 return tuple(layers) if self.raw.get("enable_moe_block") else ()
             case "if_any":

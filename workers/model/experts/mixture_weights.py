@@ -25,8 +25,8 @@ from workers.model.tensor_files import TensorFiles, WeightSlice
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """The weights of the shared experts, which are one feed-forward; and of the product [1, hidden_size]
-    whose sigmoid multiplies its result, if there is one."""
+    """The weights of the shared experts, which are one feed-forward, of ups alone where experts have no
+    gates; and of the product [1, hidden_size] whose sigmoid multiplies its result, if there is one."""
 
     gate_up: LinearWeights
     down: LinearWeights
@@ -160,7 +160,7 @@ class MixtureWeightReader:
             of_all = kept.downs
             times_factor = ReadWhenTaken(len(of_all), lambda number: scaled(of_all[number], factor))
             others = self._beside_products(stored, shape, held)
-            return QuantizedExpertWeights(kept.gates, kept.ups, times_factor, *others)
+            return QuantizedExpertWeights(kept.gates, kept.ups, times_factor, *others, self._files.dtype)
         gates, ups, downs = stored.products()
         if factor != 1:
             downs, unscaled = ReadWhenTaken(len(downs), lambda number: unscaled[number] * factor), downs
@@ -177,13 +177,14 @@ class MixtureWeightReader:
         if factor != 1 and down_bias is not None:
             down_bias = down_bias * factor
         activation = self._config.activation if shape.clamp is None else "clamped_swiglu"
-        assert activation in ("silu", "gelu_tanh", "clamped_swiglu")
+        assert activation in ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
         return activation, stored.gate_up_bias(), down_bias, shape.clamp or DEFAULT_CLAMP
 
     def _shared(self, names: ExpertNames, block: str, size: int) -> SharedWeights:
         hidden, held = self._hidden_size, part(size, self._tp_rank, self._tp)
         columns, prefix = slice(held.start, held.stop), f"{block}{names.shared}"
-        parts = [ProductRows(f"{prefix}{it}", size, columns) for it in ("gate_proj", "up_proj")]
+        inner = ("gate_proj", "up_proj") if names.is_gated else ("up_proj",)
+        parts = [ProductRows(f"{prefix}{it}", size, columns) for it in inner]
         if names.shared_gate_up:
             parts = fused_rows(f"{prefix}{names.shared_gate_up}", parts)
         gate_up = self._files.product_parts(

@@ -22,7 +22,7 @@ from workers.model.experts.routing import Routing
 from workers.model.products import PANEL, allocate_panels
 
 _HALF = PANEL // 2
-ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu2": 3}
 
 
 class NativeExperts(ctypes.Structure):
@@ -95,18 +95,21 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
 
     def __init__(self, kernels: native.Kernels, weights: ExpertWeights) -> None:
         """Pack the weights from where they are."""
-        self.num_experts = len(weights.gates)
-        size, self.hidden_size = weights.gates[0].shape
-        self._size = size
-        self.dtype = dtype = weights.gates[0].dtype
+        self.num_experts = len(weights.ups)
+        size, self.hidden_size = weights.ups[0].shape
+        self._size, self._is_gated = size, bool(weights.gates)
+        self.dtype = dtype = weights.ups[0].dtype
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
         is_paired = dtype == torch.bfloat16
         self.is_padded = is_paired and self.hidden_size % 2 == 1
         num_inputs, padded_size = self.hidden_size + self.is_padded, size + (is_paired and size % 2)
-        gate_up_panels, down_panels = -(-size // _HALF), -(-self.hidden_size // PANEL)
+        width = _HALF if self._is_gated else PANEL
+        gate_up_panels, down_panels = -(-size // width), -(-self.hidden_size // PANEL)
         self._gate_up = _Panels(self.num_experts, gate_up_panels, num_inputs, dtype, kernels)
-        self._gate_up.pack(weights.gates, _HALF, 0)
-        self._gate_up.pack(weights.ups, _HALF, _HALF)
+        if self._is_gated:
+            self._gate_up.pack(weights.gates, _HALF, 0)
+        self._gate_up.pack(weights.ups, width, PANEL - width)
+        assert self._is_gated or weights.gate_up_bias is None
         self._down = _Panels(self.num_experts, down_panels, padded_size, dtype, kernels)
         self._down.pack(weights.downs, PANEL, 0)
         self._biases = (
@@ -129,9 +132,10 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
         self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
 
-    @property
-    def address(self) -> int:
-        """The address at which the kernels find the experts, while this object lives."""
+    def address_for(self, dtype: torch.dtype) -> int:
+        """Return the address at which the kernels find the experts, for rows of their dtype, while this
+        object lives."""
+        assert dtype == self.dtype, dtype
         return ctypes.addressof(self._experts)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
@@ -156,7 +160,9 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
 
     def _gates_and_ups(self, outputs: Tensor) -> Tensor:
         """Bring outputs of panels [num_panels, PANEL, ...], gates and ups in turn, into the order of gates
-        and then ups, [2 * size, ...]."""
+        and then ups, [2 * size, ...]; ups alone are in it, [size, ...]."""
+        if not self._is_gated:
+            return outputs.flatten(0, 1)[: self._size]
         halves = outputs.view(-1, 2, _HALF, *outputs.shape[2:]).transpose(0, 1).flatten(1, 2)
         return halves[:, : self._size].flatten(0, 1)
 

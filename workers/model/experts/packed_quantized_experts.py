@@ -54,12 +54,15 @@ class PackedQuantizedExperts(CountingExperts):
         self, kernels: native.Kernels, weights: QuantizedExpertWeights, gate_up: PackedForm, down: PackedForm
     ) -> None:
         """Pack the weights, whose forms are `gate_up` and `down`."""
-        self.num_experts = len(weights.gates)
-        size, self.hidden_size = weights.gates[0].shape
-        gate_up_panels, down_panels = -(-size // _HALF), -(-self.hidden_size // PANEL)
+        self.num_experts = len(weights.ups)
+        size, self.hidden_size = weights.ups[0].shape
+        width = _HALF if weights.gates else PANEL
+        gate_up_panels, down_panels = -(-size // width), -(-self.hidden_size // PANEL)
         self._gate_up = _Panels(self.num_experts, gate_up_panels, gate_up)
-        self._gate_up.pack(weights.gates, _HALF, 0)
-        self._gate_up.pack(weights.ups, _HALF, _HALF)
+        if weights.gates:
+            self._gate_up.pack(weights.gates, _HALF, 0)
+        self._gate_up.pack(weights.ups, width, PANEL - width)
+        assert weights.gates or weights.gate_up_bias is None
         self._down = _Panels(self.num_experts, down_panels, down)
         self._down.pack(weights.downs, PANEL, 0)
         self._biases = (
@@ -70,7 +73,13 @@ class PackedQuantizedExperts(CountingExperts):
         self._sizes = self.num_experts, self.hidden_size, size, self.hidden_size
         self._activation, self._clamp = ACTIVATIONS[weights.activation], weights.clamp
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.kernels = kernels
         self._run = kernels.library.tandem_run_experts
+
+    def address_for(self, dtype: torch.dtype) -> int:
+        """Return the address at which the kernels find the experts, for rows of `dtype`, while this object
+        lives."""
+        return ctypes.addressof(self._experts_for(dtype))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         if x.dtype not in native.DTYPES:
@@ -129,7 +138,7 @@ class PackedQuantizedExperts(CountingExperts):
 
 def packed_quantized_experts(weights: QuantizedExpertWeights) -> PackedQuantizedExperts | None:
     """Return the experts by the kernels; None where there are none, or none for these forms."""
-    kernels = native.load() if weights.gates[0].packed.device.type == "cpu" else None
+    kernels = native.load() if weights.ups[0].packed.device.type == "cpu" else None
     if kernels is None:
         return None
     # What is read when it is taken is taken once.

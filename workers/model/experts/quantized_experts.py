@@ -18,7 +18,7 @@ from workers.model.quantization.quantized_weight import QuantizedWeight
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizedExpertWeights:
-    """`ExpertWeights` whose products are quantized, all in one form."""
+    """`ExpertWeights` whose products are quantized, all in one form. Rows are of `dtype`."""
 
     gates: Sequence[QuantizedWeight]
     ups: Sequence[QuantizedWeight]
@@ -27,6 +27,7 @@ class QuantizedExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     clamp: Clamp = DEFAULT_CLAMP
+    dtype: torch.dtype = torch.float32
 
 
 class QuantizedExperts(Experts):
@@ -35,13 +36,14 @@ class QuantizedExperts(Experts):
     def __init__(self, weights: QuantizedExpertWeights, *, is_deterministic: bool = False) -> None:
         """Pack the weights of one expert after another."""
         self._activation, self._clamp = weights.activation, weights.clamp
-        self._gate = None if weights.activation == "clamped_swiglu" else weights.activation
+        activation = weights.activation
+        self._gate = None if activation == "clamped_swiglu" or activation == "relu2" else activation
         self._products: list[tuple[Linear, Linear]] = []
-        for expert in range(len(weights.gates)):
+        for expert in range(len(weights.ups)):
             biases = (None if it is None else it[expert] for it in (weights.gate_up_bias, weights.down_bias))
             gate_up_bias, down_bias = biases
             gate_up = make_linear(
-                (weights.gates[expert], weights.ups[expert]),
+                (*weights.gates[expert : expert + 1], weights.ups[expert]),
                 gate_up_bias,
                 gate=self._gate,
                 is_deterministic=is_deterministic,

@@ -50,7 +50,7 @@ class ReadWhenTaken(Sequence[_Item], Generic[_Item]):
 
 
 class ExpertProducts(NamedTuple):
-    """The weights of experts as `ExpertWeights` has them."""
+    """The weights of experts as `ExpertWeights` has them; no `gates` where experts have none."""
 
     gates: Sequence[Tensor]
     ups: Sequence[Tensor]
@@ -91,7 +91,7 @@ class StoredExperts:
         gate_up = f"{self._block}{self._names.gate_up}"
         if f"{gate_up}_blocks" in self._files:
             return self._quantized(gate_up, f"{self._block}{self._names.down}")
-        if gate_up not in self._files:
+        if not self._names.is_gated or gate_up not in self._files:
             return self._each()
         return self._with_inputs_as_rows() if self._names.is_transposed else self._together()
 
@@ -101,13 +101,15 @@ class StoredExperts:
         found = self._kept_values()
         if found is None:
             return None
-        firsts = found.gates[0], found.ups[0], found.downs[0]
-        if not all(map(has_experts, firsts)):
+        inner = [*found.gates[:1], found.ups[0]]
+        if not all(map(has_experts, (*inner, found.downs[0]))):
             return None
-        return found if are_alike(firsts[:2]) else None
+        return found if are_alike(inner) else None
 
     def _kept_values(self) -> QuantizedProducts | None:
         """Read the products as the checkpoint or the form of weights has them quantized, if either does."""
+        if not self._names.is_gated:
+            return self._kept_each() if self._files.may_quantize else None
         gate_up, down = (f"{self._block}{it}" for it in (self._names.gate_up, self._names.down))
         if f"{gate_up}_blocks" in self._files:
             return self._kept_blocks(gate_up, down) if self._files.form.keeps_stored else None
@@ -124,10 +126,18 @@ class StoredExperts:
         """Read the biases of gates and ups, [num_held, 2 * num_columns], those of gates first."""
         if not self._names.gate_up_bias:
             return None
+        return torch.cat([half[:, self._columns] for half in self._gate_and_up_bias()], 1)
+
+    def _gate_and_up_bias(self) -> Sequence[Tensor]:
+        """Read the biases of gates and of ups, [num_held, size] each."""
+        names = self._names
+        each = [f"{self._block}{it}" for it in (names.gate_bias, names.up_bias)]
+        if each[0] in self._files:
+            shape = (self._num_experts, self._size)
+            return [self._files.tensor(it, shape, self._experts) for it in each]
         shape = (self._num_experts, 2 * self._size)
-        bias = self._files.tensor(f"{self._block}{self._names.gate_up_bias}", shape, self._experts)
-        halves = (bias[:, ::2], bias[:, 1::2]) if self._names.is_transposed else bias.chunk(2, 1)
-        return torch.cat([half[:, self._columns] for half in halves], 1)
+        bias = self._files.tensor(f"{self._block}{names.gate_up_bias}", shape, self._experts)
+        return (bias[:, ::2], bias[:, 1::2]) if names.is_transposed else bias.chunk(2, 1)
 
     def down_bias(self) -> Tensor | None:
         """Read the biases of downs, [num_held, hidden_size]."""
@@ -152,7 +162,7 @@ class StoredExperts:
             return ReadWhenTaken(len(names), lambda place: self._files.tensor(names[place], shape, *slices))
 
         return ExpertProducts(
-            each(self._names.each_gate, inner, self._columns),
+            each(self._names.each_gate, inner, self._columns) if self._names.is_gated else (),
             each(self._names.each_up, inner, self._columns),
             each(self._names.each_down, outer, slice(None), self._columns),
         )
@@ -166,7 +176,7 @@ class StoredExperts:
 
         self._leave_others()
         return self._kept(
-            each(self._names.each_gate, inner, self._columns, _ALL),
+            each(self._names.each_gate, inner, self._columns, _ALL) if self._names.is_gated else [],
             each(self._names.each_up, inner, self._columns, _ALL),
             each(self._names.each_down, outer, _ALL, self._columns),
         )
@@ -190,7 +200,7 @@ class StoredExperts:
     ) -> QuantizedProducts | None:
         """Return weights each of which is read when it is taken; None where the first expert's are not
         quantized. All experts have one format."""
-        if any(self._files.quantized(slices[0]) is None for slices in (gates, ups, downs)):
+        if any(self._files.quantized(first) is None for first in (*gates[:1], ups[0], downs[0])):
             return None
 
         def of(slices: list[WeightSlice]) -> ReadWhenTaken[QuantizedWeight]:
@@ -229,9 +239,9 @@ class StoredExperts:
 
     def _leave_others(self) -> None:
         names = self._names
+        each = [it for it in (names.each_gate, names.each_up, names.each_down) if it]
         for expert in set(range(self._num_experts)).difference(self._held):
-            for name in (names.each_gate, names.each_up, names.each_down):
-                self._files.left.add(f"{self._block}{name.format(expert=expert)}")
+            self._files.left.update(f"{self._block}{name.format(expert=expert)}" for name in each)
 
     def _together(self) -> ExpertProducts:
         names = (f"{self._block}{self._names.gate_up}", f"{self._block}{self._names.down}")

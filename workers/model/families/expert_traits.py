@@ -10,8 +10,9 @@ from workers.model.experts.router_rule import GroupScore, Scoring
 # Which layers have experts: all; all where `enable_moe_block` is set, else none; all where the number of
 # experts is not 0; every `decoder_sparse_step`-th that is not in `mlp_only_layers`; those from
 # `first_k_dense_replace` on; those that `mlp_layer_types` says, or else the same; or every
-# `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`.
-ExpertLayers = Literal["all", "enabled", "if_any", "stepped", "after_first", "named", "interval"]
+# `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`; or those of the kind of
+# layers with experts, in families whose layers are of one block each.
+ExpertLayers = Literal["all", "enabled", "if_any", "stepped", "after_first", "named", "interval", "by_kind"]
 # What an expert does between its products: the activation of the family's other feed-forwards, or
 # `clamped_swiglu`, which has keys of its own.
 ExpertGate = Literal["activation", "clamped_swiglu"]
@@ -21,9 +22,9 @@ ExpertGate = Literal["activation", "clamped_swiglu"]
 class ExpertNames:
     """The names of a layer's tensors of experts, without the `block` that they begin with; "": there is none.
 
-    The products of an expert are a tensor each, with {expert} in their names, or those of all experts are in
-    one tensor: `gate_up` [num_experts, 2 * size, hidden_size], the rows of a gate first, and `down`
-    [num_experts, hidden_size, size]."""
+    The products of an expert are a tensor each, with {expert} in their names (`each_gate` "": experts have no
+    gates), or those of all experts are in one tensor: `gate_up` [num_experts, 2 * size, hidden_size], the
+    rows of a gate first, and `down` [num_experts, hidden_size, size]."""
 
     block: str = "mlp."
     router: str = "gate.weight"
@@ -35,8 +36,10 @@ class ExpertNames:
     each_down: str = "experts.{expert}.down_proj.weight"
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
-    # Biases of these, one row for each expert.
+    # Biases of these, one row for each expert: of gates and ups together, or else of each.
     gate_up_bias: str = ""
+    gate_bias: str = ""
+    up_bias: str = ""
     down_bias: str = ""
     # These tensors have inputs as rows, and the outputs of gate and up, as columns, take turns; quantized to
     # MXFP4, in tensors with _blocks and _scales after these names, outputs are rows that take turns.
@@ -52,6 +55,11 @@ class ExpertNames:
     # and the factors of the weights of chosen experts, one for each.
     router_norm: str = ""
     expert_scale: str = ""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have gates beside their ups."""
+        return bool(self.each_gate)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ FAMILY = Family(
             router="router.weight",
             router_bias="router.bias",
             gate_up_bias="experts.gate_up_proj_bias",
+            gate_bias="experts.gate_proj_bias",
+            up_bias="experts.up_proj_bias",
             down_bias="experts.down_proj_bias",
             is_transposed=True,
         ),

@@ -1,14 +1,18 @@
-"""Nemotron-H: layers of one block each, of Mamba-2, of attention without rotary embedding, or a feed-forward
-without a gate."""
+"""Nemotron-H and Nemotron 3: layers of one block each, of Mamba-2, of attention without rotary embedding, a
+feed-forward without a gate, or experts without gates."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from workers.model.families.deepseek_v3 import CORRECTED
+from workers.model.families.expert_traits import ExpertNames
 from workers.model.families.family import Family, NormNames, Rotary, TensorTraits
 from workers.model.state.mamba2_shape import Mamba2Traits
 
 FAMILY = Family(
     "nemotron_h",
-    "Nemotron-H 8B, 47B and 56B, Nemotron Nano 2 9B and 12B",
+    "Nemotron-H 8B, 47B and 56B, Nemotron Nano 2 9B and 12B, Nemotron 3 Nano 30B-A3B",
     ("NemotronHForCausalLM",),
     defaults={
         "vocab_size": 131072,
@@ -27,6 +31,10 @@ FAMILY = Family(
         "n_groups": 8,
         "conv_kernel": 4,
         "use_conv_bias": True,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "norm_topk_prob": True,
     },
     key_aliases={
         "mamba_n_groups": "n_groups",
@@ -45,6 +53,21 @@ FAMILY = Family(
     activation="mlp_hidden_act",
     is_gated=False,
     has_single_blocks=True,
+    experts=dataclasses.replace(
+        CORRECTED,
+        names=ExpertNames(
+            block="mixer.",
+            correction="gate.e_score_correction_bias",
+            each_gate="",
+            gate_up="",
+            down="",
+            shared="shared_experts.",
+        ),
+        num_experts=8,
+        layers="by_kind",
+        shared_size_key="moe_shared_expert_intermediate_size",
+        num_shared_key="",
+    ),
     state=Mamba2Traits(
         "mixer.",
         heads_key="mamba_num_heads",

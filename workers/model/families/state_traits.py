@@ -20,6 +20,10 @@ class StateTraits(ABC):
         """Return the number of layers where other keys than `num_hidden_layers` say it."""
         return None
 
+    def expert_layers(self, values: ConfigValues, num_layers: int) -> tuple[int, ...]:
+        """Return the layers that are experts alone; none in most families."""
+        return ()
+
     @abstractmethod
     def read(self, values: ConfigValues, num_layers: int) -> StateShape | None:
         """Read the keys; None where no layer keeps a state. Raises `CheckpointError`, naming the key, for

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from workers.errors import CheckpointError
+from workers.model.gguf.gguf_experts import expert_traits_of, experts_config
 from workers.model.gguf.gguf_file import F32_TYPE, GgufFile
 from workers.model.gguf.gguf_gemma4 import END_TEXTS, gemma4_config
 from workers.model.gguf.gguf_keys import GgufKeys
@@ -18,7 +19,16 @@ from workers.model.gguf.gguf_keys import GgufKeys
 _F16_TYPE = 1
 # Texts of tokens that end an answer, whether the metadata says so or not.
 _END_TEXTS = frozenset(
-    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|return|>",
+        "<|call|>",
+    }
 )
 _CONTROL, _USER_DEFINED = 3, 4
 # Checkpoints of the Llama 3 family and what they were stretched from.
@@ -27,8 +37,9 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _GEMMA2_PERIOD, _GEMMA3_PERIOD = 2, 6
 _SMOLLM3_PERIOD = 4
 _COHERE2_PERIOD = 4
+_GPT_OSS_PERIOD = 2
 # Heads are rotated in part, or may be.
-_PARTIAL = ("phi3", "glm4", "cohere2", "stablelm")
+_PARTIAL = ("phi3", "glm4", "cohere2", "stablelm", "glm4moe")
 # Layers differ in their heads and in the size of their feed-forward.
 _UNLIKE_LAYERS = ("gemma4",)
 
@@ -36,13 +47,15 @@ _UNLIKE_LAYERS = ("gemma4",)
 class Architecture(NamedTuple):
     """How `general.architecture` is called in config.json. `is_permuted`: the rows of queries and keys are in
     another order than in transformers. `norm_shift` is what the file has added to the weights of norms.
-    `is_layer_norm`: norms are LayerNorms."""
+    `is_layer_norm`: norms are LayerNorms. `experts_key`: the key of the number of experts, "": there are
+    none."""
 
     class_name: str
     model_type: str
     is_permuted: bool = False
     norm_shift: float = 0.0
     is_layer_norm: bool = False
+    experts_key: str = ""
 
 
 ARCHITECTURES = {
@@ -60,8 +73,18 @@ ARCHITECTURES = {
     "command-r": Architecture("CohereForCausalLM", "cohere", is_layer_norm=True),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", is_layer_norm=True),
     "stablelm": Architecture("StableLmForCausalLM", "stablelm", is_layer_norm=True),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", experts_key="num_experts"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", experts_key="num_experts"),
+    "olmoe": Architecture("OlmoeForCausalLM", "olmoe", experts_key="num_experts"),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", "granitemoe", is_permuted=True, experts_key="num_local_experts"
+    ),
+    "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", experts_key="num_local_experts"),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", "glm4_moe", experts_key="n_routed_experts"),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", experts_key="moe_num_experts"),
 }
 _MISTRAL = Architecture("MistralForCausalLM", "mistral", is_permuted=True)
+_MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", is_permuted=True, experts_key="num_local_experts")
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -72,6 +95,8 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{file.path}: general.architecture {name[:100]!r} is not supported; take a model of one of "
             f"{', '.join(ARCHITECTURES)}"
         )
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        return _MIXTRAL
     return ARCHITECTURES[name]
 
 
@@ -116,7 +141,7 @@ class _ConfigMaker(GgufKeys):
         self._architecture = architecture_of(file)
 
     def make(self) -> dict[str, Any]:
-        num_heads, num_layers = self.count("attention.head_count"), self.count("block_count")
+        num_heads, num_layers = self.count("attention.head_count"), self.num_layers
         hidden_size = self.count("embedding_length")
         rotated = self.count("rope.dimension_count", hidden_size // num_heads)
         whole = hidden_size // num_heads if self.name in _PARTIAL else rotated
@@ -126,7 +151,7 @@ class _ConfigMaker(GgufKeys):
             "model_type": self._architecture.model_type,
             "vocab_size": self._vocab_size(),
             "hidden_size": hidden_size,
-            "intermediate_size": self._count_of_first("feed_forward_length"),
+            "intermediate_size": self._feed_forward_size(),
             "num_hidden_layers": num_layers,
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._count_of_first("attention.head_count_kv", num_heads),
@@ -145,6 +170,8 @@ class _ConfigMaker(GgufKeys):
             config["rope_scaling"] = scaling
         family: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self.name.replace('-', '_')}")
         config |= family(config)
+        if traits := self._architecture.experts_key and expert_traits_of(self._architecture.class_name):
+            config |= experts_config(self, traits, self._architecture.experts_key)
         return config | generation_config_of(self.file)
 
     def _count_of_first(self, key: str, default: int | None = None) -> int:
@@ -152,6 +179,13 @@ class _ConfigMaker(GgufKeys):
         if self.name in _UNLIKE_LAYERS:
             return self.counts(key, default)[0]
         return self.count(key, default)
+
+    def _feed_forward_size(self) -> int:
+        """Return the size of feed-forwards; that of experts, which replaces it, where no layer has one."""
+        key = "feed_forward_length"
+        if self._architecture.experts_key and not self.get(key):
+            key = "expert_feed_forward_length"
+        return self._count_of_first(key)
 
     def _norm_eps(self) -> dict[str, float]:
         if self._architecture.is_layer_norm:
@@ -221,6 +255,8 @@ class _ConfigMaker(GgufKeys):
     # -------------------------------------------------------------------------------------- families
 
     def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self._architecture is _MIXTRAL:
+            return {"sliding_window": self.get("attention.sliding_window") or None}
         if (window := self.get("attention.sliding_window")) is not None:
             names = {"architectures": [_MISTRAL.class_name], "model_type": _MISTRAL.model_type}
             return names | {"sliding_window": window}
@@ -329,6 +365,36 @@ class _ConfigMaker(GgufKeys):
             "partial_rotary_factor": rotated / config["head_dim"],  # without it, that of the family is half
             "attention_bias": self.has("attn_q.bias"),
         }
+
+    def _qwen2moe(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self._qwen2(config) | {"qkv_bias": self.has("attn_q.bias")}
+
+    _qwen3moe = _qwen3
+
+    def _olmoe(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self.get("attention.clamp_kqv"):
+            self.refuse("attention.clamp_kqv", self.get("attention.clamp_kqv"), "absent, as in OLMoE")
+        return {"attention_bias": self.has("attn_q.bias")}
+
+    _granitemoe = _granite
+
+    def _gpt_oss(self, config: dict[str, Any]) -> dict[str, Any]:
+        scaling = config.get("rope_scaling") or {"rope_type": "default"}
+        return {
+            "rope_scaling": scaling | {"truncate": False},
+            "attention_bias": self.has("attn_q.bias"),
+            "sliding_window": self.count("attention.sliding_window"),
+            "layer_types": self._layer_kinds(config, _GPT_OSS_PERIOD),
+        }
+
+    def _glm4moe(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self._glm4(config) | {
+            "use_qk_norm": self.has("attn_q_norm.weight"),
+            "num_nextn_predict_layers": 0,
+        }
+
+    def _ernie4_5_moe(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"use_bias": self.has("attn_q.bias")}
 
     def _command_r(self, config: dict[str, Any]) -> dict[str, Any]:
         return self._cohere() | {"use_qk_norm": self.has("attn_q_norm.weight")}

@@ -15,7 +15,7 @@ from workers.model.gguf.gguf_names import WrittenTensor
 from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 
 # The matrices of a layer whose rows are one product, and those of another.
-_PARTS = re.compile(r"(.*)\.(?:(?P<qkv>[qkv])_proj|(?P<gate_up>gate|up)_proj)\.weight")
+_PARTS = re.compile(r"(.*)\.(?:(?P<qkv>[qkv])_proj|(?P<gate_up>gate_proj|up_proj|w[13]))\.weight")
 # Values of codes of 4 bits as codes of 8 bits, which count in steps of so many scales.
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)

@@ -28,6 +28,11 @@ class GgufKeys:
             self.refuse(key, value, "a positive integer that is equal in all layers")
         return value
 
+    @property
+    def num_layers(self) -> int:
+        """The layers of the model, without those behind them that predict further tokens."""
+        return self.count("block_count") - self.count_or_none("nextn_predict_layers")
+
     def count_or_none(self, key: str) -> int:
         """Return a count of this architecture; 0 where the key is missing or 0."""
         return self.count(key) if self.get(key) else 0

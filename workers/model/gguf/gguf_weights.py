@@ -139,12 +139,13 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def _pieces(tensor: WrittenTensor) -> Iterator[Bytes]:
     """Iterate over the rows that are written, [num_rows, num_stored_bytes], some at a time."""
     source = tensor.source
-    num_rows = source.shape[0] if len(source.shape) == 2 else 1
+    num_rows = math.prod(source.shape[:-1])
     stored: Bytes = np.memmap(
         source.part, np.uint8, "r", source.offset, (num_rows, _num_stored_bytes(source) // num_rows)
     )
-    if tensor.row is not None:
-        stored, num_rows = stored[tensor.row : tensor.row + 1], 1
+    if tensor.part is not None:
+        num_rows //= source.shape[0]
+        stored = stored[tensor.part * num_rows :][:num_rows]
     step = max(1, _PIECE_BYTES // (4 * source.shape[-1]))
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
@@ -172,7 +173,8 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
 def _num_stored_bytes(tensor: GgufTensor) -> int:
     block_items, block_bytes = GGML_QUANT_SIZES[_kind(tensor)]
     num_items = math.prod(tensor.shape)
-    if not tensor.shape or len(tensor.shape) > 2 or num_items == 0 or tensor.shape[-1] % block_items:
+    most = 3 if tensor.name.endswith("_exps.weight") else 2
+    if not 0 < len(tensor.shape) <= most or num_items == 0 or tensor.shape[-1] % block_items:
         raise CheckpointError(
             f"{tensor.part}: tensor {tensor.name[:100]} has shape {list(tensor.shape)}; download it again"
         )

@@ -14,13 +14,14 @@
 #include "layer_ops.h"
 #include "quantized_products.h"
 
-enum ExpertActivation : int64_t { EXPERT_SILU = 0, EXPERT_GELU = 1, EXPERT_CLAMPED = 2 };
+enum ExpertActivation : int64_t { EXPERT_SILU = 0, EXPERT_GELU = 1, EXPERT_CLAMPED = 2, EXPERT_RELU2 = 3 };
 
 // Panels as of `LinearWeights`, those of each expert anywhere. Of bfloat16, `num_inputs` and `size` are even: what was
 // added to make them so is zero. Biases cover whole panels. `workers/model/experts/packed_experts.py` has the same
 // structure.
 struct Experts {
-  const void* const* gate_up_panels;  // [num_experts]: [num_inputs] to `size` gates and ups, 16 of each in a panel
+  // [num_experts]: [num_inputs] to `size` gates and ups, 16 of each in a panel; with EXPERT_RELU2 to ups, 32 in each
+  const void* const* gate_up_panels;
   const void* const* down_panels;     // [num_experts]: [size] to [num_outputs]
   const void* gate_up_bias;           // [num_experts, panels, 32] in the order of the panels' outputs, or null
   const void* down_bias;              // [num_experts, panels, 32] or null
@@ -167,7 +168,10 @@ class ExpertChunk {
     }
   };
 
-  int64_t gate_up_panels() const { return (2 * experts_.size + PANEL - 1) / PANEL; }
+  bool is_gated() const { return experts_.activation != EXPERT_RELU2; }
+  // The columns between the products that a panel of gates and ups, or of ups alone, computes.
+  int64_t panel_columns() const { return is_gated() ? PANEL / 2 : PANEL; }
+  int64_t gate_up_panels() const { return (experts_.size + panel_columns() - 1) / panel_columns(); }
   int64_t down_panels() const { return (experts_.num_outputs + PANEL - 1) / PANEL; }
   // The sums of a panel's outputs, [num_rows, 32], from a row on.
   float* totals_of(int64_t number, int64_t row) const { return totals_ + (number * num_rows_ + row) * PANEL; }
@@ -216,7 +220,7 @@ class ExpertChunk {
     auto prepare = [](const ExpertTask&, int64_t, int64_t, int64_t) {};
     auto finish = [&](const ExpertTask& task, int64_t first, int64_t count, int64_t number, const float* sums) {
       const T* bias = bias_of(experts_.gate_up_bias, task, gate_up_panels(), number);
-      int64_t column = number * PANEL / 2;
+      int64_t column = number * panel_columns();
       finish_gated(sums, count, bias, size - column, gated_ + (task.entry + first) * size + column);
     };
     if (const QuantizedPanels* form = experts_.gate_up_form)
@@ -355,7 +359,18 @@ class ExpertChunk {
       widen_row(from, k, to);
   }
 
+  // Squares what is positive of ups, [count, 32], which have no bias.
+  void finish_squared(const float* sums, int64_t count, int64_t columns, T* out) const {
+    for (int64_t m = 0; m < count; m++, sums += PANEL, out += experts_.size) {
+      for_vectors(std::min(PANEL, columns), [&](int64_t i, auto width) {
+        Vec up = rounded<T>(load(sums + i)), positive = vmax(broadcast(0), up);  // NaN stays
+        store_part(positive * positive, out + i, width);
+      });
+    }
+  }
+
   void finish_gated(const float* sums, int64_t count, const T* bias, int64_t columns, T* out) const {
+    if (!is_gated()) return finish_squared(sums, count, columns, out);
     if (experts_.activation != EXPERT_CLAMPED)
       return finish_gates(sums, count, bias, columns, out, experts_.size, experts_.activation == EXPERT_GELU);
     // The second of two operands is returned where one is NaN.

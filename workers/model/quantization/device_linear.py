@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.products import GatedActivation, Linear, ScaledLinear, gate_mul
+from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 
 # The first compute capability whose tensor cores multiply float8.
@@ -66,9 +67,9 @@ class DeviceQuantizedLinear(Linear):
         from workers.model.cuda import quantized_product
 
         self._kernels = quantized_product
-        self._weight, self._bias, self._gate = weight, bias, gate
+        self._weight, self._bias, self._gate = DeviceWeight.of(weight), bias, gate
         self._is_fixed = is_deterministic
-        self._has_integers = quantized_product.multiplies_integers(weight)
+        self._has_integers = quantized_product.multiplies_integers(self._weight)
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:

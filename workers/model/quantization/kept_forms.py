@@ -22,8 +22,7 @@ def has_products(weight: QuantizedWeight) -> bool:
 
 
 def has_experts(weight: QuantizedWeight) -> bool:
-    """Whether experts with weights of this form can be computed where the weight is: one after another, as
-    the host sees which are chosen."""
+    """Whether experts with weights of this form can be computed where the weight is."""
     return weight.packed.device.type in EXPERTS_ON and weight.order is None and has_products(weight)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model.quantization.exact_scales import common_zero, exact_dtype
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight, decoded_values
 
 PANEL = 32
@@ -42,6 +43,7 @@ class ScaleKind(enum.IntEnum):
 
 
 _DTYPES = {ScaleKind.FLOAT: torch.float32, ScaleKind.BF16: torch.bfloat16, ScaleKind.F16: torch.float16}
+_SCALE_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _KINDS = {Codes.INT8: CodeKind.INT8, Codes.E4M3: CodeKind.E4M3}
 
 
@@ -137,18 +139,13 @@ def _scales(weight: QuantizedWeight) -> Tensor:
 
 def _scale_kind(scales: Sequence[Tensor]) -> ScaleKind:
     """Return the smallest elements that hold all these numbers exactly."""
-    for kind in (ScaleKind.BF16, ScaleKind.F16):
-        if all(torch.equal(it.to(_DTYPES[kind]).float(), it) for it in scales):
-            return kind
-    return ScaleKind.FLOAT
+    return _SCALE_KINDS[exact_dtype(scales)]
 
 
 def _common_zero(weights: Sequence[QuantizedWeight]) -> int | None:
     """Return the code that means 0 in all groups, where there is one of 4 bits: the table then holds what
     offsets would add."""
-    if weights[0].codes is not Codes.UINT4 or any(it.offsets is None for it in weights):
+    offsets = [it.offsets for it in weights if it.offsets is not None]
+    if len(offsets) < len(weights):
         return None
-    for zero in (8, 7):
-        if all(it.offsets is not None and torch.equal(it.offsets, it.scales * -zero) for it in weights):
-            return zero
-    return None
+    return common_zero(weights[0].codes, [it.scales for it in weights], offsets)

@@ -153,7 +153,7 @@ def packed_quantized(
 ) -> PackedQuantizedLinear | None:
     """Return the product by the kernels; None where there are none, or none for this form."""
     kernels = native.load() if weights[0].packed.device.type == "cpu" else None
-    whole = QuantizedWeight.joined(weights)
+    whole = weights[0] if len(weights) == 1 else QuantizedWeight.joined(weights)
     if kernels is None or whole is None:
         return None
     form = PackedForm.of([whole])

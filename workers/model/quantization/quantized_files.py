@@ -62,12 +62,12 @@ class QuantizedTensorFiles(TensorFiles):
     def may_quantize(self) -> bool:
         return self.form.keeps_stored or super().may_quantize
 
-    def quantized(self, part: WeightSlice) -> QuantizedWeight | None:
+    def quantized(self, part: WeightSlice, *, is_table: bool = False) -> QuantizedWeight | None:
         if not self.form.keeps_stored:
-            return super().quantized(part)
+            return super().quantized(part, is_table=is_table)
         if not self.is_quantized(part.name):
             return None
-        return columns_of(self._rows(part.name, part.shape, part.rows, part.expert), part.columns)
+        return columns_of(self._stored_rows(part.name, part.shape, part.rows, part.expert), part.columns)
 
     def _dequantized(
         self,
@@ -79,11 +79,13 @@ class QuantizedTensorFiles(TensorFiles):
     ) -> Tensor:
         """Read the slices of a weight, of the expert where there are several."""
         rows, columns = (*slices, _ALL, _ALL)[:2]
-        of_rows = self._rows(name, shape, rows, expert)
+        of_rows = self._stored_rows(name, shape, rows, expert)
         part = columns_of(of_rows, columns)
         return of_rows.dequantized(dtype)[:, columns] if part is None else part.dequantized(dtype)
 
-    def _rows(self, name: str, shape: tuple[int, ...], rows: slice, expert: int | None) -> QuantizedWeight:
+    def _stored_rows(
+        self, name: str, shape: tuple[int, ...], rows: slice, expert: int | None
+    ) -> QuantizedWeight:
         product = product_of(name)
         stored = self._scheme.format_of(product)
         if stored is None:

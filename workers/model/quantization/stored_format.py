@@ -8,6 +8,8 @@ import re
 
 # The class by which configurations mean all linear products.
 _LINEAR = "Linear"
+# What regular expressions begin with.
+_PATTERN = "re:"
 # No row of a product's weight is taken for shorter, where memory is computed.
 _ROW = 256
 
@@ -83,10 +85,18 @@ class TargetedFormat:
 
     targets: tuple[str, ...]
     format: StoredFormat
+    # The targets that are names, of which each product of each expert may have one, and the others.
+    _names: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False)
+    _patterns: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        patterns = [it.removeprefix(_PATTERN) for it in self.targets if it.startswith(_PATTERN)]
+        object.__setattr__(self, "_names", frozenset(self.targets))
+        object.__setattr__(self, "_patterns", tuple(patterns))
 
     def names(self, product: str) -> bool:
         """Whether a target names the product itself."""
-        return any(_matches(target, product) for target in self.targets)
+        return product in self._names or any(re.match(it, product) for it in self._patterns)
 
     @property
     def has_all(self) -> bool:
@@ -123,12 +133,6 @@ class QuantizationScheme:
 def of_all(method: str, stored: StoredFormat) -> QuantizationScheme:
     """Return the scheme in which all quantized products have one format."""
     return QuantizationScheme(method, (TargetedFormat((_LINEAR,), stored),))
-
-
-def _matches(target: str, product: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), product) is not None
-    return target == product
 
 
 # What stands behind the plain name of a weight in the names of the tensors that hold it.

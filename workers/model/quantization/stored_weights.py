@@ -16,7 +16,7 @@ from workers.model.tensor_files import TensorFiles
 
 _FLOATS = ("F32", "F16", "BF16")
 _SCALES = (*_FLOATS, "F8_E8M0", "F8_E4M3", "U8")
-_CODES = {
+CODES = {
     CodeType.INT4: Codes.UINT4,
     CodeType.INT8: Codes.INT8,
     CodeType.FP8: Codes.E4M3,
@@ -78,7 +78,7 @@ class StoredWeight:
         if f"{name}_offsets" in self._files:
             offsets = self._mapped(f"{name}_offsets", of_groups, (rows,), ("F32",))
         return QuantizedWeight(
-            _CODES[self._stored.codes],
+            CODES[self._stored.codes],
             self._mapped(f"{name}_codes", (num_outputs, num_bytes), (rows,), ("U8",)),
             self._mapped(f"{name}_scales", of_groups, (rows,), ("F32",)),
             group,
@@ -103,7 +103,7 @@ class StoredWeight:
                 offsets = offsets.repeat_interleave(factor, 1)[:, :num_kept]
             group = finer
         return QuantizedWeight(
-            _CODES[self._stored.codes],
+            CODES[self._stored.codes],
             packed,
             scales.contiguous(),
             group,

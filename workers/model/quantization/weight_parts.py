@@ -72,6 +72,17 @@ def rows_at(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
     )
 
 
+def are_equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether two weights have the same codes, scales and offsets, of the same form."""
+    if (one.codes, one.group, one.shape) != (other.codes, other.group, other.shape):
+        return False
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("packed", "scales", "offsets", "order")]
+    return all(
+        ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+        for ours, theirs in pairs
+    )
+
+
 def scaled(weight: QuantizedWeight, factor: float) -> QuantizedWeight:
     """Return the weight times a factor."""
     if factor == 1:

@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from workers.model.linear_weights import LinearWeights, are_tensors
+from workers.model.linear_weights import LinearWeights, are_quantized, are_tensors
 from workers.model.norm import Norm
+from workers.model.quantization.kept_forms import are_alike
 from workers.model.split_products import ProductRows, SplitProducts
 from workers.model.state.delta_mixer import DeltaMixer
 from workers.model.state.delta_rule import DeltaWeights
@@ -18,7 +19,7 @@ from workers.model.state.state_weights import StateWeightReader, StateWeights
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeltaLayerWeights(StateWeights):
-    """The weights of a layer: `input` has the rows of the channels, of the gates, of the betas and of the
+    """The weights of a layer: `inputs` have the rows of the channels, of the gates, of the betas and of the
     decays, of the `heads` that the rank holds; `kernel` float32 [num_channels, kernel_size]; `rates`,
     `biases` float32 [num_value_heads] and `norm_weight` float32 [value_dim] are those of `DeltaWeights`."""
 
@@ -50,7 +51,7 @@ class DeltaWeightReader(StateWeightReader):
         heads, num_heads = shape.heads, (shape.heads.num_value_heads,)
         columns = slice(held.start * heads.value_dim, held.stop * heads.value_dim)
         return DeltaLayerWeights(
-            self._fused_input(prefix) if shape.is_fused else self._input(prefix),
+            self._fused_inputs(prefix) if shape.is_fused else self._inputs(prefix),
             products.of_inputs(f"{prefix}out_proj", heads.num_values, columns, has_bias=False),
             products.files.dtype,
             self._heads,
@@ -72,7 +73,7 @@ class DeltaWeightReader(StateWeightReader):
             rows += [queries, keys, slice(value, value + num_values)]
         return rows
 
-    def _input(self, prefix: str) -> LinearWeights:
+    def _inputs(self, prefix: str) -> tuple[LinearWeights, ...]:
         """Join the products of each kind."""
         heads, held = self._shape.heads, self._value_heads
         qkv, z = f"{prefix}in_proj_qkv", f"{prefix}in_proj_z"
@@ -82,7 +83,7 @@ class DeltaWeightReader(StateWeightReader):
         few = [ProductRows(f"{prefix}in_proj_{it}", heads.num_value_heads, held) for it in "ba"]
         return self._joined(parts, few)
 
-    def _fused_input(self, prefix: str) -> LinearWeights:
+    def _fused_inputs(self, prefix: str) -> tuple[LinearWeights, ...]:
         """Join what each key head has in the two products."""
         heads, num_values = self._shape.heads, self._shape.heads.values_per_key
         width, num_channels = heads.channels_per_key + num_values * heads.value_dim, heads.channels_per_key
@@ -97,12 +98,14 @@ class DeltaWeightReader(StateWeightReader):
             [ProductRows(few, num_few, slice(first, first + num_values)) for first in firsts],
         )
 
-    def _joined(self, many: list[ProductRows], few: list[ProductRows]) -> LinearWeights:
-        """Join the rows of two lists, tensors of the second in one part: it has few of each head."""
-        product = self._products.of_outputs([*many, *few], has_bias=False)
-        if not are_tensors(product.parts):
-            return product
-        return LinearWeights((*product.parts[: len(many)], torch.cat(product.parts[len(many) :])), None)
+    def _joined(self, many: list[ProductRows], few: list[ProductRows]) -> tuple[LinearWeights, ...]:
+        """Join the rows of two lists, tensors of the second in one part: it has few of each head. Where one
+        alone is quantized, as checkpoints have it, or in another form, they stay two products."""
+        first, second = (self._products.of_outputs(it, has_bias=False) for it in (many, few))
+        if are_tensors(first.parts) and are_tensors(second.parts):
+            return (LinearWeights((*first.parts, torch.cat(second.parts)), None),)
+        parts = (*first.parts, *second.parts)
+        return (LinearWeights(parts, None),) if are_quantized(parts) and are_alike(parts) else (first, second)
 
     def _kernel(self, name: str) -> Tensor:
         """Read the rows of a convolution in the order of the channels that the rank holds."""

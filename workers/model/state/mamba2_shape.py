@@ -127,10 +127,13 @@ class Mamba2Traits(StateTraits):
         given = listed if isinstance(listed, list) else pattern
         return len(given) if isinstance(given, list | str) and self.pattern_key else None
 
+    def expert_layers(self, values: ConfigValues, num_layers: int) -> tuple[int, ...]:
+        return layers_of(self._kinds(values, num_layers), "experts")
+
     def read(self, values: ConfigValues, num_layers: int) -> Mamba2Shape | None:
         kinds = self._kinds(values, num_layers)
-        if "experts" in kinds:
-            values.refuse(self._given_key(values), "has experts without a gate, which are not supported")
+        if "experts" in kinds and not self.pattern_key:
+            values.refuse(self.layers_key, "has layers of experts alone, which this family has not")
         if "state" not in kinds:
             return None
         if values.raw.get(self.activation_key) not in ("silu", "swish"):
@@ -153,10 +156,6 @@ class Mamba2Traits(StateTraits):
             bool(values.raw.get(self.bias_key)),
             self._limits(values),
         )
-
-    def _given_key(self, values: ConfigValues) -> str:
-        is_listed = values.raw.get(self.layers_key) is not None or not self.pattern_key
-        return self.layers_key if is_listed else self.pattern_key
 
     def _kinds(self, values: ConfigValues, num_layers: int) -> list[LayerKind]:
         if (kinds := named_kinds(values, self.layers_key, num_layers, _NAMES)) is not None:

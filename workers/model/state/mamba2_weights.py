@@ -18,7 +18,7 @@ from workers.model.state.state_weights import StateWeightReader, StateWeights
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mamba2Weights(StateWeights):
-    """The weights of a layer: `input` has the rows of the gates, of the channels of heads, of both kinds of
+    """The weights of a layer: `inputs` has the rows of the gates, of the channels of heads, of both kinds of
     channels of groups, and of the time steps. `kernel` float32 [num_channels, kernel_size] and `conv_bias`
     [num_channels] are of the convolved channels; `step_bias`, `decay_log` and `skip` float32 [num_heads] of
     heads; `norm` float32 [num_heads * head_dim] of the norm of what they give."""
@@ -101,7 +101,7 @@ class Mamba2WeightReader(StateWeightReader):
             for name in ("dt_bias", "A_log", "D")
         )
         return Mamba2Weights(
-            products.of_outputs(parts, has_bias=shape.has_bias),
+            (products.of_outputs(parts, has_bias=shape.has_bias),),
             products.of_inputs(f"{prefix}out_proj", num_inner, inner, has_bias=shape.has_bias),
             products.files.dtype,
             torch.cat(kernel)[:, 0].contiguous(),

@@ -14,7 +14,7 @@ from workers.model.state.state_weights import StateWeightReader, StateWeights
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortConvWeights(StateWeights):
-    """The weights of a layer: `input` has the rows of both gates, the one before the convolution first, and
+    """The weights of a layer: `inputs` has the rows of both gates, the one before the convolution first, and
     of the channels that are convolved; `kernel` float32 [num_channels, kernel_size], `bias`
     [num_channels]."""
 
@@ -39,7 +39,7 @@ class ShortConvWeightReader(StateWeightReader):
         parts = fused_rows(f"{prefix}in_proj", [ProductRows("", size, rows)] * 3)
         kernel = products.floats(f"{prefix}conv.weight", (size, 1, shape.kernel_size), rows)
         return ShortConvWeights(
-            products.of_outputs(parts, has_bias=has_bias),
+            (products.of_outputs(parts, has_bias=has_bias),),
             products.of_inputs(f"{prefix}out_proj", size, rows, has_bias=has_bias),
             products.files.dtype,
             kernel[:, 0].contiguous(),

@@ -13,10 +13,11 @@ from workers.model.state.state_mixer import StateMixer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateWeights(ABC):
-    """The weights of one layer: the rows of the product of the hidden states, and the columns of that of what
-    the layer mixes, both of the parts of the state that the rank holds. `dtype` is that of activations."""
+    """The weights of one layer: the rows of the products of the hidden states, whose outputs lie one after
+    another, and the columns of that of what the layer mixes, both of the parts of the state that the rank
+    holds. `dtype` is that of activations."""
 
-    input: LinearWeights
+    inputs: tuple[LinearWeights, ...]
     output: LinearWeights
     dtype: torch.dtype
 

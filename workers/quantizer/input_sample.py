@@ -1,0 +1,32 @@
+"""Remember of the inputs of a product what its factors are searched by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Of each window.
+_NUM_ROWS = 8
+# Moves the rows that are taken from window to window: any number without a factor in common with lengths.
+_STRIDE = 37
+
+
+class InputSample:
+    """Keeps the largest magnitude of each input of a product, `largest` float32 [num_inputs], and the inputs
+    of a few tokens."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.largest = torch.zeros(num_inputs)
+        self._rows: list[Tensor] = []
+
+    def add(self, inputs: Tensor) -> None:
+        """See the inputs of a window, [num_tokens, num_inputs]."""
+        torch.maximum(self.largest, inputs.abs().amax(0).float(), out=self.largest)
+        num_tokens = len(inputs)
+        places = torch.arange(0, num_tokens, -(-num_tokens // _NUM_ROWS))
+        self._rows.append(inputs[(places + _STRIDE * len(self._rows)) % num_tokens].float())
+
+    @property
+    def rows(self) -> Tensor:
+        """The inputs of some tokens, from all windows, float32 [num_rows, num_inputs]."""
+        return torch.cat(self._rows)
