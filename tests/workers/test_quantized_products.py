@@ -150,10 +150,29 @@ def test_a_row_depends_on_nothing_beside_it(
     x = rows_of(300, weight, dtype)
     torch.set_num_threads(2)
     expected = linear.floats(x)
-    for num_rows in (1, 2, 3, 5, 7, 12, 13, 25, 60, 97):
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 60, 97):
         torch.set_num_threads(1 + num_rows % 2)
         assert torch.equal(linear.floats(x[:num_rows]), expected[:num_rows]), num_rows
         assert torch.equal(linear.floats(x[-num_rows:]), expected[-num_rows:]), num_rows
+
+
+@builds
+@all_codes
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_every_code_is_exact(build: str, codes: Codes, dtype: torch.dtype) -> None:
+    """Rows of one 1 give columns of the weight: in blocks that decode in registers, that keep what they
+    decode, and that take what is kept."""
+    weight = made(codes, Shape(40, 256, 64))
+    every = torch.arange(weight.packed.numel()).view(weight.packed.shape).to(torch.uint8)
+    if codes is Codes.E4M3:
+        every[every & 0x7F == 0x7F] = 0x7E
+    weight = dataclasses.replace(weight, packed=every)
+    linear, ones = packed(build, weight), torch.eye(256).to(dtype)
+    expected = weight.dequantized().T
+    for num_rows in (2, 8, 64):
+        for first in range(0, 256, 64):
+            found = linear.floats(ones[first : first + num_rows])
+            assert torch.equal(found, expected[first : first + num_rows]), (num_rows, first)
 
 
 @builds

@@ -293,11 +293,12 @@ class ExpertChunk {
         rows.group_sums = group_sums;
       }
       const uint8_t* of_expert = static_cast<const uint8_t*>(panels[sorted_.experts[task.expert]]);
-      for (int64_t number = task.begin; number < task.end; number++) {
-        for (int64_t first = 0; first < task.count; first += SUM_ROWS) {
-          int64_t count = std::min(SUM_ROWS, task.count - first);
+      for (int64_t first = 0; first < task.count; first += SUM_ROWS) {
+        int64_t count = std::min(SUM_ROWS, task.count - first);
+        PackedRows<A> packed(rows.from(first), count, shape);
+        for (int64_t number = task.begin; number < task.end; number++) {
           prepare(task, first, count, number);
-          multiply_panel(form, shape, rows.from(first), count, of_expert + number * shape.panel_bytes, sums);
+          multiply_panel(form, shape, packed, of_expert + number * shape.panel_bytes, sums);
           finish(task, first, count, number, sums);
         }
       }

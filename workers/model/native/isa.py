@@ -48,11 +48,13 @@ _COMPILER_FLAGS = {
     Isa.AMX: (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
 _VNNI = {"avx512_vnni": "-mavx512vnni"}
+# Tables of bytes, for codes whose products are of bf16.
+_VBMI = {"avx512_vbmi": "-mavx512vbmi"}
 # Extensions that a CPU with the instruction set may have: its CPU flag, and the compiler's.
 _EXTENSIONS = {
     Isa.AVX512: _VNNI,
-    Isa.AVX512_BF16: _VNNI,
-    Isa.AMX: {**_VNNI, "amx_int8": "-mamx-int8"},
+    Isa.AVX512_BF16: _VNNI | _VBMI,
+    Isa.AMX: _VNNI | _VBMI | {"amx_int8": "-mamx-int8"},
 }
 
 

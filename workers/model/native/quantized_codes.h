@@ -49,21 +49,21 @@ template <>
 struct FloatDecoder<NIBBLES> {
   Vec values;
   explicit FloatDecoder(const float* table) : values(load(table)) {}
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
+  INLINE void pair(const uint8_t* step, int p, int64_t v, Vec& first, Vec& second) const {
     __m512i items = _mm512_loadu_si512(step + v * 64);
     first = _mm512_permutexvar_ps(_mm512_srli_epi32(items, 4 * p), values);
     second = _mm512_permutexvar_ps(_mm512_srli_epi32(items, 16 + 4 * p), values);
   }
 };
 
-INLINE __m256i load_codes(const uint8_t* step, int p, int v) {
+INLINE __m256i load_codes(const uint8_t* step, int p, int64_t v) {
   return _mm256_loadu_si256((const __m256i*)(step + p * 64 + v * 32));
 }
 
 template <>
 struct FloatDecoder<INT8_CODES> {
   explicit FloatDecoder(const float*) {}
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
+  INLINE void pair(const uint8_t* step, int p, int64_t v, Vec& first, Vec& second) const {
     __m512i wide = _mm512_cvtepi16_epi32(load_codes(step, p, v));
     first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24));
     second = _mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8));
@@ -73,7 +73,7 @@ struct FloatDecoder<INT8_CODES> {
 template <>
 struct FloatDecoder<E4M3_CODES> {
   explicit FloatDecoder(const float*) {}
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
+  INLINE void pair(const uint8_t* step, int p, int64_t v, Vec& first, Vec& second) const {
     __m256i codes = load_codes(step, p, v), kept = _mm256_set1_epi16(short(0xBF80));
     __m256i moved = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1);
     first = _mm512_cvtph_ps(_mm256_and_si256(moved, kept));
@@ -83,31 +83,60 @@ struct FloatDecoder<E4M3_CODES> {
 
 #else
 
+// The values as bfloat16, which holds them exactly: a table of their high bytes and one of their low bytes.
 template <>
 struct FloatDecoder<NIBBLES> {
-  Vec low, high;
-  explicit FloatDecoder(const float* table) : low(load(table)), high(load(table + LANES)) {}
+  __m256i high, low;
 
-  INLINE Vec value(__m256i items, int shift) const {
-    __m256i index = _mm256_srli_epi32(items, shift);
-    Vec is_high = _mm256_castsi256_ps(_mm256_slli_epi32(items, 28 - shift));  // its highest bit is the sign
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), is_high);
+  explicit FloatDecoder(const float* table) {
+    alignas(16) uint8_t bytes[2][16];
+    for (int i = 0; i < 16; i++) {
+      Bf16 value;
+      store(table[i], &value);
+      bytes[0][i] = uint8_t(value.bits >> 8), bytes[1][i] = uint8_t(value.bits);
+    }
+    high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[0]));
+    low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)bytes[1]));
   }
 
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
-    __m256i items = _mm256_loadu_si256((const __m256i*)(step + v * 32));
-    first = value(items, 4 * p), second = value(items, 16 + 4 * p);
+  // The values of the nibbles at bits 0, 8, 16 and 24 of each item.
+  INLINE void four(__m256i items, Vec (&found)[4]) const {
+    const __m256i low_bytes = _mm256_set1_epi16(0xFF), first_half = _mm256_set1_epi32(int(0xFFFF0000));
+    __m256i index = _mm256_and_si256(items, _mm256_set1_epi8(0xF));
+    __m256i highs = _mm256_shuffle_epi8(high, index), lows = _mm256_shuffle_epi8(low, index);
+    __m256i even = _mm256_or_si256(_mm256_slli_epi16(highs, 8), _mm256_and_si256(lows, low_bytes));
+    __m256i odd = _mm256_or_si256(_mm256_andnot_si256(low_bytes, highs), _mm256_srli_epi16(lows, 8));
+    found[0] = (Vec)_mm256_slli_epi32(even, 16), found[1] = (Vec)_mm256_slli_epi32(odd, 16);
+    found[2] = (Vec)_mm256_and_si256(even, first_half), found[3] = (Vec)_mm256_and_si256(odd, first_half);
+  }
+
+  // All inputs of a step, of vector v of the outputs.
+  INLINE void step(const uint8_t* from, int64_t v, Vec (&found)[STEP_INPUTS]) const {
+    __m256i items = _mm256_loadu_si256((const __m256i*)(from + v * 32));
+    Vec even[4], odd[4];  // pairs
+    four(items, even), four(_mm256_srli_epi32(items, 4), odd);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      found[4 * i] = even[i], found[4 * i + 1] = even[i + 2];
+      found[4 * i + 2] = odd[i], found[4 * i + 3] = odd[i + 2];
+    }
+  }
+
+  INLINE void pair(const uint8_t* from, int p, int64_t v, Vec& first, Vec& second) const {
+    Vec found[STEP_INPUTS];
+    step(from, v, found);
+    first = found[2 * p], second = found[2 * p + 1];
   }
 };
 
-INLINE __m128i load_codes(const uint8_t* step, int p, int v) {
+INLINE __m128i load_codes(const uint8_t* step, int p, int64_t v) {
   return _mm_loadu_si128((const __m128i*)(step + p * 64 + v * 16));
 }
 
 template <>
 struct FloatDecoder<INT8_CODES> {
   explicit FloatDecoder(const float*) {}
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
+  INLINE void pair(const uint8_t* step, int p, int64_t v, Vec& first, Vec& second) const {
     __m256i wide = _mm256_cvtepi16_epi32(load_codes(step, p, v));
     first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(wide, 24), 24));
     second = _mm256_cvtepi32_ps(_mm256_srai_epi32(wide, 8));
@@ -117,7 +146,7 @@ struct FloatDecoder<INT8_CODES> {
 template <>
 struct FloatDecoder<E4M3_CODES> {
   explicit FloatDecoder(const float*) {}
-  INLINE void pair(const uint8_t* step, int p, int v, Vec& first, Vec& second) const {
+  INLINE void pair(const uint8_t* step, int p, int64_t v, Vec& first, Vec& second) const {
     __m128i codes = load_codes(step, p, v), kept = _mm_set1_epi16(short(0xBF80));
     __m128i moved = _mm_srai_epi16(_mm_slli_epi16(codes, 8), 1);
     first = _mm256_cvtph_ps(_mm_and_si128(moved, kept));
@@ -142,7 +171,7 @@ struct Bf16Decoder<NIBBLES> {
     __m256i narrowed = narrow(load(table));
     values = _mm512_inserti64x4(_mm512_castsi256_si512(narrowed), narrowed, 1);
   }
-  INLINE Vec pair(const uint8_t* step, int p, int v) const {
+  INLINE Vec pair(const uint8_t* step, int p, int64_t v) const {
     __m512i items = _mm512_loadu_si512(step + v * 64);
     return (Vec)_mm512_permutexvar_epi16(_mm512_srli_epi16(items, 4 * p), values);
   }
@@ -151,7 +180,7 @@ struct Bf16Decoder<NIBBLES> {
 template <>
 struct Bf16Decoder<INT8_CODES> {
   explicit Bf16Decoder(const float*) {}
-  INLINE Vec pair(const uint8_t* step, int p, int v) const {
+  INLINE Vec pair(const uint8_t* step, int p, int64_t v) const {
     const __m128i* codes = (const __m128i*)(step + p * 64 + v * 32);
     Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)));
     Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
@@ -159,16 +188,57 @@ struct Bf16Decoder<INT8_CODES> {
   }
 };
 
+#if defined(__AVX512VBMI__)
+
+// The bytes of the numbers of e4m3 without their signs, as bfloat16 times 2^-8.
+struct E4m3Bytes {
+  uint8_t low[128] = {}, high[128] = {};
+  uint8_t order[2][64] = {};  // of low and high bytes of a vector's pairs among those of a panel
+
+  constexpr E4m3Bytes() {
+    for (int code = 1; code < 128; code++) {
+      int exponent = code >> 3, bits = exponent ? 8 | (code & 7) : code & 7;  // bits * 2^(exponent - 18)
+      exponent = (exponent ? exponent : 1) + 127 - 18;
+      for (; bits < 128; bits *= 2) exponent--;
+      int value = ((exponent + 7) << 7) | (bits & 127);
+      low[code] = uint8_t(value), high[code] = uint8_t(value >> 8);
+    }
+    for (int v = 0; v < 2; v++)
+      for (int i = 0; i < 64; i++) order[v][i] = uint8_t(32 * v + i / 2 + i % 2 * 64);
+  }
+};
+alignas(64) inline constexpr E4m3Bytes e4m3_bytes;
+
+template <>
+struct Bf16Decoder<E4M3_CODES> {
+  explicit Bf16Decoder(const float*) {}
+  INLINE Vec pair(const uint8_t* step, int p, int64_t v) const {
+    __m512i codes = _mm512_loadu_si512(step + p * 64);
+    __m512i low = value(e4m3_bytes.low, codes), high = value(e4m3_bytes.high, codes);
+    high = _mm512_or_si512(high, _mm512_and_si512(codes, _mm512_set1_epi8(char(0x80))));
+    return (Vec)_mm512_permutex2var_epi8(low, _mm512_loadu_si512(e4m3_bytes.order[v]), high);
+  }
+
+ private:
+  static INLINE __m512i value(const uint8_t* bytes, __m512i codes) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+  }
+};
+
+#else
+
 template <>
 struct Bf16Decoder<E4M3_CODES> {
   FloatDecoder<E4M3_CODES> floats;
   explicit Bf16Decoder(const float* table) : floats(table) {}
-  INLINE Vec pair(const uint8_t* step, int p, int v) const {
+  INLINE Vec pair(const uint8_t* step, int p, int64_t v) const {
     Vec first, second;  // whose lower halves are 0
     floats.pair(step, p, v, first, second);
     return (Vec)_mm512_or_si512(_mm512_srli_epi32((__m512i)first, 16), (__m512i)second);
   }
 };
+
+#endif
 
 #elif defined(TANDEM_BF16_PRODUCTS)  // only where AMX is emulated: for tests
 
@@ -176,7 +246,7 @@ template <CodeKind KIND>
 struct Bf16Decoder {
   FloatDecoder<KIND> floats;
   explicit Bf16Decoder(const float* table) : floats(table) {}
-  INLINE Vec pair(const uint8_t* step, int p, int v) const {
+  INLINE Vec pair(const uint8_t* step, int p, int64_t v) const {
     Vec first, second;
     floats.pair(step, p, v, first, second);
     return (Vec)((IntVec)odd_inputs(second) | shifted(first));
@@ -194,38 +264,110 @@ struct Bf16Decoder {
 
 // ----------------------------------------------------------------------------- weights as operands
 
-// Decodes codes for operands of A: `Weights` are those of a pair of inputs of all outputs, and `add` adds their
-// products with the inputs x of a row to its sums.
+// Decodes codes for operands of A, and adds the products of a step's weights with the inputs x of M rows, `stride`
+// apart, to the sums of these: of V vectors of outputs, from `first` on where codes are decoded. Decoded steps that are
+// stored have `width` outputs, and are laid out as panels are. The products of a row are added in the order of inputs.
 template <CodeKind KIND, typename A>
 struct Decoder;
 
 template <CodeKind KIND>
 struct Decoder<KIND, float> : FloatDecoder<KIND> {
   using FloatDecoder<KIND>::FloatDecoder;
-  struct Weights {
-    Vec first[PANEL_VECS], second[PANEL_VECS];
+
+  template <int M, int V>
+  INLINE void add_step(const uint8_t* codes, int64_t first, const float* x, int64_t stride, Vec (&sums)[M][V]) const {
+    if constexpr (KIND == NIBBLES && LANES == 8) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        Vec found[STEP_INPUTS];
+        this->step(codes, first + v, found);
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP_INPUTS; i++)
+#pragma GCC unroll 4
+          for (int m = 0; m < M; m++) sums[m][v] = fma(broadcast(x[m * stride + i]), found[i], sums[m][v]);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int p = 0; p < STEP_INPUTS / 2; p++) {
+        Pair<V> pair = pair_of<V>(codes, p, first);
+        add_input(pair.inputs[0], x + 2 * p, stride, sums);
+        add_input(pair.inputs[1], x + 2 * p + 1, stride, sums);
+      }
+    }
+  }
+
+  template <int V>
+  INLINE void store_step(const uint8_t* codes, int64_t first, float* to, int64_t width) const {
+    if constexpr (KIND == NIBBLES && LANES == 8) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        Vec found[STEP_INPUTS];
+        this->step(codes, first + v, found);
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP_INPUTS; i++) store(found[i], to + i * width + v * LANES);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int p = 0; p < STEP_INPUTS / 2; p++) store_pair(pair_of<V>(codes, p, first), to + 2 * p * width, width);
+    }
+  }
+
+  template <int M, int V>
+  INLINE void add_and_store_step(const uint8_t* codes, int64_t first, float* to, int64_t width, const float* x,
+                                 int64_t stride, Vec (&sums)[M][V]) const {
+#pragma GCC unroll 4
+    for (int p = 0; p < STEP_INPUTS / 2; p++) {
+      Pair<V> pair = pair_of<V>(codes, p, first);
+      store_pair(pair, to + 2 * p * width, width);
+      add_input(pair.inputs[0], x + 2 * p, stride, sums);
+      add_input(pair.inputs[1], x + 2 * p + 1, stride, sums);
+    }
+  }
+
+  // With AVX2 the weights of an input are loaded after those before it are added: as the compiler sees it, another
+  // pointer depends on that. It would else load some earlier, and keep sums in memory for want of registers.
+  template <int M, int V>
+  static INLINE void add_stored_step(const float* from, int64_t width, const float* x, int64_t stride,
+                                     Vec (&sums)[M][V]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < STEP_INPUTS; i++) {
+      Vec weights[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) weights[v] = load(from + i * width + v * LANES);
+      add_input(weights, x + i, stride, sums);
+      if (LANES == 8) __asm__ volatile("" : "+r"(from), "+x"(sums[M - 1][V - 1]));
+    }
+  }
+
+ private:
+  template <int V>
+  struct Pair {
+    Vec inputs[2][V];
   };
 
-  INLINE Weights weights(const uint8_t* step, int p) const {
-    Weights found;
+  template <int V>
+  INLINE Pair<V> pair_of(const uint8_t* codes, int p, int64_t first) const {
+    Pair<V> found;
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) this->pair(step, p, v, found.first[v], found.second[v]);
+    for (int v = 0; v < V; v++) this->pair(codes, p, first + v, found.inputs[0][v], found.inputs[1][v]);
     return found;
   }
 
-  static INLINE void add(const Weights& weights, const float* x, Vec (&sums)[PANEL_VECS]) {
-    Vec first = broadcast(x[0]), second = broadcast(x[1]);
+  template <int V>
+  static INLINE void store_pair(const Pair<V>& pair, float* to, int64_t width) {
+#pragma GCC unroll 2
+    for (int input = 0; input < 2; input++)
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) sums[v] = fma(first, weights.first[v], sums[v]);
-#pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) sums[v] = fma(second, weights.second[v], sums[v]);
+      for (int v = 0; v < V; v++) store(pair.inputs[input][v], to + input * width + v * LANES);
   }
 
-  static INLINE void store_pair(const Weights& weights, float* to) {
+  template <int M, int V>
+  static INLINE void add_input(const Vec (&weights)[V], const float* x, int64_t stride, Vec (&sums)[M][V]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      Vec input = broadcast(x[m * stride]);
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) {
-      store(weights.first[v], to + v * LANES);
-      store(weights.second[v], to + PANEL + v * LANES);
+      for (int v = 0; v < V; v++) sums[m][v] = fma(input, weights[v], sums[m][v]);
     }
   }
 };
@@ -234,25 +376,70 @@ struct Decoder<KIND, float> : FloatDecoder<KIND> {
 template <CodeKind KIND>
 struct Decoder<KIND, Bf16> : Bf16Decoder<KIND> {
   using Bf16Decoder<KIND>::Bf16Decoder;
-  struct Weights {
-    Vec pairs[PANEL_VECS];
-  };
 
-  INLINE Weights weights(const uint8_t* step, int p) const {
-    Weights found;
+  template <int M, int V>
+  INLINE void add_step(const uint8_t* codes, int64_t first, const Bf16* x, int64_t stride, Vec (&sums)[M][V]) const {
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) found.pairs[v] = this->pair(step, p, v);
-    return found;
+    for (int p = 0; p < STEP_INPUTS / 2; p++) {
+      Vec pairs[V];
+      decode(codes, p, first, pairs);
+      add_pair(pairs, x + 2 * p, stride, sums);
+    }
   }
 
-  static INLINE void add(const Weights& weights, const Bf16* x, Vec (&sums)[PANEL_VECS]) {
+  template <int V>
+  INLINE void store_step(const uint8_t* codes, int64_t first, Bf16* to, int64_t width) const {
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) sums[v] = add_products(sums[v], weights.pairs[v], x);
+    for (int p = 0; p < STEP_INPUTS / 2; p++) {
+      Vec pairs[V];
+      decode(codes, p, first, pairs);
+      store_pair(pairs, to + 2 * p * width);
+    }
   }
 
-  static INLINE void store_pair(const Weights& weights, Bf16* to) {
+  template <int M, int V>
+  INLINE void add_and_store_step(const uint8_t* codes, int64_t first, Bf16* to, int64_t width, const Bf16* x,
+                                 int64_t stride, Vec (&sums)[M][V]) const {
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECS; v++) store(weights.pairs[v], reinterpret_cast<float*>(to) + v * LANES);
+    for (int p = 0; p < STEP_INPUTS / 2; p++) {
+      Vec pairs[V];
+      decode(codes, p, first, pairs);
+      store_pair(pairs, to + 2 * p * width);
+      add_pair(pairs, x + 2 * p, stride, sums);
+    }
+  }
+
+  template <int M, int V>
+  static INLINE void add_stored_step(const Bf16* from, int64_t width, const Bf16* x, int64_t stride,
+                                     Vec (&sums)[M][V]) {
+#pragma GCC unroll 4
+    for (int p = 0; p < STEP_INPUTS / 2; p++) {
+      Vec pairs[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) pairs[v] = load_bits(from + 2 * p * width + v * 2 * LANES);
+      add_pair(pairs, x + 2 * p, stride, sums);
+    }
+  }
+
+ private:
+  template <int V>
+  INLINE void decode(const uint8_t* codes, int p, int64_t first, Vec (&pairs)[V]) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) pairs[v] = this->pair(codes, p, first + v);
+  }
+
+  template <int V>
+  static INLINE void store_pair(const Vec (&pairs)[V], Bf16* to) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(pairs[v], reinterpret_cast<float*>(to) + v * LANES);
+  }
+
+  template <int M, int V>
+  static INLINE void add_pair(const Vec (&pairs)[V], const Bf16* x, int64_t stride, Vec (&sums)[M][V]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[m][v] = add_products(sums[m][v], pairs[v], x + m * stride);
   }
 };
 #endif
