@@ -5,6 +5,7 @@ Used by `kvtransfer.blocks.runs`, `router.native` and `workers.model.native`, wh
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import platform
@@ -12,7 +13,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,8 +49,9 @@ def find_compiler() -> str | None:
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     """Return the shared library of `source`, compiled now unless this machine has compiled it and the files
-    that it includes by "name" before; None without a compiler. Raises `OSError` or
-    `subprocess.SubprocessError` if the build fails or the library must not be loaded."""
+    that it includes by "name" before; None without a compiler. Of processes that ask for the same one, one
+    compiles it and the others wait. Raises `OSError` or `subprocess.SubprocessError` if the build fails or
+    the library must not be loaded."""
     if (compiler := find_compiler()) is None:
         return None
     cpu = hashlib.sha256("".join(sorted(cpu_flags())).encode()).hexdigest()
@@ -56,13 +59,28 @@ def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     folder = private_folder("tandem-kernels")
     path = folder / f"{key}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built, shared = Path(scratch) / "built.o", Path(scratch) / "built.so"
-            _run([compiler, *flags, "-fPIC", "-c", str(source), "-o", str(built)])
-            # Linked without the flags: the caller loads OpenMP before the library, where it needs it.
-            _run([compiler, "-shared", "-o", str(shared), str(built)])
-            shared.replace(path)
+        with _only_one(folder / f"{key}.lock"):
+            if not path.exists():
+                _compile(compiler, source, flags, path)
     return path
+
+
+def _compile(compiler: str, source: Path, flags: Sequence[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        built, shared = Path(scratch) / "built.o", Path(scratch) / "built.so"
+        _run([compiler, *flags, "-fPIC", "-c", str(source), "-o", str(built)])
+        # Linked without the flags: the caller loads OpenMP before the library, where it needs it.
+        _run([compiler, "-shared", "-o", str(shared), str(built)])
+        shared.replace(path)
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Wait until no other process or thread is inside for this file, which stays behind. The lock ends with
+    the process that has it."""
+    with lock.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _text(source: Path) -> str:

@@ -26,10 +26,13 @@ def isa_marks(isa: Isa) -> tuple[pytest.MarkDecorator, ...]:
 KERNELS = tuple(pytest.param(isa.value, marks=isa_marks(isa)) for isa in available_isas())
 ISAS = tuple(pytest.param(isa, marks=isa_marks(isa), id=isa.value) for isa in available_isas())
 BACKENDS = ("torch", *KERNELS)
-# The kernels, and AMX tiles emulated along with the least instruction set of this CPU.
+# The kernels, and AMX tiles emulated along with the least instruction set of this CPU, a build of their own.
 TILED_KERNELS = (
     *KERNELS,
-    *(pytest.param(isa.value + _EMULATING, marks=needs_compiler) for isa in available_isas()[-1:]),
+    *(
+        pytest.param(isa.value + _EMULATING, marks=(needs_compiler, pytest.mark.slow))
+        for isa in available_isas()[-1:]
+    ),
 )
 
 
