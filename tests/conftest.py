@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # An example may take long where other processes have the cores; the limit of the whole test holds.
 settings.register_profile("without a deadline", deadline=None)
+# The fast suite draws fewer examples where a test does not say how many.
+settings.register_profile("fast suite", deadline=None, max_examples=40)
 settings.load_profile("without a deadline")
 
 # A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.
@@ -30,6 +32,11 @@ SLOW_TIMEOUT_S = 300
 # A shell ignores SIGINT in what it runs in the background, and children of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        settings.load_profile("fast suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

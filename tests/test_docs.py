@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
 import re
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_trees import nodes
 
 from workers.model.families.known_families import ARCHITECTURE_TO_FAMILY
 
@@ -45,6 +43,9 @@ _CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][A-Za-z0-9]*)+")
 _CELL_END = re.compile(r"(?<!\\)\|")
+_DEFINED = re.compile(
+    r"^(?P<indent> *)(?:(?P<kind>class|def|async def) (?P<name>\w+)|(?P<field>\w+): )", re.MULTILINE
+)
 _SLUG_DROPPED = re.compile(r"[^\w\- ]")
 
 
@@ -75,9 +76,8 @@ def defined_names() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     folders = [ROOT / name for name in ("cluster", "workers", "router", "kvtransfer", "tests", "benchmarks")]
     for path in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
-        for node in nodes(path.relative_to(ROOT)):
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = found.get(node.name, frozenset()) | frozenset(_members(node))
+        for name, member in _members(path.read_text()):
+            found[name] = found.get(name, frozenset()) | {member}
     proto = "".join(path.read_text() for path in sorted((ROOT / "cluster/proto/tandem/v1").glob("*.proto")))
     found.update({name: frozenset() for name in re.findall(r"\b(?:message|rpc|enum) (\w+)", proto)})
     rules = (ROOT / "helm/tandem/rules/tandem.yaml").read_text()
@@ -85,12 +85,19 @@ def defined_names() -> dict[str, frozenset[str]]:
     return found
 
 
-def _members(node: ast.ClassDef) -> Iterator[str]:
-    for inner in node.body:
-        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield inner.name
-        elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-            yield inner.target.id
+def _members(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each class of a file with itself and with each method and field, from the lines of their
+    definitions: to parse all files takes long."""
+    outer: list[tuple[int, str]] = []
+    for found in _DEFINED.finditer(text):
+        indent, kind, name = len(found["indent"]), found["kind"], found["name"] or found["field"]
+        while outer and outer[-1][0] >= indent:
+            outer.pop()
+        if kind == "class":
+            yield name, name
+            outer.append((indent, name))
+        elif outer and indent == outer[-1][0] + 4:
+            yield outer[-1][1], name
 
 
 def expanded(text: str) -> list[str]:

@@ -166,6 +166,7 @@ def test_every_example_is_one_valid_ray_service(case: str) -> None:
     assert "kubectl" in render(CASES[case])["tandem/templates/NOTES.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flip", FLIPPED)
 def test_every_boolean_renders_both_ways(flip: str) -> None:
     path, value = FLIPPED[flip]
