@@ -16,7 +16,7 @@ EXTRAS ?= embedded
 # The list of all parts that `make sbom` writes (CycloneDX).
 SBOM ?= tandem-serve.cdx.json
 
-.PHONY: help setup demo serve test test-all test-clients test-real fuzz lint audit bench proto proto-image wire-image chart lock sbom dist image
+.PHONY: help setup demo serve test test-all test-clients test-real fuzz checked kernels lint audit bench proto proto-image wire-image chart lock sbom dist image
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -66,10 +66,10 @@ serve: $(VENV)/.runtime
 # takes file by file (tests/support/parallel_files.py).
 # Their many processes read what the first of them compiled, also where the environment forbids to keep that.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
-test: lint
+test: checked
 	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --durations=10 $(PYTEST_ARGS)
 
-test-all: lint
+test-all: checked
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 
 # The packages of each client; + between them. Each is installed at its newest release; torch alone is the one of
@@ -99,6 +99,12 @@ test-real: $(VENV)/.dev
 fuzz: $(VENV)/.dev
 	@PYTHONPATH=.:tests/support $(BIN)/python -m tests.fuzz $(if $(CASE),--case '$(CASE)') \
 		--minutes $(or $(MINUTES),$(if $(CASES),1000000,1)) --cases $(or $(CASES),0) $(FUZZ_ARGS)
+
+checked: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 lint kernels
+
+kernels: $(VENV)/.dev
+	@PYTHONPATH=.:tests/support $(BIN)/python tests/support/compile_kernels.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
