@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -170,26 +170,41 @@ class PackedExperts(CountingExperts, ReadableExperts, CopyableExperts):
         assert x.dtype == out.dtype == self.dtype, (x.dtype, out.dtype)
         assert x.shape == out.shape == (len(x), self.hidden_size), (x.shape, out.shape)
         assert out.stride(1) == 1
-        experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
-        assert experts.shape == weights.shape == (len(x), experts.shape[1])
-        assert (experts.dtype, weights.dtype) == (torch.int32, torch.float32)
         if self.is_padded:
             x = F.pad(x, (0, 1))
         elif x.stride(1) != 1:
             x = x.contiguous()
-        chosen = NativeChoice(experts.data_ptr(), weights.data_ptr(), experts.shape[1])
-        self._run(
-            ctypes.byref(self._experts),
-            ctypes.byref(chosen),
-            ctypes.c_void_p(x.data_ptr()),
-            ctypes.c_int64(x.stride(0)),
-            ctypes.c_int64(len(x)),
-            ctypes.c_int64(is_added),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int64(out.stride(0)),
-            ctypes.c_void_p(self.counts.data_ptr()),
-        )
+        run_experts(self._run, self._experts, routing, x, out, self.counts, is_added=is_added)
         return out
+
+
+def run_experts(
+    run: Callable[..., object],
+    native_experts: NativeExperts,
+    routing: Routing,
+    x: Tensor,
+    out: Tensor,
+    counts: Tensor,
+    *,
+    is_added: bool,
+) -> None:
+    """Write the sums of the chosen experts of rows x into `out`, or add them to it, by the kernels' function
+    `run`; and count the rows of each expert."""
+    experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
+    assert experts.shape == weights.shape == (len(x), experts.shape[1])
+    assert (experts.dtype, weights.dtype) == (torch.int32, torch.float32)
+    chosen = NativeChoice(experts.data_ptr(), weights.data_ptr(), experts.shape[1])
+    run(
+        ctypes.byref(native_experts),
+        ctypes.byref(chosen),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(x.stride(0)),
+        ctypes.c_int64(len(x)),
+        ctypes.c_int64(is_added),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(out.stride(0)),
+        ctypes.c_void_p(counts.data_ptr()),
+    )
 
 
 def gate_up_bias_of(bias: Tensor | None, num_panels: int) -> Tensor | None:

@@ -13,10 +13,10 @@ from workers.model import native
 from workers.model.experts.expert_products import CountingExperts
 from workers.model.experts.packed_experts import (
     ACTIVATIONS,
-    NativeChoice,
     NativeExperts,
     down_bias_of,
     gate_up_bias_of,
+    run_experts,
 )
 from workers.model.experts.quantized_experts import QuantizedExpertWeights
 from workers.model.experts.routing import Routing
@@ -96,20 +96,8 @@ class PackedQuantizedExperts(CountingExperts):
         assert x.shape == out.shape == (len(x), self.hidden_size), (x.shape, out.shape)
         assert x.dtype == out.dtype
         assert x.stride(1) == out.stride(1) == 1
-        experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
-        assert (experts.dtype, weights.dtype) == (torch.int32, torch.float32)
-        chosen = NativeChoice(experts.data_ptr(), weights.data_ptr(), experts.shape[1])
-        self._run(
-            ctypes.byref(self._experts_for(x.dtype)),
-            ctypes.byref(chosen),
-            ctypes.c_void_p(x.data_ptr()),
-            ctypes.c_int64(x.stride(0)),
-            ctypes.c_int64(len(x)),
-            ctypes.c_int64(is_added),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int64(out.stride(0)),
-            ctypes.c_void_p(self.counts.data_ptr()),
-        )
+        native_experts = self._experts_for(x.dtype)
+        run_experts(self._run, native_experts, routing, x, out, self.counts, is_added=is_added)
         return out
 
     def _experts_for(self, dtype: torch.dtype) -> NativeExperts:

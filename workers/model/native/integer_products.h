@@ -362,26 +362,11 @@ class RoundedInputs {
 template <typename T>
 void integer_linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue,
                     T* out, int64_t out_stride) {
-  int64_t num_panels = (weights.num_outputs + PANEL - 1) / PANEL;
-  int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
-  for (int64_t chunk = 0; chunk < num_rows; chunk += CHUNK_ROWS) {
-    int64_t rows = std::min(CHUNK_ROWS, num_rows - chunk);
-    RoundedInputs<T> inputs(weights, x + chunk * x_stride, x_stride, rows);
-    char* to = reinterpret_cast<char*>(out) + chunk * out_stride * item;
-#pragma omp parallel
-    {
-      int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-      inputs.prepare();
-      Split split(rows, INTEGER_BLOCK_ROWS, num_panels, num_threads);
-      if (thread < split.rows * split.panels) {
-        int64_t part = thread / split.panels, column = thread % split.panels;
-        int64_t first = split.row(part, rows), last = split.row(part + 1, rows);
-        int64_t begin = num_panels * column / split.panels, end = num_panels * (column + 1) / split.panels;
-        multiply_integer_part(weights, inputs.rows().from(first), last - first, begin, end, epilogue,
-                              reinterpret_cast<T*>(to + first * out_stride * item), out_stride);
-      }
-    }
-  }
+  multiply_by_parts<RoundedInputs<T>>(
+      weights, x, x_stride, num_rows, INTEGER_BLOCK_ROWS, epilogue, out, out_stride,
+      [&](const auto& rows, int64_t num, int64_t begin, int64_t end, T* to) {
+        multiply_integer_part(weights, rows, num, begin, end, epilogue, to, out_stride);
+      });
 }
 
 // Writes output `id` of the weights as it is without quantization, rounded to T.
