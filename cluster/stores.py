@@ -28,7 +28,7 @@ from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
-from workers.model.kv_form import KvForm
+from workers.model.kv_form import KvForm, RecordForm
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import equal_stages, kv_heads
 
@@ -79,7 +79,9 @@ def store_settings(
         name=store_name(config.app, life, node.node_id),
         host=node.host,
         dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
-        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, described_model(config))),
+        granule_bytes=granule_bytes(
+            smallest_record_bytes(config.pools, described_model(config), store.kv_dtype)
+        ),
         huge_pages=store.huge_pages,
         nvme_path=str(nvme_path or ""),
         nvme_bytes=round(store.nvme_gb * _GB) if nvme_path else 0,
@@ -109,11 +111,11 @@ def granule_bytes(record_bytes: int) -> int:
     return min(max(1 << (wanted.bit_length() - 1), MIN_GRANULE_BYTES), MAX_GRANULE_BYTES)
 
 
-def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
+def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path, store_kv_dtype: str = "auto") -> int:
     """Return the size of the header and of the KV that the smallest rank of any pool holds of a block."""
     model = read_model_config(model_dir)
     item_bytes = ITEM_BYTES[resolve_dtype(pools, model_dir)]
-    return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes) for pool in pools)
+    return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes, store_kv_dtype) for pool in pools)
 
 
 def check_redis_url(store: StoreConfig) -> None:
@@ -184,13 +186,14 @@ class NvmeFolder:
             self._lock = None
 
 
-def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:
+def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int, store_kv_dtype: str) -> int:
     cells, ends = model.kv_cells, list(itertools.accumulate(pool.layers or equal_stages(model, pool.pp)))
     starts = [0, *ends[:-1]]
     stages = [range(start, min(end, cells.num_layers)) for start, end in zip(starts, ends, strict=True)]
     num_layers = min(sum(map(model.has_attention, stage)) for stage in stages)
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    form = KvForm.of(pool.engine.kv_dtype, item_bytes)
+    records = RecordForm.of(model, store_kv_dtype, pool.engine.kv_dtype)
+    form = KvForm.of(pool.engine.kv_dtype, item_bytes) if records is None else records.kv_form
     sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
     return BlockLayout(shard, *sizes).block_bytes

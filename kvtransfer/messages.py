@@ -13,9 +13,11 @@ from typing import NamedTuple
 from kvtransfer.codec import Part
 
 PROTOCOL_VERSION = 8
-# Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
+# Bytes of one element, by the dtype's name in a checkpoint, in the configuration, and in names of the store's
+# spaces, where KV that was quantized on its way into the store is other KV than that of devices in 8 bits.
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1,
+    "stored-int8": 1, "stored-fp8": 1,
 }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from pydantic import (
     field_validator,
 )
 
+from kvtransfer.config import KvDtype
+
 
 class Parallel(NamedTuple):
     """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
@@ -43,10 +45,6 @@ class PaceConfig(BaseModel):
     sequence_s: float = Field(default=0.0, ge=0, le=1)
     # The time for each token of a prompt.
     token_s: float = Field(default=0.0, ge=0, le=1)
-
-
-# The dtype of keys and values; `auto`: that of activations.
-KvDtype = Literal["auto", "int8", "fp8"]
 
 
 class StepSizes(NamedTuple):

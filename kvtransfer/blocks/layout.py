@@ -96,6 +96,14 @@ class BlockLayout:
         """Return how many layers of a piece its blocks have."""
         return len(self.layers_of(piece))
 
+    def part(self, piece: Shard) -> tuple[slice, slice]:
+        """Return where a piece lies: its layers among those of a block, and its heads among those of a
+        layer."""
+        first = self.num_layers(Shard(self.shard.layer_start, piece.layer_start, 0, 0))
+        before = self.shard.head_start
+        heads = slice(piece.head_start - before, piece.head_end - before)
+        return slice(first, first + self.num_layers(piece)), heads
+
     @property
     def head_bytes(self) -> int:
         """Size of K or V of one head of one layer, for all tokens of the block."""

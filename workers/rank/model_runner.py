@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtransfer.blocks.device_pool import DevicePool, transfer_bytes
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool, RecordPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup, Shard
@@ -31,7 +31,7 @@ from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
-from workers.model.kv_form import KvForm
+from workers.model.kv_form import KvForm, RecordForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, group_limits, kv_groups
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
@@ -44,6 +44,7 @@ from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import make_queue, take_device
 from workers.rank.expert_reports import ExpertReports
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
+from workers.rank.quantized_records import QuantizedRecords, conversion_bytes
 from workers.rank.rank_model import RankModel
 from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 from workers.rank.step_runner import BatchLimits, StepRunner
@@ -147,6 +148,7 @@ class ModelRunner:
         has_groups = capacity.windows is not None or config.state is not None
         self._kv_groups = kv_groups(config) if has_groups else ()
         self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        self._records = capacity.records
         states = capacity.states or StateCapacity(capacity.max_sequences, groups.pp)
         self._limits = group_limits(
             config, self._kv_groups, self._form, capacity.windows, states, block_tokens
@@ -167,6 +169,11 @@ class ModelRunner:
         memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
         self.kv, *self.window_kvs = (kv[:size] for kv, size in zip(memory, sizes, strict=True))
         self.host = self._allocate_host(num_host_blocks)
+        # The pools as the store has their blocks.
+        self.record_pools = [
+            _records(pool, kv, self._records)
+            for pool, kv in zip(self.pools, (self.kv, *self.window_kvs), strict=True)
+        ]
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
@@ -224,7 +231,7 @@ class ModelRunner:
         if self.host is not None:
             self.host.close()
         del self.kv, self.window_kvs, self.attention, self.steps
-        for pool in self.pools:
+        for pool in dict.fromkeys((*self.record_pools, *self.pools)):
             pool.close()
 
     def _choose_attention(self, memory: Sequence[Tensor], clock: Clock | None) -> AttentionBackend:
@@ -287,6 +294,10 @@ class ModelRunner:
     def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
         """Return how many blocks the device has memory for."""
         buffer_bytes = sum(map(transfer_bytes, self.layouts))
+        if (form := self._records) is not None:
+            buffer_bytes += sum(
+                conversion_bytes(layout, form) for layout in self.layouts if not layout.is_state
+            )
         if self._offload_mode != "in_place":
             buffer_bytes += streaming_bytes(self.layouts[0], num_host_blocks)
         groups = self._model.groups
@@ -429,6 +440,12 @@ def _allocate(
             f"kv_tokens or engine.memory_share, or end what else uses the device ({error})"
         ) from error
     return kv, DevicePool(layout, kv[:num_blocks].view(num_blocks, -1).view(torch.uint8))
+
+
+def _records(pool: KvPool, kv: Tensor, form: RecordForm | None) -> RecordPool:
+    """Return a pool, over the blocks `kv`, as the store has it: with records of `form` (None: of the blocks'
+    own bytes). States stay as they are."""
+    return pool if form is None or pool.layout.is_state else QuantizedRecords(pool.layout, kv, form)
 
 
 def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:

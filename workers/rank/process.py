@@ -59,7 +59,7 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
-from workers.model.kv_form import refuse_kv_dtype
+from workers.model.kv_form import RecordForm, refuse_kv_dtype
 from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
@@ -249,6 +249,7 @@ class _Rank:
                 spec.num_offload_tokens,
                 auto_kv=auto,
                 kv_dtype=spec.kv_dtype,
+                records=_record_form(spec),
                 windows=windows if spec.frees_windows else None,
                 states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
             ),
@@ -272,7 +273,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pools, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.record_pools, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
@@ -407,6 +408,11 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
+
+
+def _record_form(spec: RankSpec) -> RecordForm | None:
+    config = read_model_config(Path(spec.model_dir))
+    return RecordForm.of(config, spec.store_kv_dtype, spec.kv_dtype)
 
 
 def _ready(

@@ -168,7 +168,7 @@ class EngineCore:
             clock=clock,
             vocab_size=first.vocab_size,
         )
-        self.connector = self._store_connector(spec, trust, ready) if has_store else None
+        self.connector = self._store_connector(spec, shape, trust, ready) if has_store else None
         self.reports = ReplicaReports(
             identity=spec.identity,
             pool=self.pool,
@@ -181,7 +181,9 @@ class EngineCore:
         )
         self._server = LinkServer(trust, self._serve_gateway, self._serve_peer, _longest_frame(engine, first))
 
-    def _store_connector(self, spec: ReplicaSpec, trust: Trust, ready: Sequence[RankReady]) -> StoreConnector:
+    def _store_connector(
+        self, spec: ReplicaSpec, shape: Shape, trust: Trust, ready: Sequence[RankReady]
+    ) -> StoreConnector:
         return StoreConnector(
             name=spec.store or "",
             trust=trust,
@@ -196,6 +198,7 @@ class EngineCore:
                 *self._pools_by_kind(),
             ),
             clock=self._clock,
+            records=shape.records,
         )
 
     def _pools_by_kind(self) -> tuple[list[WindowPool], list[WindowPool]]:

@@ -69,12 +69,21 @@ class Quantized(NamedTuple):
 def quantized_parts(kv: Tensor) -> Quantized:
     """View a quantized KV, or blocks, layers or heads of it [..., block_tokens, head_dim + 4], as elements
     [..., block_tokens, head_dim] and scales [..., block_tokens]."""
-    *outer, block_tokens, width = kv.shape
-    head_dim = width - SCALE_BYTES
-    assert kv.stride()[-2:] == (width, 1), "heads of a block are contiguous"
-    strides = kv.stride()[:-2]
-    elements = kv.as_strided((*outer, block_tokens, head_dim), (*strides, head_dim, 1))
-    raw = kv.as_strided(
-        (*outer, block_tokens * SCALE_BYTES), (*strides, 1), kv.storage_offset() + block_tokens * head_dim
+    elements, scales = elements_and_scales(kv, head_dim_of(kv))
+    return Quantized(elements, scales.squeeze(-1))
+
+
+def elements_and_scales(heads: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """View heads of which a token has `width` elements and one or more scales
+    [..., block_tokens, width + 4 * num_scales] as elements [..., block_tokens, width] and scales
+    [..., block_tokens, num_scales]."""
+    *outer, block_tokens, num_bytes = heads.shape
+    assert heads.stride()[-2:] == (num_bytes, 1), "heads of a block are contiguous"
+    strides, num_scale_bytes = heads.stride()[:-2], num_bytes - width
+    elements = heads.as_strided((*outer, block_tokens, width), (*strides, width, 1))
+    raw = heads.as_strided(
+        (*outer, block_tokens, num_scale_bytes),
+        (*strides, num_scale_bytes, 1),
+        heads.storage_offset() + block_tokens * width,
     )
-    return Quantized(elements, raw.view(torch.float32))
+    return elements, raw.view(torch.float32)

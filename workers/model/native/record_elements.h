@@ -1,0 +1,62 @@
+// Heads of KV as records of the store have them: elements of 8 bits with a scale for each part of a token's vector,
+// made of activations and widened to them again (`workers/model/record_heads.py`).
+//
+// A head's slice is [block_tokens, width] elements. Where elements have scales, these follow: [block_tokens, num_parts].
+
+#pragma once
+
+#include "kv_elements.h"
+
+struct RecordForm {
+  const int64_t* parts;  // their sizes, multiples of 16, which add up to the width
+  int64_t num_parts, block_tokens, width, is_bf16, kv_elements;
+};
+
+template <typename S, typename T>
+void quantize_heads(const RecordForm& form, const T* from, int64_t num_heads, S* to) {
+  for (int64_t head = 0; head < num_heads; head++) {
+    float* scales = (float*)(to + form.block_tokens * form.width);
+    for (int64_t token = 0; token < form.block_tokens; token++)
+      for (int64_t part = 0; part < form.num_parts; from += form.parts[part], to += form.parts[part], part++)
+        quantize(from, form.parts[part], to, scales++);
+    to = (S*)scales;
+  }
+}
+
+template <typename S, typename T>
+void widen_heads(const RecordForm& form, const S* from, int64_t num_heads, T* to) {
+  for (int64_t head = 0; head < num_heads; head++) {
+    const float* scales = (const float*)(from + form.block_tokens * form.width);
+    for (int64_t token = 0; token < form.block_tokens; token++)
+      for (int64_t part = 0; part < form.num_parts; part++) {
+        Vec scale = broadcast(*scales++);
+        for (int64_t i = 0; i < form.parts[part]; i += LANES, from += LANES, to += LANES)
+          store(load(from) * broadcast(S::UNIT) * scale, to);
+      }
+    from = (const S*)scales;
+  }
+}
+
+// Calls run with an element of the form and a number of the activations' type.
+template <typename Run>
+void with_record_types(const RecordForm& form, const Run& run) {
+  auto with_activations = [&](auto number) {
+    with_elements<decltype(number)>(form.kv_elements, [&](auto element) {
+      if constexpr (IS_QUANTIZED<decltype(element)>) run(element, number);
+    });
+  };
+  if (form.is_bf16) return with_activations(Bf16{});
+  with_activations(float{});
+}
+
+extern "C" void tandem_quantize_heads(const RecordForm* form, const void* from, int64_t num_heads, void* to) {
+  with_record_types(*form, [&](auto element, auto number) {
+    quantize_heads(*form, (const decltype(number)*)from, num_heads, (decltype(element)*)to);
+  });
+}
+
+extern "C" void tandem_widen_heads(const RecordForm* form, const void* from, int64_t num_heads, void* to) {
+  with_record_types(*form, [&](auto element, auto number) {
+    widen_heads(*form, (const decltype(element)*)from, num_heads, (decltype(number)*)to);
+  });
+}
