@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 from workers.model import native
@@ -272,6 +274,33 @@ def test_more_blocks_than_are_staged(
     sums = pool.store(every, place.region, place.offsets)
     assert [place.record(number) for number in every] == expected
     assert sums == pool.load(every, SHARD, place.region, place.offsets, SHARD)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_a_device_s_copies_are_the_same(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
+    """With the pool of devices between blocks and records, on CPU tensors."""
+
+    def staging_pool(layout: BlockLayout, device: torch.device) -> tuple[KvPool, Tensor]:
+        data = torch.zeros((3, layout.block_bytes), dtype=torch.uint8, device=device)
+        return DevicePool(layout, data), data
+
+    monkeypatch.setattr(quantized_records, "_staging_pool", staging_pool)
+    monkeypatch.setattr(native, "load", lambda: None)
+    shape = Shape(RecordForm(kv_dtype, (32,)))
+    kv = shape.draw()
+    records = shape.records(kv)
+    pool = QuantizedRecords(shape.layout, kv, shape.form)
+    place, every = Region(pool.layout.block_bytes), list(range(NUM_BLOCKS))
+    sums = pool.store(every, place.region, place.offsets)
+    assert [place.record(number) for number in every] == records
+    assert sums == [checksum(record) for record in records]
+    piece = Shard(3, 5, 2, 3)
+    expected = kv.clone()
+    for block_id, record in zip(reversed(every), records, strict=True):
+        expected[block_id, 1:, :, 1:] = shape.widened(record)[1:, :, 1:]
+    assert pool.load(every[::-1], piece, place.region, place.offsets, SHARD) == sums
+    assert torch.equal(kv, expected)
+    pool.close()
 
 
 def test_what_lies_outside_is_refused() -> None:
