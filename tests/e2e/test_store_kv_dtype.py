@@ -114,7 +114,11 @@ async def test_any_shape_finds_it_on_nvme_after_a_restart(
     shapes: str,
 ) -> None:
     harness, store = stored
-    nvme = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 64 << 20, "segment_bytes": 4 << 20}
+    nvme: dict[str, Any] = {
+        "nvme_path": str(tmp_path / "nvme"),
+        "nvme_bytes": 64 << 20,
+        "segment_bytes": 4 << 20,
+    }
     await store.start(**nvme)
     writer, reader = (SHAPES[shape] for shape in shapes.split())
     first = await add_with_store(harness, store, "a", parallel=writer, store_kv_dtype=kv_dtype)
@@ -175,7 +179,7 @@ async def test_other_forms_are_not_found(stored: tuple[E2eHarness, StoreHarness]
 @pytest.mark.slow
 async def test_tiers_hold_twice_as_much(tmp_path: Path) -> None:
     """Of KV in bf16 with heads of 128, whole records counted."""
-    keys = {"head_dim": 128, "num_hidden_layers": 16, "dtype": "bfloat16"}
+    keys: dict[str, Any] = {"head_dim": 128, "num_hidden_layers": 16, "dtype": "bfloat16"}
     write_random_checkpoint(tmp_path / "model", "llama", seed=3, **keys)
     harness = E2eHarness(tmp_path / "model")
     sizes = []

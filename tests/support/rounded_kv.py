@@ -42,7 +42,7 @@ def continued_behind(
     table = model.tables[0]
     assert len(table) * BLOCK_TOKENS == num_rounded, "the store has whole blocks"
     if kv_dtype is not None:
-        for part in _kv(model).split(list(parts or model.kv.shape[-1:]), -1):
+        for part in torch.split(_kv(model), list(parts or model.kv.shape[-1:]), -1):
             part[table] = rounded(part[table], kv_dtype)
     rows = [model.step([(0, prompt[num_rounded:])])[0][-1]]
     while len(rows) < num_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     def _head(self, head: Tensor) -> bytes:
         elements, scales = [], []
-        for vector in (part.numpy() for token in head for part in token.split(self.form.parts)):
+        for vector in (part.numpy() for token in head for part in torch.split(token, self.form.parts)):
             numbers, scale = self._vector(vector)
             elements.append(numbers)
             scales.append(scale)
@@ -100,14 +100,12 @@ class Shape(NamedTuple):
             raw = bytearray(record[start : start + head_bytes])
             elements = torch.frombuffer(raw[:num_elements], dtype=ELEMENTS[self.form.kv_dtype])
             scales = torch.frombuffer(raw[num_elements:], dtype=torch.float32)
-            vectors = elements.float().view(self.block_tokens, -1).split(parts, 1)
-            wide = [vector * scale for vector, scale in zip(vectors, self._by_part(scales), strict=True)]
+            vectors = torch.split(elements.float().view(self.block_tokens, -1), parts, 1)
+            by_part = torch.split(scales.view(self.block_tokens, -1), 1, 1)
+            wide = [vector * scale for vector, scale in zip(vectors, by_part, strict=True)]
             heads.append(torch.cat(wide, 1).to(self.dtype))
         sizes = layout.num_layers(self.shard), self.num_kinds, self.shard.num_heads
         return torch.stack(heads).view(*sizes, self.block_tokens, sum(parts))
-
-    def _by_part(self, scales: Tensor) -> Sequence[Tensor]:
-        return scales.view(self.block_tokens, -1).split(1, 1)
 
 
 class Region:
@@ -195,10 +193,10 @@ def test_a_piece_of_a_record_is_widened(backend: str, shape: Shape, data: st.Dat
         sums = pool.load(ids, piece, place.region, place.offsets[:3], shard)
     assert sums == [checksum(record) for record in records[:3]]
     expected = other.clone()
-    part = slice(layers[0] - shard.layer_start, layers[1] - shard.layer_start), slice(None)
-    part = *part, slice(heads[0] - shard.head_start, heads[1] - shard.head_start)  # type: ignore[assignment]
+    rows = slice(layers[0] - shard.layer_start, layers[1] - shard.layer_start)
+    columns = slice(heads[0] - shard.head_start, heads[1] - shard.head_start)
     for number, block_id in enumerate(ids):
-        expected[block_id][part] = shape.widened(records[number])[part]
+        expected[block_id, rows, :, columns] = shape.widened(records[number])[rows, :, columns]
     torch.testing.assert_close(pool._kv, expected, rtol=0, atol=0, equal_nan=True)
     pool.close()
 

@@ -31,7 +31,7 @@ from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
-from workers.model.kv_form import KvForm, RecordForm
+from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, group_limits, kv_groups
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
@@ -169,11 +169,7 @@ class ModelRunner:
         memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
         self.kv, *self.window_kvs = (kv[:size] for kv, size in zip(memory, sizes, strict=True))
         self.host = self._allocate_host(num_host_blocks)
-        # The pools as the store has their blocks.
-        self.record_pools = [
-            _records(pool, kv, self._records)
-            for pool, kv in zip(self.pools, (self.kv, *self.window_kvs), strict=True)
-        ]
+        self.record_pools = self._make_record_pools()
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
@@ -359,6 +355,14 @@ class ModelRunner:
         """Return the blocks of each group behind the first, which has `num_blocks`."""
         return [limit.most_blocks(num_blocks) for limit in self._limits]
 
+    def _make_record_pools(self) -> list[RecordPool]:
+        """Return the pools as the store has their blocks: states as they are, and KV in the records' form."""
+        form, kvs = self._records, (self.kv, *self.window_kvs)
+        return [
+            pool if form is None or pool.layout.is_state else QuantizedRecords(pool.layout, kv, form)
+            for pool, kv in zip(self.pools, kvs, strict=True)
+        ]
+
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
             return None
@@ -440,12 +444,6 @@ def _allocate(
             f"kv_tokens or engine.memory_share, or end what else uses the device ({error})"
         ) from error
     return kv, DevicePool(layout, kv[:num_blocks].view(num_blocks, -1).view(torch.uint8))
-
-
-def _records(pool: KvPool, kv: Tensor, form: RecordForm | None) -> RecordPool:
-    """Return a pool, over the blocks `kv`, as the store has it: with records of `form` (None: of the blocks'
-    own bytes). States stay as they are."""
-    return pool if form is None or pool.layout.is_state else QuantizedRecords(pool.layout, kv, form)
 
 
 def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,12 @@ from kvtransfer.store.record import HEADER_BYTES
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    }
     write_random_checkpoint(tmp_path / "model", "llama", seed=1, **sizes)
     return tmp_path / "model"
 
