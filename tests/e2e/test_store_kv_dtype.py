@@ -200,12 +200,13 @@ async def test_tiers_hold_twice_as_much(tmp_path: Path) -> None:
 
 class Model(NamedTuple):
     """A family whose KV is not that of one kind of heads, its sizes, the parts of a vector that have a scale
-    each, and how replicas are started."""
+    each, how replicas are started, and the shape of the one that reads."""
 
     family: str
     keys: dict[str, Any]
     parts: tuple[int, ...]
     how: dict[str, Any] = {}
+    reader: Parallel = SHAPES["1x1"]
 
 
 _SHAPE: dict[str, Any] = {
@@ -223,7 +224,8 @@ MODELS = {
     "latents": Model("deepseek_v2", _LATENTS, (_LATENTS["kv_lora_rank"], _LATENTS["qk_rope_head_dim"])),
     # Cells have two heads of 16 or one of 24.
     "heads of two sizes": Model("gemma4_text", _SHAPE | GEMMA4_SHAPE, (8,) * 12, {"frees_windows": True}),
-    "states": Model("qwen3_next", {}, (16,)),
+    # The first stage has no attention, the second no state.
+    "states": Model("qwen3_next", {}, (16,), {}, Parallel(pp=3, devices=("cpu",) * 3, layers=(2, 1, 1))),
 }
 
 
@@ -244,7 +246,7 @@ async def test_every_form_of_kv_is_kept_so(name: str, tmp_path: Path) -> None:
         first = await add_with_store(harness, store, "a", parallel=Parallel(tp=2), **how)
         await run(harness, first, "computed")
         await stored_blocks(first, NUM_FULL_BLOCKS)
-        second = await add_with_store(harness, store, "b", **how)
+        second = await add_with_store(harness, store, "b", parallel=model.reader, **how)
         heard = await run(harness, second, "loaded")
         assert loaded(heard) == {"dram": NUM_LOADED}
         check(heard, folder, "int8", NUM_LOADED, *model.parts)

@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     def _head(self, head: Tensor) -> bytes:
         elements, scales = [], []
-        for vector in (part.numpy() for token in head for part in torch.split(token, self.form.parts)):
+        for vector in (part.numpy() for token in head for part in torch.split(token, [*self.form.parts])):
             numbers, scale = self._vector(vector)
             elements.append(numbers)
             scales.append(scale)
@@ -100,7 +100,7 @@ class Shape(NamedTuple):
             raw = bytearray(record[start : start + head_bytes])
             elements = torch.frombuffer(raw[:num_elements], dtype=ELEMENTS[self.form.kv_dtype])
             scales = torch.frombuffer(raw[num_elements:], dtype=torch.float32)
-            vectors = torch.split(elements.float().view(self.block_tokens, -1), parts, 1)
+            vectors = torch.split(elements.float().view(self.block_tokens, -1), [*parts], 1)
             by_part = torch.split(scales.view(self.block_tokens, -1), 1, 1)
             wide = [vector * scale for vector, scale in zip(vectors, by_part, strict=True)]
             heads.append(torch.cat(wide, 1).to(self.dtype))
