@@ -77,7 +77,8 @@ class Shape(NamedTuple):
             numbers, scale = self._vector(vector)
             elements.append(numbers)
             scales.append(scale)
-        return torch.cat(elements).view(torch.uint8).numpy().tobytes() + np.array(scales, "<f4").tobytes()
+        by_part = np.array(scales, "<f4").reshape(self.block_tokens, -1).T
+        return torch.cat(elements).view(torch.uint8).numpy().tobytes() + by_part.tobytes()
 
     def _vector(self, vector: npt.NDArray[np.float32]) -> tuple[Tensor, float]:
         largest, most = np.float32(LARGEST[self.form.kv_dtype]), np.abs(vector).max()
@@ -101,7 +102,7 @@ class Shape(NamedTuple):
             elements = torch.frombuffer(raw[:num_elements], dtype=ELEMENTS[self.form.kv_dtype])
             scales = torch.frombuffer(raw[num_elements:], dtype=torch.float32)
             vectors = torch.split(elements.float().view(self.block_tokens, -1), [*parts], 1)
-            by_part = torch.split(scales.view(self.block_tokens, -1), 1, 1)
+            by_part = torch.split(scales.view(-1, self.block_tokens).T, 1, 1)
             wide = [vector * scale for vector, scale in zip(vectors, by_part, strict=True)]
             heads.append(torch.cat(wide, 1).to(self.dtype))
         sizes = layout.num_layers(self.shard), self.num_kinds, self.shard.num_heads
@@ -181,7 +182,7 @@ def test_a_piece_of_a_record_is_widened(backend: str, shape: Shape, data: st.Dat
     shard = shape.shard
     layers = sorted(data.draw(st.lists(st.integers(*layers_of(shard)), min_size=2, max_size=2, unique=True)))
     heads = sorted(data.draw(st.lists(st.integers(*heads_of(shard)), min_size=2, max_size=2, unique=True)))
-    piece = Shard(*layers, *heads)
+    piece = Shard(layers[0], layers[1], heads[0], heads[1])
     kv, other = shape.draw(seed=1), shape.draw(seed=2, odd=math.nan)
     records = shape.records(kv)
     with computed_by(backend):
@@ -236,7 +237,7 @@ def elements_of(record: bytes, shape: Shape) -> bytes:
 @by_backend
 def test_groups_of_layers_share_a_record(backend: str) -> None:
     """A record has all layers; each group's pool fills the places of its own, and takes no sum."""
-    groups = (2, 4), (3,)
+    groups: tuple[tuple[int, ...], ...] = ((2, 4), (3,))
     whole = Shape(RecordForm("int8", (32,)))
     kv = whole.draw()
     expected = whole.records(kv)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.model import native
-from workers.model.attention.quantized_kv import Quantized, elements_and_scales, kv_dtype
+from workers.model.attention.quantized_kv import Quantized, elements_and_scales, kv_dtype, widened
 from workers.model.kv_form import RecordForm
 
 # The kernels' parts are so many elements, or a multiple.
@@ -37,8 +37,10 @@ class RecordHeads:
                 kernels.library.tandem_quantize_heads(*self._call(source, target))
             return
         elements, scales = elements_and_scales(out, sum(self._parts))
-        for number, columns in enumerate(self._columns()):
-            elements[..., columns], scales[..., number] = Quantized.of(kv[..., columns], out.dtype)
+        ends = itertools.accumulate(self._parts)
+        for number, (end, size) in enumerate(zip(ends, self._parts, strict=True)):
+            columns = slice(end - size, end)
+            elements[..., columns], scales[..., number, :] = Quantized.of(kv[..., columns], out.dtype)
 
     def widen(self, records: Tensor, out: Tensor) -> None:
         """Write heads of records to heads of KV."""
@@ -47,9 +49,7 @@ class RecordHeads:
             for source, target in _contiguous(records, out):
                 kernels.library.tandem_widen_heads(*self._call(source, target))
             return
-        elements, scales = elements_and_scales(records, sum(self._parts))
-        for number, columns in enumerate(self._columns()):
-            out[..., columns] = Quantized(elements[..., columns], scales[..., number]).floats()
+        out.copy_(widened(records, self._parts))
 
     def _check(self, kv: Tensor, records: Tensor) -> None:
         assert kv.dtype == self._dtype
@@ -66,11 +66,6 @@ class RecordHeads:
         num_heads = source.shape[:-2].numel()
         addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, target))
         return ctypes.byref(self._arguments), next(addresses), ctypes.c_int64(num_heads), next(addresses)
-
-    def _columns(self) -> list[slice]:
-        """Return the columns of each part of a token."""
-        ends = list(itertools.accumulate(self._parts))
-        return [slice(end - size, end) for end, size in zip(ends, self._parts, strict=True)]
 
 
 class _Arguments(ctypes.Structure):

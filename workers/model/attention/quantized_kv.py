@@ -12,6 +12,7 @@ NaN: whoever attends to it gets NaN, as from KV of any other form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,20 +71,31 @@ def quantized_parts(kv: Tensor) -> Quantized:
     """View a quantized KV, or blocks, layers or heads of it [..., block_tokens, head_dim + 4], as elements
     [..., block_tokens, head_dim] and scales [..., block_tokens]."""
     elements, scales = elements_and_scales(kv, head_dim_of(kv))
-    return Quantized(elements, scales.squeeze(-1))
+    return Quantized(elements, scales.squeeze(-2))
 
 
 def elements_and_scales(heads: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """View heads of which a token has `width` elements and one or more scales
-    [..., block_tokens, width + 4 * num_scales] as elements [..., block_tokens, width] and scales
-    [..., block_tokens, num_scales]."""
+    """View heads of which a token has `width` elements, in one or more parts with a scale each
+    [..., block_tokens, width + 4 * num_parts], as elements [..., block_tokens, width] and scales
+    [..., num_parts, block_tokens]."""
     *outer, block_tokens, num_bytes = heads.shape
     assert heads.stride()[-2:] == (num_bytes, 1), "heads of a block are contiguous"
-    strides, num_scale_bytes = heads.stride()[:-2], num_bytes - width
+    strides, num_parts = heads.stride()[:-2], (num_bytes - width) // SCALE_BYTES
     elements = heads.as_strided((*outer, block_tokens, width), (*strides, width, 1))
+    row_bytes = block_tokens * SCALE_BYTES
     raw = heads.as_strided(
-        (*outer, block_tokens, num_scale_bytes),
-        (*strides, num_scale_bytes, 1),
+        (*outer, num_parts, row_bytes),
+        (*strides, row_bytes, 1),
         heads.storage_offset() + block_tokens * width,
     )
     return elements, raw.view(torch.float32)
+
+
+def widened(heads: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return the vectors of heads whose parts have a scale each, float32 [..., block_tokens, sum(parts)]."""
+    elements, scales = elements_and_scales(heads, sum(parts))
+    vectors = [
+        Quantized(each, scales[..., number, :]).floats()
+        for number, each in enumerate(torch.split(elements, list(parts), -1))
+    ]
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)

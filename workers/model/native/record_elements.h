@@ -1,7 +1,7 @@
 // Heads of KV as records of the store have them: elements of 8 bits with a scale for each part of a token's vector,
 // made of activations and widened to them again (`workers/model/record_heads.py`).
 //
-// A head's slice is [block_tokens, width] elements. Where elements have scales, these follow: [block_tokens, num_parts].
+// A head's slice is [block_tokens, width] elements. Where elements have scales, these follow: [num_parts, block_tokens].
 
 #pragma once
 
@@ -18,8 +18,8 @@ void quantize_heads(const RecordForm& form, const T* from, int64_t num_heads, S*
     float* scales = (float*)(to + form.block_tokens * form.width);
     for (int64_t token = 0; token < form.block_tokens; token++)
       for (int64_t part = 0; part < form.num_parts; from += form.parts[part], to += form.parts[part], part++)
-        quantize(from, form.parts[part], to, scales++);
-    to = (S*)scales;
+        quantize(from, form.parts[part], to, scales + part * form.block_tokens + token);
+    to = (S*)(scales + form.num_parts * form.block_tokens);
   }
 }
 
@@ -29,11 +29,11 @@ void widen_heads(const RecordForm& form, const S* from, int64_t num_heads, T* to
     const float* scales = (const float*)(from + form.block_tokens * form.width);
     for (int64_t token = 0; token < form.block_tokens; token++)
       for (int64_t part = 0; part < form.num_parts; part++) {
-        Vec scale = broadcast(*scales++);
+        Vec scale = broadcast(scales[part * form.block_tokens + token]);
         for (int64_t i = 0; i < form.parts[part]; i += LANES, from += LANES, to += LANES)
           store(load(from) * broadcast(S::UNIT) * scale, to);
       }
-    from = (const S*)scales;
+    from = (const S*)(scales + form.num_parts * form.block_tokens);
   }
 }
 
