@@ -28,7 +28,7 @@ from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
-from workers.model.kv_form import KvForm, RecordForm
+from workers.model.kv_form import KvForm, ScaledParts
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import equal_stages, kv_heads
 
@@ -193,7 +193,8 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int, sto
     num_layers = min(sum(map(model.has_attention, stage)) for stage in stages)
     num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    records = RecordForm.of(model, store_kv_dtype, pool.engine.kv_dtype)
-    form = KvForm.of(pool.engine.kv_dtype, item_bytes) if records is None else records.kv_form
+    on_device = KvForm.of(pool.engine.kv_dtype, item_bytes, len(cells.parts))
+    records = ScaledParts.in_store(model, store_kv_dtype, pool.engine.kv_dtype)
+    form = on_device if records is None else records.record_form
     sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
     return BlockLayout(shard, *sizes).block_bytes

@@ -183,7 +183,7 @@ def _pool_need(
     """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
     item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
-    form = KvForm.of(engine.kv_dtype, item_bytes)
+    form = KvForm.of(engine.kv_dtype, item_bytes, len(model.kv_cells.parts))
     groups = kv_groups(model) if config.frees_windows or model.state is not None else ()
     windows = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
     states = StateCapacity(engine.max_sequences, pool.pp, engine.num_state_snapshots)

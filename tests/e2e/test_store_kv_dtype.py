@@ -28,7 +28,7 @@ from store_harness import StoreHarness
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
-from workers.model.kv_form import RecordForm
+from workers.model.kv_form import ScaledParts
 from workers.model.model_config import read_model_config
 
 PROMPT = prompt(5, 200)
@@ -237,8 +237,8 @@ async def test_every_form_of_kv_is_kept_so(name: str, tmp_path: Path) -> None:
         write_state_checkpoint(folder, model.family)
     else:
         write_family_checkpoint(folder, seed=7, **{"family": model.family, **model.keys})
-    form = RecordForm.of(read_model_config(folder), "int8", "auto")
-    assert form == RecordForm("int8", model.parts)
+    form = ScaledParts.in_store(read_model_config(folder), "int8", "auto")
+    assert form == ScaledParts("int8", model.parts)
     harness = E2eHarness(folder)
     async with StoreHarness(tmp_path, harness.trust) as store, harness:
         await store.start()

@@ -9,7 +9,7 @@ import torch
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
-from workers.model.kv_form import RecordForm
+from workers.model.kv_form import ScaledParts
 from workers.rank.quantized_records import QuantizedRecords
 
 SHARD = Shard(0, 3, 0, 4)
@@ -28,7 +28,7 @@ def test_records_and_blocks_are_those_of_a_cpu(
     every, found = list(range(NUM_BLOCKS)), []
     for place in (device, torch.device("cpu")):
         kv = drawn.clone().to(place)
-        pool = QuantizedRecords(layout, kv, RecordForm(kv_dtype, parts))
+        pool = QuantizedRecords(layout, kv, ScaledParts(kv_dtype, parts))
         memory = np.zeros(NUM_BLOCKS * pool.layout.block_bytes, dtype=np.uint8)
         region, offsets = ByteRegion(memory.data), range(0, len(memory), pool.layout.block_bytes)
         pool.attach(region)

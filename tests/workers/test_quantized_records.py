@@ -23,7 +23,7 @@ from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 from workers.model import native
-from workers.model.kv_form import RecordForm
+from workers.model.kv_form import ScaledParts
 from workers.rank import quantized_records
 from workers.rank.quantized_records import QuantizedRecords
 
@@ -46,7 +46,7 @@ def computed_by(backend: str) -> Iterator[None]:
 class Shape(NamedTuple):
     """A rank's blocks, and the form of their records."""
 
-    form: RecordForm
+    form: ScaledParts
     dtype: torch.dtype = torch.bfloat16
     shard: Shard = SHARD
     block_tokens: int = 16
@@ -128,7 +128,7 @@ class Region:
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     """Of any elements, sizes and kinds of heads."""
-    form = RecordForm(
+    form = ScaledParts(
         draw(st.sampled_from(tuple(LARGEST))),
         draw(st.sampled_from([(16,), (64,), (128,), (24,), (64, 16), (32, 32, 32), (22, 6)])),
     )
@@ -214,7 +214,7 @@ def heads_of(shard: Shard) -> tuple[int, int]:
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_rounding_again_changes_no_element(backend: str, kv_dtype: str) -> None:
     """KV that came from the store may go there again, and then a third time: errors do not add up."""
-    shape = Shape(RecordForm(kv_dtype, (64,)))
+    shape = Shape(ScaledParts(kv_dtype, (64,)))
     with computed_by(backend):
         kv = shape.draw()
         pool = QuantizedRecords(shape.layout, kv, shape.form)
@@ -238,7 +238,7 @@ def elements_of(record: bytes, shape: Shape) -> bytes:
 def test_groups_of_layers_share_a_record(backend: str) -> None:
     """A record has all layers; each group's pool fills the places of its own, and takes no sum."""
     groups: tuple[tuple[int, ...], ...] = ((2, 4), (3,))
-    whole = Shape(RecordForm("int8", (32,)))
+    whole = Shape(ScaledParts("int8", (32,)))
     kv = whole.draw()
     expected = whole.records(kv)
     with computed_by(backend):
@@ -265,7 +265,7 @@ def test_more_blocks_than_are_staged(
     monkeypatch: pytest.MonkeyPatch, kv_dtype: str, staging_bytes: int
 ) -> None:
     monkeypatch.setattr(quantized_records, "_STAGING_BYTES", staging_bytes)
-    shape = Shape(RecordForm(kv_dtype, (32,)))
+    shape = Shape(ScaledParts(kv_dtype, (32,)))
     kv = shape.draw()
     expected = shape.records(kv)
     pool = QuantizedRecords(shape.layout, kv, shape.form)
@@ -285,7 +285,7 @@ def test_a_device_s_copies_are_the_same(monkeypatch: pytest.MonkeyPatch, kv_dtyp
 
     monkeypatch.setattr(quantized_records, "_staging_pool", staging_pool)
     monkeypatch.setattr(native, "load", lambda: None)
-    shape = Shape(RecordForm(kv_dtype, (32,)))
+    shape = Shape(ScaledParts(kv_dtype, (32,)))
     kv = shape.draw()
     records = shape.records(kv)
     pool = QuantizedRecords(shape.layout, kv, shape.form)
@@ -303,7 +303,7 @@ def test_a_device_s_copies_are_the_same(monkeypatch: pytest.MonkeyPatch, kv_dtyp
 
 
 def test_what_lies_outside_is_refused() -> None:
-    shape = Shape(RecordForm("int8", (32,)))
+    shape = Shape(ScaledParts("int8", (32,)))
     kv = shape.draw()
     pool = QuantizedRecords(shape.layout, kv, shape.form)
     place = Region(pool.layout.block_bytes)
@@ -317,6 +317,6 @@ def test_what_lies_outside_is_refused() -> None:
 
 @pytest.mark.parametrize(("head_dim", "share"), [(128, 0.516), (64, 0.531), (256, 0.508)])
 def test_its_size_is_half(head_dim: int, share: float) -> None:
-    shape = Shape(RecordForm("int8", (head_dim,)))
+    shape = Shape(ScaledParts("int8", (head_dim,)))
     pool = QuantizedRecords(shape.layout, shape.draw(), shape.form)
     assert pool.layout.block_bytes / shape.layout.block_bytes == pytest.approx(share, abs=1e-3)

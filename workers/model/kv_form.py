@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
@@ -21,51 +21,47 @@ class KvForm(NamedTuple):
     name: str = ""
 
     @staticmethod
-    def of(kv_dtype: str, item_bytes: int) -> KvForm:
-        """Return the form of `engine.kv_dtype` beside activations of `item_bytes`."""
-        return KvForm(item_bytes) if kv_dtype == "auto" else KvForm(1, SCALE_BYTES, kv_dtype)
+    def of(kv_dtype: str, item_bytes: int, num_parts: int = 1) -> KvForm:
+        """Return the form of `engine.kv_dtype` beside activations of `item_bytes`, where the vector of a
+        token has `num_parts` scales (`KvCells.parts`)."""
+        return KvForm(item_bytes) if kv_dtype == "auto" else KvForm(1, SCALE_BYTES * num_parts, kv_dtype)
 
     def head_bytes(self, head_dim: int) -> int:
         """Return the size of a token of a head's keys or values."""
         return head_dim * self.item_bytes + self.scale_bytes
 
 
-class RecordForm(NamedTuple):
-    """Represents how the store's records keep, in 8 bits, KV that devices keep as activations.
-
-    `kv_dtype` is that of the elements, as `store.kv_dtype` names it. A token of a cell of KV
-    (`workers.model.layer_shapes`) is divided into `parts` of these sizes, each with a scale of its own: the
-    heads of the cell, or a latent and the rotated part of keys."""
+class ScaledParts(NamedTuple):
+    """Represents vectors in 8 bits: the dtype of their elements, as `kv_dtype` of the configuration names it,
+    and the sizes of the parts of a vector, each of which has a scale."""
 
     kv_dtype: str
     parts: tuple[int, ...]
 
     @staticmethod
-    def of(config: ModelConfig, store_kv_dtype: str, engine_kv_dtype: str) -> RecordForm | None:
-        """Return the form of `store.kv_dtype`; None: that of the device's own KV."""
+    def in_store(config: ModelConfig, store_kv_dtype: str, engine_kv_dtype: str) -> ScaledParts | None:
+        """Return the form of KV in records by `store.kv_dtype`, where devices keep KV as activations; None:
+        records have the device's own KV."""
         if store_kv_dtype in ("auto", engine_kv_dtype):
             return None
-        if (latent := config.latent) is not None:
-            return RecordForm(store_kv_dtype, (latent.kv_lora_rank, latent.qk_rope_head_dim))
-        cells = config.kv_cells
-        size = math.gcd(*(config.heads_of(layer).head_dim for layer in range(cells.num_layers)))
-        return RecordForm(store_kv_dtype, (size,) * (cells.width // size))
+        return ScaledParts(store_kv_dtype, config.kv_cells.parts)
 
     @property
-    def kv_form(self) -> KvForm:
+    def record_form(self) -> KvForm:
         """The bytes of records. The name is not that of a device's KV: KV that was computed over quantized KV
         is other KV than what was quantized afterwards."""
         return KvForm(1, SCALE_BYTES * len(self.parts), f"stored-{self.kv_dtype}")
 
 
-def refuse_kv_dtype(config: ModelConfig, kv_dtype: str) -> None:
-    """Raise CheckpointError, naming the setting and the remedy, where a model's KV is not kept so."""
+def refuse_kv_dtype(config: ModelConfig, kv_dtype: str, devices: Sequence[str]) -> None:
+    """Raise CheckpointError, naming the setting and the remedy, where a model's KV is not kept so on these
+    devices."""
     if kv_dtype == "auto":
         return
-    if config.latent is not None:
-        problem = "the model's keys and values are products of latents"
+    if config.latent is not None and any(device.partition(":")[0] != "cpu" for device in devices):
+        problem = "the model's keys and values are products of latents, which only CPUs read in 8 bits"
     elif config.layer_shapes.full_heads is not None or config.layer_shapes.num_shared:
         problem = "the model's layers have heads of several sizes, or share keys and values"
     else:
         return
-    raise CheckpointError(f"engine.kv_dtype {kv_dtype}: {problem}: they are kept as activations; set auto")
+    raise CheckpointError(f"engine.kv_dtype {kv_dtype}: {problem}; set auto")

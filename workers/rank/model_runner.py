@@ -147,7 +147,7 @@ class ModelRunner:
         self.config = config = decoder.config
         has_groups = capacity.windows is not None or config.state is not None
         self._kv_groups = kv_groups(config) if has_groups else ()
-        self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize, len(config.kv_cells.parts))
         self._records = capacity.records
         states = capacity.states or StateCapacity(capacity.max_sequences, groups.pp)
         self._limits = group_limits(

@@ -59,7 +59,7 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
-from workers.model.kv_form import RecordForm, refuse_kv_dtype
+from workers.model.kv_form import ScaledParts, refuse_kv_dtype
 from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
@@ -394,7 +394,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
-    refuse_kv_dtype(config, spec.kv_dtype)
+    refuse_kv_dtype(config, spec.kv_dtype, (spec.device,))
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )
@@ -410,9 +410,9 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
 
 
-def _record_form(spec: RankSpec) -> RecordForm | None:
+def _record_form(spec: RankSpec) -> ScaledParts | None:
     config = read_model_config(Path(spec.model_dir))
-    return RecordForm.of(config, spec.store_kv_dtype, spec.kv_dtype)
+    return ScaledParts.in_store(config, spec.store_kv_dtype, spec.kv_dtype)
 
 
 def _ready(

@@ -20,8 +20,9 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvPool, RecordPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
-from workers.model.kv_form import RecordForm
-from workers.model.record_heads import RecordHeads
+from workers.model.attention.quantized_kv import kv_dtype
+from workers.model.kv_form import ScaledParts
+from workers.model.scaled_heads import ScaledHeads
 
 # Bytes of records that are converted at a time, where one block has not more: they stay in a core's cache,
 # and what a device waits for between two parts is little beside them.
@@ -31,13 +32,13 @@ _DEVICE_STAGING_BYTES = 16 << 20
 _TEMPORARY_BYTES = 24
 
 
-def record_layout(layout: BlockLayout, form: RecordForm) -> BlockLayout:
+def record_layout(layout: BlockLayout, form: ScaledParts) -> BlockLayout:
     """Return the layout of records of `form` of blocks of this layout."""
-    kv_form = form.kv_form
+    kv_form = form.record_form
     return replace(layout, item_bytes=kv_form.item_bytes, scale_bytes=kv_form.scale_bytes)
 
 
-def conversion_bytes(layout: BlockLayout, form: RecordForm) -> int:
+def conversion_bytes(layout: BlockLayout, form: ScaledParts) -> int:
     """Return how much memory of a device conversion takes in addition to a pool of this layout."""
     block_bytes = record_layout(layout, form).block_bytes
     return max(_DEVICE_STAGING_BYTES, block_bytes) + _TEMPORARY_BYTES * block_bytes
@@ -46,12 +47,13 @@ def conversion_bytes(layout: BlockLayout, form: RecordForm) -> int:
 class QuantizedRecords(RecordPool):
     """The records of `form` of the blocks of a pool. Used by one thread at a time."""
 
-    def __init__(self, layout: BlockLayout, kv: Tensor, form: RecordForm) -> None:
+    def __init__(self, layout: BlockLayout, kv: Tensor, form: ScaledParts) -> None:
         """`kv` [num_blocks, num_layers, num_kinds, num_cells, block_tokens, width] are the blocks of this
         layout, of elements of activations; they stay the caller's."""
         super().__init__(record_layout(layout, form), len(kv), str(kv.device))
         self._kv = kv
-        self._heads = RecordHeads(form, kv.dtype, layout.block_tokens)
+        element_dtype = kv_dtype(form.kv_dtype, kv.dtype)
+        self._heads = ScaledHeads(form.parts, element_dtype, kv.dtype, layout.block_tokens)
         self._staging, data = _staging_pool(self.layout, kv.device)
         width = self.layout.head_dim * self.layout.item_bytes + self.layout.scale_bytes
         shape = (self._staging.num_blocks, *kv.shape[1:-1], width)

@@ -11,7 +11,7 @@ import torch
 from workers.errors import WorkerError
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
-from workers.model.kv_form import RecordForm
+from workers.model.kv_form import ScaledParts
 from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.weights import ShardSpec
@@ -92,7 +92,7 @@ class RankCapacity(NamedTuple):
     windows: WindowCapacity | None = None
     states: StateCapacity | None = None
     kv_dtype: str = "auto"
-    records: RecordForm | None = None
+    records: ScaledParts | None = None
 
 
 class RankPlace(NamedTuple):

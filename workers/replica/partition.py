@@ -19,7 +19,7 @@ from workers.errors import CheckpointError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.gguf.gguf_checkpoint import checkpoint_of
 from workers.model.ignored_keys import ignored_keys
-from workers.model.kv_form import KvForm, RecordForm
+from workers.model.kv_form import KvForm, ScaledParts
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.quantization.form_on_device import form_on_device
 from workers.model.rank_memory import RankShape
@@ -128,8 +128,8 @@ class Shape:
     def records(self) -> KvForm | None:
         """The form of KV in the store; None: that of the device."""
         engine, config = self._spec.engine, read_model_config(Path(self._model_dir))
-        form = RecordForm.of(config, self._spec.store_kv_dtype, engine.kv_dtype)
-        return None if form is None else form.kv_form
+        form = ScaledParts.in_store(config, self._spec.store_kv_dtype, engine.kv_dtype)
+        return None if form is None else form.record_form
 
     @property
     def work(self) -> ModelWork:

@@ -49,7 +49,7 @@ class AttentionStep(ctypes.Structure):
             for name in (
                 "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
                 "layer_stride", "kind_stride", "head_stride", "first_host", "num_heads", "num_kv_heads",
-                "head_dim", "block_tokens", "is_invariant", "kv_elements",
+                "head_dim", "block_tokens", "is_invariant", "kv_elements", "tail_dim",
             )
         ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -80,7 +80,7 @@ class CpuAttention(AttentionBackend):
         self.task_rows: int = kernels.library.attention_task_rows()
         # By the identity of the layer, which is kept with it: several may attend to one layer of the KV.
         self._id_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
-        self.kv_shape = kv_shape(kv)
+        self.kv_shape = kv_shape(kv, shape.num_scales)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[self.dtype]}")
         self.attend.argtypes = [
             ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
@@ -90,7 +90,7 @@ class CpuAttention(AttentionBackend):
     @staticmethod
     def serves(shape: AttentionShape, kv: Tensor) -> bool:
         """Whether the kernels compute over this KV."""
-        _, _, block_tokens, head_dim = kv_shape(kv)
+        _, _, block_tokens, head_dim = kv_shape(kv, shape.num_scales)
         fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and head_dim <= _MOST_HEAD_DIM and block_tokens % 16 == 0
         return fits and native.serves(kv.device, shape.dtype or kv.dtype)
 
@@ -203,6 +203,7 @@ class CpuPlan(AttentionPlan):
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
             is_invariant=backend.is_deterministic, kv_elements=native.KV_ELEMENTS.get(kv.dtype, 0),
+            tail_dim=sum(backend.shape.parts(shape.head_dim)[1:]),
             scale=backend.shape.scale(shape.head_dim), softcap=backend.shape.softcap,
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))

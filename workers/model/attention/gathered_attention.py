@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import KvShape, Marks
 from workers.model.attention.kv_rows import KvRows
-from workers.model.attention.quantized_kv import is_quantized, quantized_parts
+from workers.model.attention.quantized_kv import is_quantized, widened
 from workers.model.attention.window_views import Chunk, DecodeGroup, HostSpots, WindowView
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
@@ -55,13 +55,15 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 class GatheredLayer(NamedTuple):
     """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); the
-    dtype in which it is attended to; and its scores and `sinks` [num_kv_heads, group, 1], if it has any."""
+    dtype in which it is attended to; its scores; the sizes of the parts of a quantized vector that have a
+    scale each; and `sinks` [num_kv_heads, group, 1], if the layer has any."""
 
     kv: KvRows
     number: int
     shape: KvShape
     dtype: torch.dtype
     scores: Scores
+    parts: tuple[int, ...]
     in_host: Tensor | None = None
     sinks: Tensor | None = None
 
@@ -76,7 +78,7 @@ class GatheredLayer(NamedTuple):
             by_block.permute(1, 3, 0, 2, 4)[spots.sequences, spots.positions] = from_host
         if is_quantized(gathered):
             heads = gathered.view(len(gathered), self.shape.block_tokens, -1)
-            return quantized_parts(heads).floats().to(self.dtype).flatten(1)
+            return widened(heads, self.parts).to(self.dtype).flatten(1)
         return gathered
 
 

@@ -173,10 +173,10 @@ class KvShape(NamedTuple):
     head_dim: int
 
 
-def kv_shape(kv: Tensor) -> KvShape:
-    """Return the shape of a rank's KV."""
+def kv_shape(kv: Tensor, num_scales: int = 1) -> KvShape:
+    """Return the shape of a rank's KV, whose vectors have `num_scales` where it is quantized."""
     _, num_layers, _, num_kv_heads, block_tokens, _ = kv.shape
-    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv))
+    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv, num_scales))
 
 
 class Rotation(NamedTuple):
@@ -233,6 +233,16 @@ class AttentionShape:
     latent: LatentShape | None = None
     value_dim: int = 0
     dtype: torch.dtype | None = None
+
+    @property
+    def num_scales(self) -> int:
+        """The scales of a vector of quantized KV: the values of latents are a part with a scale of its own,
+        and so are the columns behind them."""
+        return 2 if self.value_dim else 1
+
+    def parts(self, head_dim: int) -> tuple[int, ...]:
+        """Return the sizes of the parts of a vector of quantized KV that have a scale each."""
+        return (self.value_dim, head_dim - self.value_dim) if self.value_dim else (head_dim,)
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""

@@ -6,7 +6,8 @@ keys that all heads share. In the *absorbed* form all heads of queries share thi
 products of the heads turn queries into queries of latents, and mixed latents into values. In the *expanded*
 form keys and values of some heads at a time are computed from the latents of a sequence. A sequence takes the
 form with fewer operations (`LatentShape.is_expansion_cheaper`), unless results must not depend on its chunks:
-then, and where blocks lie in host memory, all are absorbed."""
+then, and where blocks lie in host memory, all are absorbed. In 8 bits a latent has a scale, and so has the
+rotated part: these differ in size."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ from workers.model.attention.interface import (
     kv_shape,
     to_device,
 )
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.attention.rotary import rope_table, rotate
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import expanded_capacity
+from workers.model.scaled_heads import ScaledHeads
 
 _ALL_LAYERS = LayerAttention(0, 0)
 
@@ -47,8 +50,12 @@ class LatentAttention(AttentionBackend):
         super().__init__(shape, kv)
         assert shape.latent is not None
         assert kv.shape[2:4] == (1, 1), "there is one row for a token"
-        assert kv.shape[5] == shape.latent.width
         self.latent = shape.latent
+        assert head_dim_of(kv, len(self.latent.parts)) == self.latent.width
+        # Converts rows between the dtype of activations and 8 bits; None: the KV has that of activations.
+        self.scaled: ScaledHeads | None = None
+        if is_quantized(kv):
+            self.scaled = ScaledHeads(self.latent.parts, kv.dtype, self.dtype, kv.shape[4])
         scale = shape.scale(self.latent.head_dim)
         self._alike = dataclasses.replace(shape, rotations=(), latent=None, score_scale=scale)
         absorbed = dataclasses.replace(self._alike, value_dim=self.latent.kv_lora_rank)
@@ -57,7 +64,7 @@ class LatentAttention(AttentionBackend):
         self.can_stage = self.absorbed.can_stage
         self.is_deterministic = self.absorbed.is_deterministic
         self.can_capture = self.absorbed.can_capture
-        self._expanded_memory = torch.empty(0, dtype=kv.dtype, device=kv.device)
+        self._expanded_memory = torch.empty(0, dtype=self.dtype, device=kv.device)
 
     def plan(self, step: StepInput) -> LatentPlan:
         return LatentPlan(self, step)
@@ -65,7 +72,7 @@ class LatentAttention(AttentionBackend):
     def expanded(self, num_tokens: int) -> AttentionBackend:
         """Return the backend of as many heads as are expanded at a time for `num_tokens` tokens, over memory
         that it shares with all others: [1, 1, 2, num_expanded, more than num_tokens, head_dim]."""
-        latent, dtype = self.latent, self.kv.dtype
+        latent, dtype = self.latent, self.dtype
         capacity = expanded_capacity(num_tokens)
         num_heads = latent.num_expanded_heads(self.shape.num_heads, capacity, dtype.itemsize)
         num_items = 2 * num_heads * capacity * latent.head_dim
@@ -73,7 +80,7 @@ class LatentAttention(AttentionBackend):
             # Attention may multiply what no token has written with zero.
             self._expanded_memory = torch.zeros(num_items, dtype=dtype, device=self.kv.device)
         kv = self._expanded_memory[:num_items].view(1, 1, 2, num_heads, capacity, latent.head_dim)
-        shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,))
+        shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,), dtype=None)
         return self.absorbed.over(shape, kv)
 
     def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
@@ -89,12 +96,11 @@ class LatentPlan(AttentionPlan):
         self._num_heads = backend.shape.num_heads
         kv = backend.kv
         positions, blocks = _places(step, kv.device)
-        self._rotations = [rope_table(positions, it, kv.dtype) for it in backend.shape.rotations]
+        self._rotations = [rope_table(positions, it, backend.dtype) for it in backend.shape.rotations]
         self._block_tokens = step.block_tokens
-        # The rows of the tokens in layer 0, of all rows of the KV.
-        layer_rows = kv.shape[1] * self._block_tokens
-        self._rows = blocks.long() * layer_rows + positions % self._block_tokens
-        self._memory = kv.view(-1, self._latent.width)
+        # The heads of the KV in layer 0 in which the tokens' rows lie, and their places there.
+        self._heads, self._offsets = blocks.long() * kv.shape[1], (positions % self._block_tokens).long()
+        self._memory = kv.flatten(0, 3)
         is_expanded = _expanded(backend, step)
         self._chunks = [_ExpandedChunk(backend, step, number) for number in is_expanded.nonzero()[0].tolist()]
         self._absorbed: AttentionPlan | None = None
@@ -115,8 +121,17 @@ class LatentPlan(AttentionPlan):
         table = self._rotations[layer.rotation]
         for part in (by_head[..., latent.qk_nope_head_dim :], row[:, None, latent.kv_lora_rank :]):
             part.copy_(rotate(part, *table))
-        self._memory.index_copy_(0, self._rows + layer.index * self._block_tokens, row)
+        self._write(layer.index, row)
         return self.attend(layer, queries)
+
+    def _write(self, layer: int, row: Tensor) -> None:
+        """Write the tokens' rows [num_tokens, width] of a layer."""
+        heads = self._heads + layer
+        if self._backend.scaled is not None:
+            self._backend.scaled.write(row, self._memory, heads, self._offsets)
+            return
+        rows = heads * self._block_tokens + self._offsets
+        self._memory.view(-1, self._latent.width).index_copy_(0, rows, row)
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         latent, rows = self._latent, self._absorbed_rows
@@ -154,12 +169,12 @@ class _ExpandedChunk:
         """Plan sequence `number` of a step."""
         start, num_tokens = int(step.starts[number]), int(step.lengths[number])
         self._num_context = start + num_tokens
-        self._latent, self._kv = backend.latent, backend.kv
+        self._latent, self._kv, self._scaled = backend.latent, backend.kv, backend.scaled
         num_blocks = -(-self._num_context // step.block_tokens)
         table = step.tables[step.slots[number], :num_blocks]
         if start <= (num_blocks - 1) * step.block_tokens:
             # Later steps may multiply what no token has written with zero.
-            backend.kv[int(table[-1])] = 0
+            backend.kv[int(table[-1])].view(torch.uint8).zero_()
         self._blocks = to_device(table.astype(np.int64), backend.kv.device)
         first = int(step.lengths[:number].sum())
         self._rows = slice(first, first + num_tokens)
@@ -174,6 +189,10 @@ class _ExpandedChunk:
         `mixed` [num_tokens, num_heads, v_head_dim]."""
         latent, heads = self._latent, _heads_of(layer)
         latents = self._kv[:, layer.index, 0, 0].index_select(0, self._blocks)
+        if self._scaled is not None:
+            wide = latents.new_empty(*latents.shape[:2], latent.width, dtype=queries.dtype)
+            self._scaled.widen(latents, wide)
+            latents = wide
         latents = latents.view(-1, latent.width)[: self._num_context]
         normed, shared = torch.split(latents, [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
         keys, values = self._expanded

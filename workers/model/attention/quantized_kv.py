@@ -36,9 +36,9 @@ def is_quantized(kv: Tensor) -> bool:
     return kv.dtype in _LARGEST
 
 
-def head_dim_of(kv: Tensor) -> int:
-    """Return the size of a head of a KV [..., head_dim], without the bytes of a scale."""
-    return kv.shape[-1] - SCALE_BYTES if is_quantized(kv) else kv.shape[-1]
+def head_dim_of(kv: Tensor, num_scales: int = 1) -> int:
+    """Return the size of a head of a KV [..., head_dim], without the bytes of the scales of a vector."""
+    return kv.shape[-1] - num_scales * SCALE_BYTES if is_quantized(kv) else kv.shape[-1]
 
 
 class Quantized(NamedTuple):

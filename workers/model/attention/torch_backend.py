@@ -34,7 +34,7 @@ class TorchAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         super().__init__(shape, kv)
-        self._kv_shape = kv_shape(kv)
+        self._kv_shape = kv_shape(kv, shape.num_scales)
         self.rows = KvRows.of(kv)
 
     def over(self, shape: AttentionShape, kv: Tensor) -> TorchAttention:
@@ -65,8 +65,9 @@ class TorchPlan(AttentionPlan):
     ) -> None:
         super().__init__(step)
         self._kv = kv = backend.kv
-        self._kv_shape = shape = kv_shape(kv)
+        self._kv_shape = shape = kv_shape(kv, backend.shape.num_scales)
         self._num_heads = backend.shape.num_heads
+        self._parts = backend.shape.parts(shape.head_dim)
         self._scores = Scores(backend.shape.scale(shape.head_dim), backend.shape.softcap)
         self._host = step.host
         self.window_to_view = window_to_view
@@ -129,7 +130,9 @@ class TorchPlan(AttentionPlan):
     def _attend(self, query: Tensor, layer: LayerAttention) -> Tensor:
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
-        seen = GatheredLayer(self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores)
+        seen = GatheredLayer(
+            self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores, self._parts
+        )
         if layer.sinks is not None:
             seen = seen._replace(sinks=layer.sinks.view(self._kv_shape.num_kv_heads, -1, 1))
         if host is None or not view.host_ids:

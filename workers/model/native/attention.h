@@ -11,7 +11,8 @@
 // row sees has the probability 0, which changes no sum.
 //
 // Keys and values of 8 bits are multiplied without their scales: a key's scale multiplies its scores, a value's its
-// probabilities, in float.
+// probabilities, in float. Where the tail of a key has a scale of its own, its elements are multiplied with the ratio of
+// both scales beforehand, which rounds them once more.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -307,7 +308,8 @@ class Attention {
            &Attention::attend_token<4, 64>},
           {&Attention::attend_token<1, 128>, &Attention::attend_token<2, 128>, &Attention::attend_token<3, 128>,
            &Attention::attend_token<4, 128>}};
-      if (!step.is_invariant && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128)) return ways[dim == 128][group - 1];
+      if (!step.is_invariant && !step.tail_dim && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128))
+        return ways[dim == 128][group - 1];
     }
     return nullptr;
   }
