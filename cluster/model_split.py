@@ -24,7 +24,7 @@ def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: Engin
     try:
         refuse_split(model, tp, ep)
         refuse_stages(model, pp, layers)
-        refuse_kv_dtype(model, engine.kv_dtype, devices)
+        refuse_kv_dtype(model, engine.kv_dtype)
         refuse_expert_offload(model, num_in_host, devices, tp=tp, is_deterministic=is_deterministic)
         refuse_expert_copies(
             model,

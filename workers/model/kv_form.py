@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
@@ -53,15 +52,11 @@ class ScaledParts(NamedTuple):
         return KvForm(1, SCALE_BYTES * len(self.parts), f"stored-{self.kv_dtype}")
 
 
-def refuse_kv_dtype(config: ModelConfig, kv_dtype: str, devices: Sequence[str]) -> None:
-    """Raise CheckpointError, naming the setting and the remedy, where a model's KV is not kept so on these
-    devices."""
-    if kv_dtype == "auto":
-        return
-    if config.latent is not None and any(device.partition(":")[0] != "cpu" for device in devices):
-        problem = "the model's keys and values are products of latents, which only CPUs read in 8 bits"
-    elif config.layer_shapes.full_heads is not None or config.layer_shapes.num_shared:
-        problem = "the model's layers have heads of several sizes, or share keys and values"
-    else:
-        return
-    raise CheckpointError(f"engine.kv_dtype {kv_dtype}: {problem}; set auto")
+def refuse_kv_dtype(config: ModelConfig, kv_dtype: str) -> None:
+    """Raise CheckpointError, naming the setting and the remedy, where a model's KV is not kept so."""
+    shapes = config.layer_shapes
+    if kv_dtype != "auto" and (shapes.full_heads is not None or shapes.num_shared):
+        raise CheckpointError(
+            f"engine.kv_dtype {kv_dtype}: the model's layers have heads of several sizes, or share keys and "
+            "values: they are kept as activations; set auto"
+        )

@@ -72,7 +72,8 @@ class ScaledHeads:
         own = torch.stack([part.scales for part in parts], 1)
         if len(parts) > 1:
             own[:, 0] = torch.where(own[:, 0] == 0, own[:, 1], own[:, 0])
-        elements[heads, offsets] = torch.cat([part.elements for part in parts], 1)
+        written = torch.cat([part.elements.view(torch.uint8) for part in parts], 1)
+        elements.view(torch.uint8)[heads, offsets] = written
         scales[heads, :, offsets] = own
 
     def _check(self, heads: Tensor, scaled: Tensor) -> None:

@@ -394,7 +394,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
-    refuse_kv_dtype(config, spec.kv_dtype, (spec.device,))
+    refuse_kv_dtype(config, spec.kv_dtype)
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )

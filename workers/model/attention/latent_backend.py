@@ -188,11 +188,13 @@ class _ExpandedChunk:
         """Attend from the chunk's `queries` [num_tokens, num_heads * head_dim], of the whole step, into its
         `mixed` [num_tokens, num_heads, v_head_dim]."""
         latent, heads = self._latent, _heads_of(layer)
-        latents = self._kv[:, layer.index, 0, 0].index_select(0, self._blocks)
-        if self._scaled is not None:
-            wide = latents.new_empty(*latents.shape[:2], latent.width, dtype=queries.dtype)
-            self._scaled.widen(latents, wide)
-            latents = wide
+        latents = self._kv[:, layer.index, 0, 0]
+        if self._scaled is None:
+            latents = latents.index_select(0, self._blocks)
+        else:
+            blocks = latents.view(torch.uint8).index_select(0, self._blocks).view(latents.dtype)
+            latents = queries.new_empty(*blocks.shape[:2], latent.width)
+            self._scaled.widen(blocks, latents)
         latents = latents.view(-1, latent.width)[: self._num_context]
         normed, shared = torch.split(latents, [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
         keys, values = self._expanded
