@@ -137,6 +137,7 @@ class LocalEngine:
                     num_offload_blocks * BLOCK,
                     mode,
                     kv_dtype=config.kv_dtype,
+                    latent_kv=config.latent_kv,
                     windows=windows if has_windows else None,
                     states=StateCapacity(config.max_sequences, self.pp, config.num_state_snapshots),
                 ),

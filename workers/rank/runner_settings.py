@@ -78,7 +78,8 @@ class RankCapacity(NamedTuple):
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
     the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
     with a window have KV apart, of as many blocks as these need. Layers with a recurrent state always have
-    blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`.
+    blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`, and
+    `latent_kv` is `engine.latent_kv`.
     """
 
     block_tokens: int
@@ -90,6 +91,7 @@ class RankCapacity(NamedTuple):
     windows: WindowCapacity | None = None
     states: StateCapacity | None = None
     kv_dtype: str = "auto"
+    latent_kv: str = "replicated"
 
 
 class RankPlace(NamedTuple):

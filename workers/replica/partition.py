@@ -116,6 +116,7 @@ class Shape:
                 kv_dtype=engine.kv_dtype,
                 weight_dtype=spec.weight_dtype,
                 state_snapshots=engine.num_state_snapshots,
+                latent_kv=engine.latent_kv,
             )
             for rank in range(parallel.num_ranks)
         ]
