@@ -62,7 +62,7 @@ class LatentAttention(AttentionBackend):
         self.can_capture = self.absorbed.can_capture
         self._expanded_memory = torch.empty(0, dtype=kv.dtype, device=kv.device)
 
-    def plan(self, step: StepInput) -> LatentPlan:
+    def plan(self, step: StepInput) -> AttentionPlan:
         return LatentPlan(self, step)
 
     def expanded(self, num_tokens: int) -> AttentionBackend:

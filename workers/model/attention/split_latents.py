@@ -3,8 +3,8 @@
 In the absorbed form, which decodes, the ranks gather the queries of all heads. Each attends with all of them
 to the latents that it holds, and gives each rank the results of its heads, with the logarithms of their
 sums, by which that rank merges them. In the expanded form, of long chunks of prompts, they gather the latents
-of the context before the chunk, and each attends with its own heads. A sequence takes the form with fewer operations
-(`LatentShape.is_expansion_cheaper`), as where ranks hold copies of all latents.
+of the context before the chunk, and each attends with its own heads. A sequence takes the form with fewer
+operations (`LatentShape.is_expansion_cheaper`), as where ranks hold copies of all latents.
 
 All ranks compute the latents of new tokens, and each writes those that it holds."""
 
