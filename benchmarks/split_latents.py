@@ -2,9 +2,10 @@
 
 A JSON line for each number of ranks and each step: sequences that decode behind a context, and a chunk of
 one. `copies_ms` and `split_ms` are the medians of rounds in which both ways take turns; `copies_cpu_ms` and
-`split_cpu_ms` those of the first rank's processor, which neither waits nor other processes lengthen. `bytes`
-is what all ranks together have sent, as counted by their collectives, and `formula_bytes` what
-docs/architecture.md says. `kv_bytes` is what a rank keeps of the latents, by copies and divided.
+`split_cpu_ms` those of the first rank's processor, which neither waits nor other processes lengthen.
+Planning, once for all layers of a step, is not in them. `bytes` is what all ranks together have sent, as
+counted by their collectives, and `formula_bytes` what docs/architecture.md says. `kv_bytes` is what a rank
+keeps of the latents, by copies and divided.
 
 The layer has the shape of DeepSeek V2-Lite, or with `--heads 128` of V3. A rank computes with one thread.
 With fewer cores than ranks the times say little, and the bytes are the same.
@@ -33,6 +34,7 @@ from kvtransfer.rpc.trust import Trust
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import (
     AttentionBackend,
+    AttentionPlan,
     AttentionShape,
     LayerAttention,
     Rotation,
@@ -180,14 +182,14 @@ class AttendingLayer:
             ),
         }
 
-    def _attend(self, way: str) -> Tensor:
+    def _planned(self, way: str) -> AttentionPlan:
         step = self._step
         num_blocks = -(-(step.num_context + step.num_new) // BLOCK_TOKENS)
         spans = [
             SequenceSpan(step.num_context, step.num_new, range(it * num_blocks, (it + 1) * num_blocks))
             for it in range(step.num_sequences)
         ]
-        return self._ways[way].plan(StepInput.of(spans, BLOCK_TOKENS)).run(self._layer, self._qkv.clone())
+        return self._ways[way].plan(StepInput.of(spans, BLOCK_TOKENS))
 
     @torch.inference_mode()
     def measure(self, repeat: int) -> dict[str, Any]:
@@ -195,18 +197,20 @@ class AttendingLayer:
         times: dict[str, list[float]] = {way: [] for way in self._ways}
         cpu_times: dict[str, list[float]] = {way: [] for way in self._ways}
         results: dict[str, Tensor] = {}
+        plans = {way: self._planned(way) for way in self._ways}
         for _ in range(repeat + 1):
-            for way in self._ways:
+            for way, plan in plans.items():
+                qkv = self._qkv.clone()
                 self._groups.agree(True)
                 began_at, cpu_began_at = CLOCK.now(), time.thread_time()
-                results[way] = self._attend(way)
+                results[way] = plan.run(self._layer, qkv)
                 cpu_times[way].append(1e3 * (time.thread_time() - cpu_began_at))
                 times[way].append(1e3 * (CLOCK.now() - began_at))
         copies, split = results["copies"].float(), results["split"].float()
         error = float((copies - split).abs().max() / copies.abs().max())
         assert error < 0.03, f"the two ways differ by {error}"
         before = self._groups.num_exchanged_bytes
-        self._attend("split")
+        plans["split"].run(self._layer, self._qkv.clone())
         wall, cpu = (
             {way: round(median(it[1:]), 3) for way, it in both.items()} for both in (times, cpu_times)
         )

@@ -38,12 +38,13 @@ LATENT = LatentShape(0, 26, 10, 6, 9)
 
 class DividedWork(NamedTuple):
     """Sequences (tokens before, new ones), the heads of all ranks, and how many rows are queried at a
-    time."""
+    time, and how many tokens are at most in a tile."""
 
     num_ranks: int
     num_heads: int
     work: list[tuple[int, int]]
     most_rows: int
+    most_tile: int
     seed: int
 
 
@@ -57,6 +58,7 @@ CASES = st.builds(
         max_size=4,
     ),
     st.integers(1, 40),
+    st.integers(1, 9),
     st.integers(0, 1000),
 )
 
@@ -110,7 +112,7 @@ class DividedStep:
         split = LatentSplit(BLOCK, case.num_ranks)
         backend = SplitLatentAttention(shape, kv, make, split, list(map(len, heads)), ranks)
         assert backend.block_tokens == BLOCK
-        backend.most_rows = case.most_rows
+        backend.most_rows, backend.tiled.most_tokens = case.most_rows, case.most_tile
         rows = self.expansion.view(case.num_heads, LATENT.expanded_dim, -1)[own.start : own.stop]
         layer = LayerAttention(1, 0, latent=LatentHeads(rows.flatten(0, 1).to(dtype), LATENT))
         qkv = [
@@ -179,10 +181,10 @@ def test_any_division_equals_a_loop_over_heads(name: str, dtype: torch.dtype, ca
 def test_few_tokens_are_seen_by_the_ranks_that_hold_them() -> None:
     """Contexts that end in the first rank's part, at its end, and behind it; none is exchanged at the start
     of a prompt."""
-    case = DividedWork(2, 4, [(0, 1), (10, 1), (31, 1), (32, 1), (64, 1), (95, 1)], 4, 3)
+    case = DividedWork(2, 4, [(0, 1), (10, 1), (31, 1), (32, 1), (64, 1), (95, 1)], 4, 2, 3)
     step = DividedStep(case, torch.float32)
     found = torch.cat([it for it, _ in together(2, lambda ranks: step.attend("torch", ranks))], 1)
     assert float((found - step.expected()).abs().max()) <= 1e-5
-    chunk = DividedStep(DividedWork(2, 4, [(0, 50)], 4, 3), torch.float32)
+    chunk = DividedStep(DividedWork(2, 4, [(0, 50)], 4, 2, 3), torch.float32)
     for _, exchanges in together(2, lambda ranks: chunk.attend("torch", ranks)):
         assert exchanges == []

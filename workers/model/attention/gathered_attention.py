@@ -111,9 +111,7 @@ def _decode_group(query: Tensor, layer: GatheredLayer, group: DecodeGroup) -> Te
 
 
 def attend_parts(query: Tensor, layer: GatheredLayer, view: WindowView, marks: Marks) -> PartialResults:
-    """Attend from `query` [num_sequences, num_heads, head_dim], of sequences that decode, to the keys in
-    view; layers have no sinks."""
-    assert not view.chunks
+    """Attend from `query` [num_tokens, num_heads, head_dim] to the keys in view; layers have no sinks."""
     assert layer.sinks is None
     num_rows, num_heads, head_dim = query.shape
     num_kv = layer.shape.num_kv_heads
@@ -133,7 +131,27 @@ def attend_parts(query: Tensor, layer: GatheredLayer, view: WindowView, marks: M
             sums.view(-1, num_heads),
         )
         marks.mark()
+    for chunk in view.chunks:
+        mixed[chunk.rows], log_sums[chunk.rows] = _chunk_parts(query[chunk.rows].float(), layer, chunk)
+        marks.mark()
     return PartialResults(mixed, log_sums)
+
+
+def _chunk_parts(query: Tensor, layer: GatheredLayer, chunk: Chunk) -> PartialResults:
+    """Attend from `query` [num_rows, num_heads, head_dim] of one chunk, float32."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv = layer.shape.num_kv_heads
+    gathered = layer.gather(chunk.kv_rows, chunk.spots, 1).view(2, num_kv, -1, head_dim)
+    keys, values = gathered[:, :, chunk.first : chunk.end].float().unbind(0)
+    # The query heads of a key-value head, each with all rows.
+    grouped = query.view(num_rows, num_kv, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    bias = chunk.bias
+    if bias is None:
+        bias = query.new_full((num_rows, num_rows), float("-inf")).triu_(1)
+    scores = layer.scores.of(grouped, keys.transpose(1, 2), bias.float().repeat(num_heads // num_kv, 1)[None])
+    mixed = torch.softmax(scores, -1).bmm(values).view(num_kv, -1, num_rows, head_dim)
+    log_sums = torch.logsumexp(scores, -1).view(num_heads, num_rows)
+    return PartialResults(mixed.permute(2, 0, 1, 3).reshape(query.shape), log_sums.T)
 
 
 def _attend_all(

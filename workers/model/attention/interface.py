@@ -304,8 +304,8 @@ class AttentionPlan(ABC):
         rows may be apart, to keys and values that lie in their blocks."""
 
     def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
-        """Attend as `attend` does, with what is needed to merge the results with those of further keys. Each
-        sequence of the step has one new token, and the layer no sinks."""
+        """Attend as `attend` does, with what is needed to merge the results with those of further keys. The
+        layer has no sinks."""
         raise NotImplementedError("results of this backend are not merged with others")
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model.attention.expanded_latents import ExpandedChunk
+from workers.model.attention.held_latents import HeldLatents, TiledBackends
 from workers.model.attention.interface import (
     AttentionPlan,
     AttentionShape,
@@ -60,6 +61,7 @@ class SplitLatentAttention(LatentAttention):
         self.split, self.num_heads, self.ranks = split, list(num_heads), ranks
         self.name = f"{self.name}, latents divided by {split.num_ranks}"
         self.is_deterministic = self.can_capture = self.can_stage = False
+        self.tiled = TiledBackends(self.absorbed)
         sizes = self.latent.width, self.latent.kv_lora_rank, kv.dtype.itemsize
         self.most_rows = max(1, MOST_EXCHANGED_BYTES // queried_row_bytes(sum(num_heads), *sizes))
 
@@ -170,22 +172,9 @@ class _QueriedRows:
         """Plan these `rows` of a step; `slots` and `positions` are of all."""
         self._backend, self._rows = backend, torch.from_numpy(rows)
         self._sizes = backend.of_queries(len(rows))
-        num_seen = backend.split.num_held(positions[rows] + 1, backend.ranks.tp_rank)
-        (seeing,) = num_seen.nonzero()
-        # The rows, of these, that see any of the latents here.
-        self._seeing = torch.from_numpy(seeing)
-        self._plan: AttentionPlan | None = None
-        if len(seeing):
-            # Each row is a sequence of its own, of which the last token that is held here is new.
-            part = StepInput(
-                tables=step.tables,
-                slots=slots[rows[seeing]],
-                starts=(num_seen[seeing] - 1).astype(np.int32),
-                lengths=np.ones(len(seeing), dtype=np.int32),
-                block_tokens=backend.split.part_tokens,
-                marks=step.marks,
-            )
-            self._plan = backend.absorbed.plan(part)
+        self._held = HeldLatents(
+            backend.tiled, backend.split, backend.ranks.tp_rank, step, slots[rows], positions[rows]
+        )
 
     def attend(self, layer: LayerAttention, queries: Tensor, mixed: Tensor) -> None:
         """Attend from `queries` [num_tokens, num_heads, head_dim], of the whole step, into its `mixed`
@@ -207,19 +196,8 @@ class _QueriedRows:
         """Attend from `queries` [num_rows, num_heads of all ranks, width] to the latents here. Returns
         float32 [num_rows, num_heads, kv_lora_rank + 1], the last of which are logarithms of sums."""
         rank = self._backend.latent.kv_lora_rank
-        results = queries.new_zeros(*queries.shape[:2], rank + 1, dtype=torch.float32)
-        if self._plan is None:
-            results[..., rank] = float("-inf")
-            return results
-        seen_by_all = len(self._seeing) == len(queries)
-        seeing = queries if seen_by_all else queries.index_select(0, self._seeing)
-        mixed, log_sums = self._plan.attend_parts(layer, seeing.flatten(1))
-        if seen_by_all:
-            results[..., :rank], results[..., rank] = mixed[..., :rank], log_sums
-            return results
-        results[..., rank] = float("-inf")
-        both = torch.cat((mixed[..., :rank], log_sums[..., None]), 2)
-        return results.index_copy_(0, self._seeing, both)
+        mixed, log_sums = self._held.attend(layer, queries)
+        return torch.cat((mixed[..., :rank], log_sums[..., None]), 2)
 
 
 class _Context(NamedTuple):
