@@ -97,10 +97,13 @@ class DividedStep:
                     block[place + 1 :] = 0  # as earlier steps leave what they begin
         return kv
 
-    def attend(self, name: str, ranks: MetCollectives) -> tuple[Tensor, list[ExchangeSizes]]:
-        """Return the results of a rank's heads, and what it says that it exchanges."""
-        case, dtype = self.case, self.dtype
-        heads = [part(case.num_heads, rank, case.num_ranks) for rank in range(case.num_ranks)]
+    def heads(self, rank: int) -> range:
+        return part(self.case.num_heads, rank, self.case.num_ranks)
+
+    def backend(self, name: str, ranks: MetCollectives, kv: Tensor) -> SplitLatentAttention:
+        """Return the backend of a rank over its KV."""
+        case = self.case
+        heads = [self.heads(rank) for rank in range(case.num_ranks)]
         own = heads[ranks.tp_rank]
         still = Rotation(torch.zeros(LATENT.qk_rope_head_dim // 2))
         shape = AttentionShape(len(own), (0, 0), (still,), LATENT.head_dim**-0.5, latent=LATENT)
@@ -108,13 +111,22 @@ class DividedStep:
         def make(shape: AttentionShape, kv: Tensor) -> AttentionBackend:
             return make_backend(name if kv.shape[4] % 16 == 0 else "torch", shape, kv)
 
-        kv = self.held(ranks.tp_rank)
         split = LatentSplit(BLOCK, case.num_ranks)
         backend = SplitLatentAttention(shape, kv, make, split, list(map(len, heads)), ranks)
         assert backend.block_tokens == BLOCK
         backend.most_rows, backend.tiled.most_tokens = case.most_rows, case.most_tile
-        rows = self.expansion.view(case.num_heads, LATENT.expanded_dim, -1)[own.start : own.stop]
-        layer = LayerAttention(1, 0, latent=LatentHeads(rows.flatten(0, 1).to(dtype), LATENT))
+        return backend
+
+    def layer(self, rank: int) -> LayerAttention:
+        """Return the layer with the heads of a rank."""
+        own = self.heads(rank)
+        rows = self.expansion.view(self.case.num_heads, LATENT.expanded_dim, -1)[own.start : own.stop]
+        return LayerAttention(1, 0, latent=LatentHeads(rows.flatten(0, 1).to(self.dtype), LATENT))
+
+    def attend(self, name: str, ranks: MetCollectives) -> tuple[Tensor, list[ExchangeSizes]]:
+        """Return the results of a rank's heads, and what it says that it exchanges."""
+        own, kv = self.heads(ranks.tp_rank), self.held(ranks.tp_rank)
+        backend, layer = self.backend(name, ranks, kv), self.layer(ranks.tp_rank)
         qkv = [
             torch.cat((queries[:, own.start : own.stop].flatten(1), latents[span.start :]), 1)
             for span, queries, latents in zip(self.spans, self.queries, self.latents, strict=True)
@@ -188,3 +200,24 @@ def test_few_tokens_are_seen_by_the_ranks_that_hold_them() -> None:
     chunk = DividedStep(DividedWork(2, 4, [(0, 50)], 4, 2, 3), torch.float32)
     for _, exchanges in together(2, lambda ranks: chunk.attend("torch", ranks)):
         assert exchanges == []
+
+
+@pytest.mark.parametrize("num_chunk", [40, 70, 100])
+def test_what_no_token_has_written_is_not_mixed_in_later_steps(num_chunk: int) -> None:
+    """A chunk leaves blocks that it begins without NaN, wherever it ends; torch would multiply them with
+    zero."""
+    step = DividedStep(DividedWork(4, 4, [(num_chunk, 1)], 4, 2, 3), torch.float32)
+    (span,), (latents,), (queries,) = step.spans, step.latents, step.queries
+
+    def run(ranks: MetCollectives) -> Tensor:
+        own, layer = step.heads(ranks.tp_rank), step.layer(ranks.tp_rank)
+        kv = torch.full((step.num_blocks, 2, 1, 1, BLOCK // 4, LATENT.width), float("nan"))
+        backend = step.backend("torch", ranks, kv)
+        chunk = torch.cat((torch.randn(num_chunk, len(own) * LATENT.head_dim), latents[:num_chunk]), 1)
+        assert LATENT.is_expansion_cheaper(0, num_chunk)
+        backend.plan(StepInput.of([SequenceSpan(0, num_chunk, span.block_ids)], BLOCK)).run(layer, chunk)
+        qkv = torch.cat((queries[:, own.start : own.stop].flatten(1), latents[num_chunk:]), 1)
+        return backend.plan(StepInput.of([span], BLOCK)).run(layer, qkv).view(1, len(own), -1)
+
+    found = torch.cat(together(4, run), 1)
+    assert float((found - step.expected()).abs().max()) <= 1e-5
