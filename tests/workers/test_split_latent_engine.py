@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed, submitted
@@ -17,7 +18,7 @@ from workers.messages.link import Submission
 
 WHOLE = EngineConfig(block_tokens=BLOCK, max_batch_tokens=256, chunk_tokens=60, max_sequences=8)
 SPLIT = WHOLE.model_copy(update={"latent_kv": "split"})
-LATENTS = {
+LATENTS: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 26,
     "qk_nope_head_dim": 10,
