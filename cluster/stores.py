@@ -17,11 +17,10 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from cluster.served_model import described_model
-from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig, StoreSettings
-from kvtransfer.messages import ITEM_BYTES, Shard
+from kvtransfer.messages import ITEM_BYTES
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
@@ -29,8 +28,9 @@ from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.kv_form import KvForm, ScaledParts
+from workers.model.kv_layout import kv_layout, record_layout
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.sizes import equal_stages, kv_heads
+from workers.model.sizes import equal_stages
 
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10
@@ -191,10 +191,20 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int, sto
     starts = [0, *ends[:-1]]
     stages = [range(start, min(end, cells.num_layers)) for start, end in zip(starts, ends, strict=True)]
     num_layers = min(sum(map(model.has_attention, stage)) for stage in stages)
-    num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
-    shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    on_device = KvForm.of(pool.engine.kv_dtype, item_bytes, len(cells.parts))
-    records = ScaledParts.in_store(model, store_kv_dtype, pool.engine.kv_dtype)
-    form = on_device if records is None else records.record_form
-    sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
-    return BlockLayout(shard, *sizes).block_bytes
+    layers, engine = range(max(num_layers, 1)), pool.engine
+    form = KvForm.of(engine.kv_dtype, item_bytes, len(cells.parts))
+    layouts = [
+        kv_layout(
+            model,
+            layers,
+            rank,
+            pool.tp,
+            engine.block_tokens,
+            form,
+            is_split=engine.latent_kv == "split",
+        )
+        for rank in range(pool.tp)
+    ]
+    if (records := ScaledParts.in_store(model, store_kv_dtype, engine.kv_dtype)) is not None:
+        layouts = [record_layout(layout, records) for layout in layouts]
+    return min(layout.block_bytes for layout in layouts)

@@ -47,6 +47,10 @@ class PaceConfig(BaseModel):
     token_s: float = Field(default=0.0, ge=0, le=1)
 
 
+# Where the ranks that share layers keep latents: each all of them, or a part of the tokens of each block.
+LatentKv = Literal["replicated", "split"]
+
+
 class StepSizes(NamedTuple):
     """The values of `max_batch_tokens` and `chunk_tokens` where they are `auto`."""
 
@@ -105,6 +109,9 @@ class EngineSettings(BaseModel):
     # The dtype of keys and values. `auto`: as activations; `int8` and `fp8` (e4m3): 8 bits, with a scale for
     # each token and head.
     kv_dtype: KvDtype = "auto"
+    # The KV of models with latent attention, where several ranks share layers. `replicated`: each rank keeps
+    # all latents; `split`: its part of the tokens of each block.
+    latent_kv: LatentKv = "replicated"
     # A sequence's tokens depend neither on the other sequences of a step, nor on how it was cut into chunks,
     # nor on the number of threads: ranks start only with products and attention that promise it.
     deterministic: bool = False

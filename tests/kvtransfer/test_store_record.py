@@ -155,7 +155,14 @@ def test_a_space_is_all_of_compatibility_but_the_protocol() -> None:
         replace(COMPATIBILITY, num_kinds=1),
         *(
             replace(COMPATIBILITY, **{name: 7})
-            for name in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "scale_bytes")
+            for name in (
+                "block_tokens",
+                "num_layers",
+                "num_kv_heads",
+                "head_dim",
+                "scale_bytes",
+                "token_parts",
+            )
         ),
     ]
     assert len({space_id(each) for each in [COMPATIBILITY, *changed]}) == 1 + len(changed)

@@ -137,6 +137,7 @@ class LocalEngine:
                     num_offload_blocks * BLOCK,
                     mode,
                     kv_dtype=config.kv_dtype,
+                    latent_kv=config.latent_kv,
                     windows=windows if has_windows else None,
                     states=StateCapacity(config.max_sequences, self.pp, config.num_state_snapshots),
                 ),
@@ -150,8 +151,7 @@ class LocalEngine:
 
         made = [thread.submit(make, rank) for rank, thread in enumerate(self._threads)]
         self.runners = [each.result() for each in made]
-        fields = self.runners[0].ready_fields
-        self.pool = BlockPool(num_blocks, BLOCK)
+        fields, self.pool = self.runners[0].ready_fields, BlockPool(num_blocks, BLOCK)
         sizes = zip(fields.compatibility.groups[1:], fields.num_window_blocks, strict=True)
         self.window_pools = [
             WindowPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes

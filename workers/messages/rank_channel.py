@@ -81,6 +81,8 @@ class RankSpec(Message, frozen=True):
     weight_dtype: str = "auto"
     # As `store.kv_dtype`; "auto" also where the replica has no store.
     store_kv_dtype: str = "auto"
+    # As `engine.latent_kv`.
+    latent_kv: str = "replicated"
 
     @property
     def num_ranks(self) -> int:

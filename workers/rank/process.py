@@ -61,6 +61,7 @@ from workers.messages.rank_channel import (
 from workers.model.fingerprint import FingerprintTask
 from workers.model.kv_form import ScaledParts, refuse_kv_dtype
 from workers.model.kv_groups import StateCapacity, WindowCapacity
+from workers.model.latent_split import refuse_latent_split
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightForm
@@ -250,6 +251,7 @@ class _Rank:
                 auto_kv=auto,
                 kv_dtype=spec.kv_dtype,
                 records=_record_form(spec),
+                latent_kv=spec.latent_kv,
                 windows=windows if spec.frees_windows else None,
                 states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
             ),
@@ -395,6 +397,16 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
     refuse_kv_dtype(config, spec.kv_dtype)
+    refuse_latent_split(
+        config,
+        spec.latent_kv,
+        (spec.device,),
+        tp=spec.tp,
+        block_tokens=spec.block_tokens,
+        kv_dtype=spec.kv_dtype,
+        num_offload_tokens=spec.num_offload_tokens,
+        is_deterministic=spec.deterministic,
+    )
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )

@@ -9,7 +9,6 @@ Sums are those of the records' own bytes. What is widened is the copy of which t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.kv_form import ScaledParts
+from workers.model.kv_layout import record_layout
 from workers.model.scaled_heads import ScaledHeads
 
 # Bytes of records that are converted at a time, where one block has not more: they stay in a core's cache,
@@ -30,12 +30,6 @@ _STAGING_BYTES = 1 << 20
 _DEVICE_STAGING_BYTES = 16 << 20
 # Bytes of a device that quantizing takes for each byte of a record: several copies of a block in float32.
 _TEMPORARY_BYTES = 24
-
-
-def record_layout(layout: BlockLayout, form: ScaledParts) -> BlockLayout:
-    """Return the layout of records of `form` of blocks of this layout."""
-    kv_form = form.record_form
-    return replace(layout, item_bytes=kv_form.item_bytes, scale_bytes=kv_form.scale_bytes)
 
 
 def conversion_bytes(layout: BlockLayout, form: ScaledParts) -> int:
@@ -48,15 +42,16 @@ class QuantizedRecords(RecordPool):
     """The records of `form` of the blocks of a pool. Used by one thread at a time."""
 
     def __init__(self, layout: BlockLayout, kv: Tensor, form: ScaledParts) -> None:
-        """`kv` [num_blocks, num_layers, num_kinds, num_cells, block_tokens, width] are the blocks of this
-        layout, of elements of activations; they stay the caller's."""
+        """`kv` [num_blocks, num_layers, num_kinds, ..., width] are the blocks of this layout, of elements of
+        activations; they stay the caller's."""
         super().__init__(record_layout(layout, form), len(kv), str(kv.device))
-        self._kv = kv
+        # As blocks are addressed: of latents parts of the tokens are in the place of heads.
+        self._kv = kv.view(*kv.shape[:3], layout.shard.num_heads, layout.block_tokens, kv.shape[-1])
         element_dtype = kv_dtype(form.kv_dtype, kv.dtype)
         self._heads = ScaledHeads(form.parts, element_dtype, kv.dtype, layout.block_tokens)
         self._staging, data = _staging_pool(self.layout, kv.device)
         width = self.layout.head_dim * self.layout.item_bytes + self.layout.scale_bytes
-        shape = (self._staging.num_blocks, *kv.shape[1:-1], width)
+        shape = (self._staging.num_blocks, *self._kv.shape[1:-1], width)
         # The blocks of the staging pool, like those of `kv`.
         self._staged = data.view(self._heads.element_dtype).view(shape)
 

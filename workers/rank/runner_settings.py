@@ -80,7 +80,7 @@ class RankCapacity(NamedTuple):
     the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
     with a window have KV apart, of as many blocks as these need. Layers with a recurrent state always have
     blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`, and
-    `records` the form of KV in the store (None: that of the device).
+    `records` the form of KV in the store (None: that of the device). `latent_kv` is `engine.latent_kv`.
     """
 
     block_tokens: int
@@ -93,6 +93,7 @@ class RankCapacity(NamedTuple):
     states: StateCapacity | None = None
     kv_dtype: str = "auto"
     records: ScaledParts | None = None
+    latent_kv: str = "replicated"
 
 
 class RankPlace(NamedTuple):

@@ -133,6 +133,7 @@ class EngineCore:
             clock=clock,
             faults=faults,
         )
+        has_copies = first.compatibility.is_given_on and shape.parallel.tp > 1 and engine.latent_kv != "split"
         self.kv_receiver = KvReceiver(
             landings=LandingTable(
                 spec.transfer, self.pool, engine.block_tokens, len(ready), self.window_pools
@@ -145,7 +146,7 @@ class EngineCore:
             ranks=group,
             clock=clock,
             faults=faults,
-            sharing=self.steps if first.compatibility.is_given_on and shape.parallel.tp > 1 else None,
+            sharing=self.steps if has_copies else None,
         )
         self.migration = MigrationManager(
             identity=spec.identity,

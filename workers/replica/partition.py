@@ -120,6 +120,7 @@ class Shape:
                 weight_dtype=spec.weight_dtype,
                 state_snapshots=engine.num_state_snapshots,
                 store_kv_dtype=spec.store_kv_dtype if spec.store else "auto",
+                latent_kv=engine.latent_kv,
             )
             for rank in range(parallel.num_ranks)
         ]

@@ -21,6 +21,7 @@ from workers.model.attention.interface import (
     AttentionPlan,
     AttentionShape,
     LayerAttention,
+    PartialResults,
     Rotation,
     StepInput,
     kv_shape,
@@ -84,7 +85,7 @@ class CpuAttention(AttentionBackend):
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[self.dtype]}")
         self.attend.argtypes = [
             ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
-            ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
 
     @staticmethod
@@ -160,19 +161,30 @@ class CpuPlan(AttentionPlan):
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         """Attend as `AttentionPlan.attend` describes; rows of `queries` may have further columns."""
+        num_heads, head_dim = self.backend.shape.num_heads, self.backend.kv_shape.head_dim
+        out = torch.empty((self.num_tokens, num_heads * head_dim), dtype=queries.dtype)
+        self._attend(layer, queries, out, None)
+        return out
+
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        num_heads, head_dim = self.backend.shape.num_heads, self.backend.kv_shape.head_dim
+        mixed = torch.empty((self.num_tokens, num_heads, head_dim), dtype=torch.float32)
+        log_sums = torch.empty((self.num_tokens, num_heads), dtype=torch.float32)
+        self._attend(layer, queries, mixed, log_sums)
+        return PartialResults(mixed, log_sums)
+
+    def _attend(self, layer: LayerAttention, queries: Tensor, out: Tensor, log_sums: Tensor | None) -> None:
         assert queries.stride(1) == 1
         backend = self.backend
-        shape = backend.kv_shape
-        out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=queries.dtype)
         tasks = self.window_to_tasks[layer.window]
         inputs = (queries.data_ptr(), queries.stride(0), backend.sinks_address(layer))
+        written = out.data_ptr(), None if log_sums is None else log_sums.data_ptr()
         num_tasks = tasks.step.num_tasks
         for begin in range(0, num_tasks, tasks.piece_tasks):
             end = min(begin + tasks.piece_tasks, num_tasks)
-            backend.attend(tasks.step, layer.index, *inputs, out.data_ptr(), begin, end)
+            backend.attend(tasks.step, layer.index, *inputs, *written, begin, end)
             if end < num_tasks:
                 self.marks.mark()
-        return out
 
     def _rotated_tokens(self, positions: NDArray[np.int64], rotation: Rotation) -> native.RotatedTokens:
         dtype = self.backend.dtype

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model.attention.quantized_kv import head_dim_of, is_quantized
+from workers.model.exchange_sizes import ExchangeSizes
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
@@ -271,6 +272,15 @@ class LayerAttention:
     latent: LatentHeads | None = None
 
 
+class PartialResults(NamedTuple):
+    """Results of attention to some of the keys that queries see, to be merged with those of others: `mixed`
+    float32 [num_tokens, num_heads, head_dim], and `log_sums` float32 [num_tokens, num_heads], the logarithms
+    of the sums that they are divided by."""
+
+    mixed: Tensor
+    log_sums: Tensor
+
+
 class AttentionPlan(ABC):
     """The attention of one step, planned."""
 
@@ -303,6 +313,11 @@ class AttentionPlan(ABC):
         """Attend as `run` does from `queries` [num_tokens, num_heads * head_dim], which are rotated and whose
         rows may be apart, to keys and values that lie in their blocks."""
 
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        """Attend as `attend` does, with what is needed to merge the results with those of further keys. The
+        layer has no sinks."""
+        raise NotImplementedError("results of this backend are not merged with others")
+
 
 class AttentionBackend(ABC):
     """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
@@ -324,6 +339,15 @@ class AttentionBackend(ABC):
         self.shape = shape
         self.kv = kv
         self.dtype = shape.dtype or kv.dtype
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block, of which ranks may hold parts."""
+        return kv_shape(self.kv).block_tokens
+
+    def exchanges(self, starts: NDArray[np.int32], lengths: NDArray[np.int32]) -> Sequence[ExchangeSizes]:
+        """Return what the ranks of a stage exchange in each layer of a step of such sequences, in order."""
+        return ()
 
     @property
     def kvs(self) -> Sequence[Tensor]:

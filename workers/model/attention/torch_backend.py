@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model.attention.gathered_attention import GatheredLayer, Scores, attend
+from workers.model.attention.gathered_attention import GatheredLayer, Scores, attend, attend_parts
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
     LayerAttention,
     LayerRead,
+    PartialResults,
     StepInput,
     kv_shape,
     to_device,
@@ -99,6 +100,14 @@ class TorchPlan(AttentionPlan):
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         return self._attend(queries.view(len(queries), -1, self._kv_shape.head_dim), layer)
+
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        assert self._host is None
+        seen = GatheredLayer(
+            self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores, self._parts
+        )
+        by_head = queries.view(len(queries), -1, self._kv_shape.head_dim)
+        return attend_parts(by_head, seen, self.window_to_view[layer.window], self.marks)
 
     def _clear_partial_blocks(self, step: StepInput) -> None:
         """Zero the blocks that this step begins and does not fill, so that stale bytes never reach a softmax
