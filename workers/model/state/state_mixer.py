@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from workers.model.state.state_step import StateStep
+
+if TYPE_CHECKING:
+    from workers.model.state.packed_mixer import PackedMixer
 
 
 class LayerStates(NamedTuple):
@@ -32,6 +35,11 @@ class StateMixer(ABC):
         over them what no rank has whole. Called once, before the first step. Most kinds of layers need
         nothing of each other's parts."""
         assert tp > 1
+
+    def packed(self) -> PackedMixer | None:
+        """Return what the CPU kernels take to mix within one call for the whole layer; None where they
+        cannot."""
+        return None
 
     @abstractmethod
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
