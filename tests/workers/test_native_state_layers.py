@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
 from paged_model import PagedModel, tokens_of
+from quantized_checkpoints import FORMATS, quantize
 from slow_cases import slow_but
 
 from workers.model import native
@@ -62,6 +63,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS,
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True},
     "granitemoehybrid": MAMBA,
+    # Layers of one block, of which those with a feed-forward alone run by parts between the others.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "ssm_state_size": 18,
+        "n_groups": 3,
+        "use_bias": True,
+    },
 }
 # Sequences begin, go on in chunks and decode, within blocks and across their borders, also in one step.
 STEPS: Sequence[dict[int, int]] = ({0: 40, 1: 7}, {0: 1, 1: 1, 2: 33}, {0: 1, 1: 1, 2: 1}, {2: 1})
@@ -72,7 +82,9 @@ def _write(folder: Path, family: str, **keys: Any) -> Path:
     return folder
 
 
-def _results(decoder: Decoder, dtype: torch.dtype, steps: Sequence[dict[int, int]], exact: bool) -> list[torch.Tensor]:
+def _results(
+    decoder: Decoder, dtype: torch.dtype, steps: Sequence[dict[int, int]], *, exact: bool
+) -> list[torch.Tensor]:
     """Return the logits of each step, and all KV and states after the last."""
     model = PagedModel(decoder, dtype)
     model.attention = attention_over(decoder, model.kv, is_deterministic=exact)
@@ -90,17 +102,19 @@ def _check(
     *,
     form: WeightForm = AS_STORED,
     is_deterministic: bool = False,
-) -> None:
+) -> Decoder:
+    """Compare steps in which layers are one call each with those in which their parts are called."""
     decoder = load_decoder(folder, dtype, CPU, form=form, is_deterministic=is_deterministic)
-    assert decoder._native_layers is not None, "all layers are run in one call each"
-    found = _results(decoder, dtype, steps, is_deterministic)
+    assert any(layer.packed() is not None for layer in decoder.layers if layer.state_mixer is not None)
+    found = _results(decoder, dtype, steps, exact=is_deterministic)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(decoder.__dict__, "_native_layers", None)
-        expected = _results(decoder, dtype, steps, is_deterministic)
+        expected = _results(decoder, dtype, steps, exact=is_deterministic)
     assert not any(bool(logits.isnan().any()) for logits in found[: len(steps)])
     for each, by_parts in zip(found, expected, strict=True):
         assert torch.equal(each.isnan(), by_parts.isnan())
         assert torch.equal(each.nan_to_num(), by_parts.nan_to_num())
+    return decoder
 
 
 @pytest.fixture(params=KERNELS)
@@ -113,7 +127,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", slow_but((torch.float32, torch.bfloat16), torch.bfloat16))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_in_one_call_is_its_parts(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    _check(_write(tmp_path, family, **FAMILIES[family]), dtype)
+    decoder = _check(_write(tmp_path, family, **FAMILIES[family]), dtype)
+    is_packed = [layer.packed() is not None for layer in decoder.layers]
+    assert is_packed == [True, family != "nemotron_h", True, True]
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_5_text"))
@@ -121,9 +137,21 @@ def test_deterministic_layers_are_their_parts(family: str, tmp_path: Path) -> No
     _check(_write(tmp_path, family, **FAMILIES[family]), torch.bfloat16, is_deterministic=True)
 
 
-@pytest.mark.parametrize("family", slow_but(("qwen3_5_text", "granitemoehybrid"), "qwen3_5_text"))
+@pytest.mark.parametrize("family", slow_but(("qwen3_5_text", "lfm2"), "qwen3_5_text"))
 def test_quantized_layers_are_their_parts(family: str, tmp_path: Path) -> None:
     _check(_write(tmp_path, family, **FAMILIES[family]), torch.bfloat16, form=WeightForm("int8"))
+
+
+def test_two_products_of_the_hidden_states(tmp_path: Path) -> None:
+    """A checkpoint has those of betas and decays as floats, and the others quantized."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    keys = DELTA | sizes | heads | {"intermediate_size": 64}
+    folder = _write(tmp_path / "source", "qwen3_5_text", **keys)
+    quantize(folder, tmp_path, FORMATS["int4 with zero points"])
+    packed = _check(tmp_path, torch.bfloat16).layers[0].packed()
+    assert packed is not None
+    assert packed.others is not None
 
 
 @settings(max_examples=5, deadline=None)
@@ -195,4 +223,3 @@ def test_another_backend_has_other_states(tmp_path: Path) -> None:
     assert torch.equal(models[1].chunked(0, tokens_of(5, 40), 40), expected)
     more = [model.chunked(0, tokens_of(6, 3), 1) for model in models]
     assert torch.equal(*more)
-

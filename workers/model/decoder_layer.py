@@ -127,7 +127,7 @@ class DecoderLayer:
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
         norms, output, mixer = self.qk_norms, self.output, self.state_mixer
-        if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
+        if self.parallel_sum is not None or self._has_layer_norms():
             return None
         if not (norms is None or type(norms) is RowNorms):
             return None
@@ -145,7 +145,11 @@ class DecoderLayer:
             if (packed := mixer.packed()) is None:
                 return None
             layer = layer._replace(mixer=packed)
-        return self._with_mixture(layer) if self.mixture is not None else self._with_feed_forward(layer)
+        if self.mixture is None and self.down is None:
+            return layer
+        if self._plain is not None:
+            return None
+        return self._with_feed_forward(layer) if self.mixture is None else self._with_mixture(layer)
 
     def _projections(self) -> Sequence[Linear]:
         """Return the products of the hidden states whose outputs lie one after another; none where there is

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class PackedLayer(NamedTuple):
     """The operands of a decoder layer, of one rank alone. The outputs of `products` lie one after another:
     they are queries, keys and values, with gates of what attention gives behind them if `is_gated`, or what a
     `mixer` mixes by a state in place of attention. In a layer with a `mixture` of experts, `gate_up` and
-    `down` are of those that all tokens share, if there are any."""
+    `down` are of those that all tokens share, if there are any; a layer may also have no feed-forward."""
 
     products: Sequence[NativeProduct]
     output: NativeProduct
@@ -118,56 +118,77 @@ class _Step(ctypes.Structure):
 
 
 class NativeLayers:
-    """Runs `layers`, whose scratch memory is the decoder's `workspace`."""
+    """Runs those of a decoder's `layers` that are packed; None stands for each other layer. Their scratch
+    memory is the decoder's `workspace`."""
 
-    def __init__(self, layers: Sequence[PackedLayer], workspace: Workspace) -> None:
+    def __init__(self, layers: Sequence[PackedLayer | None], workspace: Workspace) -> None:
         kernels = native.load()
         assert kernels is not None
         self._layers = layers
         self._workspace = workspace
         self._run = kernels.library.tandem_run_layer
         self._run.argtypes = [*(ctypes.c_void_p,) * 4, ctypes.c_int64]
-        self._shape = _StepShape.of(layers)
+        self._shape = _StepShape.of([layer for layer in layers if layer is not None])
         # The arguments for the backend that the last step was planned by.
         self._arguments: _Arguments | None = None
 
-    @staticmethod
-    def serves(plan: AttentionPlan) -> bool:
-        """Whether the attention of a step is that of the kernels, in every group of layers that attend."""
-        return all(part is None or isinstance(part, CpuPlan) for part in plan.parts)
-
-    def run(self, hidden: Tensor, plan: AttentionPlan, num_layers: int) -> None:
-        """Run the first `num_layers` layers over `hidden` [num_tokens, hidden_size], in place."""
-        parts = [part if isinstance(part, CpuPlan) else None for part in plan.parts]
-        state_step = plan.state_step if isinstance(plan, GroupsPlan) else None
+    def begin(self, hidden: Tensor, plan: AttentionPlan) -> NativeStep | None:
+        """Begin a step over `hidden` [num_tokens, hidden_size], which its layers change in place; None where
+        the attention of a step is not that of the kernels, in every group of layers that attend."""
+        if not all(part is None or isinstance(part, CpuPlan) for part in plan.parts):
+            return None
         assert hidden.shape[1] == self._shape.normed
         assert hidden.stride(1) == 1
-        for part in filter(None, parts):
-            assert (len(hidden), hidden.dtype) == (part.num_tokens, part.backend.dtype)
         if self._arguments is None or not self._arguments.are_for(plan):
             self._arguments = _Arguments(self._layers, plan, hidden.dtype)
         widths = self._shape._asdict()
         memory = {name: self._workspace.take(name, hidden, width) for name, width in widths.items()}
-        step = _Step(
+        return NativeStep(self._run, self._arguments, hidden, plan, memory)
+
+
+class NativeStep:
+    """One step of `NativeLayers`, with scratch `memory` by the names of `_StepShape`."""
+
+    def __init__(
+        self,
+        run: Callable[..., None],
+        arguments: _Arguments,
+        hidden: Tensor,
+        plan: AttentionPlan,
+        memory: dict[str, Tensor],
+    ) -> None:
+        self._run, self._arguments, self._hidden, self._memory = run, arguments, hidden, memory
+        self._parts = [part if isinstance(part, CpuPlan) else None for part in plan.parts]
+        for part in filter(None, self._parts):
+            assert (len(hidden), hidden.dtype) == (part.num_tokens, part.backend.dtype)
+        self._step = _Step(
             num_rows=len(hidden),
             pieces=ctypes.addressof(plan.marks.pieces),
             **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
-        if state_step is not None:
-            assert len(hidden) == state_step.lengths.sum()
-            sequences = StateSequences.of(state_step)
-            step.sequences = ctypes.addressof(sequences)
-        address, rows, stride = ctypes.addressof(step), hidden.data_ptr(), hidden.stride(0)
-        known = self._arguments
-        for (group, layer), arguments in zip(known.local[:num_layers], known.layers, strict=False):
-            attention = None
-            if (part := parts[group]) is not None:
-                tasks = part.window_to_tasks[layer.window]
-                step.piece_tasks = tasks.piece_tasks
-                step.tokens = ctypes.addressof(part.rotations[layer.rotation])
-                attention = ctypes.addressof(tasks.step)
-            self._run(ctypes.addressof(arguments), address, attention, rows, stride)
-            plan.marks.mark_layer()
+        if isinstance(plan, GroupsPlan) and (states := plan.state_step) is not None:
+            assert len(hidden) == states.lengths.sum()
+            self._sequences = StateSequences.of(states)
+            self._step.sequences = ctypes.addressof(self._sequences)
+
+    def has(self, number: int) -> bool:
+        """Whether the layer of this number, in the decoder, is run in one call."""
+        return self._arguments.layers[number] is not None
+
+    def run(self, number: int) -> None:
+        """Run one of these layers over the hidden states."""
+        step, arguments = self._step, self._arguments.layers[number]
+        assert arguments is not None
+        group, layer = self._arguments.local[number]
+        attention = None
+        if (part := self._parts[group]) is not None:
+            tasks = part.window_to_tasks[layer.window]
+            step.piece_tasks = tasks.piece_tasks
+            step.tokens = ctypes.addressof(part.rotations[layer.rotation])
+            attention = ctypes.addressof(tasks.step)
+        hidden = self._hidden
+        addresses = ctypes.addressof(arguments), ctypes.addressof(step), attention
+        self._run(*addresses, hidden.data_ptr(), hidden.stride(0))
 
 
 def _address(operand: NativeProduct | PackedMixture | None, dtype: torch.dtype) -> int | None:
@@ -186,24 +207,30 @@ def _norms(layer: PackedLayer) -> dict[str, native.NormArguments]:
 
 
 class _Arguments:
-    """The arguments of the kernels for the layers over the KV and the states of the backend that has made
-    `plan`, whose life this does not prolong. `local` are the group and the layer there of each."""
+    """The arguments of the kernels for the layers that are packed, over the KV and the states of the backend
+    that has made `plan`, whose life this does not prolong. `local` are the group and the layer there of
+    each."""
 
-    def __init__(self, layers: Sequence[PackedLayer], plan: AttentionPlan, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[PackedLayer | None], plan: AttentionPlan, dtype: torch.dtype) -> None:
         self._backend = weakref.ref(_backend_of(plan))
-        self.local = [plan.local(layer.attention) for layer in layers]
         # Kept as long as the kernels read them.
         self._parts: list[ctypes.Structure] = []
-        self.layers = [
-            _Layer(
-                **{name: _address(getattr(layer, name), dtype) for name in _OPERANDS},
-                **_norms(layer),
-                **self._mixing(layer, plan, local, dtype),
-                activation=0 if layer.gate_up is None else layer.gate_up.epilogue,
-                is_gated=layer.is_gated,
+        self.local: dict[int, tuple[int, LayerAttention]] = {}
+        self.layers: list[_Layer | None] = []
+        for number, layer in enumerate(layers):
+            if layer is None:
+                self.layers.append(None)
+                continue
+            self.local[number] = local = plan.local(layer.attention)
+            self.layers.append(
+                _Layer(
+                    **{name: _address(getattr(layer, name), dtype) for name in _OPERANDS},
+                    **_norms(layer),
+                    **self._mixing(layer, plan, local, dtype),
+                    activation=0 if layer.gate_up is None else layer.gate_up.epilogue,
+                    is_gated=layer.is_gated,
+                )
             )
-            for layer, local in zip(layers, self.local, strict=True)
-        ]
 
     def _mixing(
         self, layer: PackedLayer, plan: AttentionPlan, local: tuple[int, LayerAttention], dtype: torch.dtype

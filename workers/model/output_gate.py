@@ -22,8 +22,8 @@ class OutputGate:
 
     @staticmethod
     def multiply(mixed: Tensor, gates: Tensor) -> Tensor:
-        """Multiply `mixed` [num_tokens, num_columns], in place, by the rounded sigmoid of the gates, which may
-        be overwritten."""
+        """Multiply `mixed` [num_tokens, num_columns], in place, by the rounded sigmoid of the gates, which
+        may be overwritten."""
         if native.serves(mixed.device, mixed.dtype):
             kernels = native.load()
             assert kernels is not None

@@ -11,8 +11,8 @@
 
 // Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
-  // A layer with a `mixture` has it in place of its feed-forward; `gate_up` and `down` are then of the experts that all
-  // tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
+  // A layer without a feed-forward has no `down`. One with a `mixture` has it in place of its feed-forward; `gate_up` and
+  // `down` are then of the experts that all tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
   // that is null.
   // `others` are further outputs behind those of `qkv`, of a form of their own, or null.
   const LinearWeights *qkv, *others, *output, *gate_up, *down, *shared_gate;
@@ -145,6 +145,7 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
   add_product(*layer.output, layer.attention_output, mixed, normed, rows, hidden, stride);
   count_piece(step.pieces);
   if (layer.mixture) return add_mixture(layer, step, rows, hidden, stride);
+  if (!layer.down) return;
   int64_t gated_size = layer.down->num_inputs;
   normed_product(*layer.gate_up, layer.feed_forward_input, hidden, stride, normed, rows, Epilogue(layer.activation),
                  gated, gated_size);

@@ -59,9 +59,7 @@ class NativeConv:
         num_taps, self.num_channels = self._taps.shape
         self._num_before = num_taps - 1
         assert self._taps.dtype == torch.float32
-        assert num_taps <= kernels.library.tandem_most_taps(), (
-            "a longer convolution needs larger arrays"
-        )
+        assert num_taps <= kernels.library.tandem_most_taps(), "a longer convolution needs larger arrays"
         self._fixed = (
             self._taps.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
