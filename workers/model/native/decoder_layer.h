@@ -11,9 +11,9 @@
 
 // Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
-  // A layer without a feed-forward has no `down`. One with a `mixture` has it in place of its feed-forward; `gate_up` and
-  // `down` are then of the experts that all tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
-  // that is null.
+  // A layer without a feed-forward has no `down`. One with a `mixture` has it in place of its feed-forward; `gate_up`
+  // and `down` are then of the experts that all tokens share, or null, and the sigmoid of the product `shared_gate`, of
+  // one output, multiplies their result, unless that is null.
   // `others` are further outputs behind those of `qkv`, of a form of their own, or null.
   const LinearWeights *qkv, *others, *output, *gate_up, *down, *shared_gate;
   const Mixture* mixture;
@@ -98,8 +98,8 @@ void add_mixture(const DecoderLayer& layer, const LayerStep& step, int64_t rows,
 
 // Attends from `qkv` [num_rows, qkv_size], which is overwritten.
 template <typename T>
-void attend_tokens(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* qkv, int64_t qkv_size,
-                   T* mixed) {
+void attend_tokens(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* qkv,
+                   int64_t qkv_size, T* mixed) {
   int64_t rows = step.num_rows, num_mixed = layer.output->num_inputs;
   if (layer.query_rows.weight) {
     const RotatedLayer& heads = *layer.rotated;

@@ -43,11 +43,11 @@ class Mamba2Scan {
   struct Operands {
     std::vector<float> state, b, c, x, y, decays;
 
-    void resize(int64_t dim, int64_t size) {
-      for (auto* of_states : {&b, &c}) of_states->assign(SCAN_TOKENS * size, 0);
-      for (auto* of_heads : {&x, &y}) of_heads->assign(SCAN_TOKENS * dim, 0);
+    void resize(int64_t num_tokens, int64_t dim, int64_t size) {
+      for (auto* of_states : {&b, &c}) of_states->assign(num_tokens * size, 0);
+      for (auto* of_heads : {&x, &y}) of_heads->assign(num_tokens * dim, 0);
       state.assign(size * dim, 0);
-      decays.resize(SCAN_TOKENS);
+      decays.resize(num_tokens);
     }
   };
 
@@ -74,11 +74,12 @@ class Mamba2Scan {
     std::vector<int64_t>& firsts = kept;
     firsts.assign(1, 0);
     for (int64_t i = 0; i < step.num_sequences; i++) firsts.push_back(firsts.back() + step.lengths[i]);
-    int64_t num_tasks = step.num_sequences * layer.num_heads;
+    int64_t num_tasks = step.num_sequences * layer.num_heads, most = 0;
+    for (int64_t i = 0; i < step.num_sequences; i++) most = std::max<int64_t>(most, step.lengths[i]);
 #pragma omp parallel if (firsts.back() * layer.num_heads * dim * size > SERIAL_ITEMS)
     {
       Operands operands;
-      operands.resize(padded_dim, padded_size);
+      operands.resize(std::min(most, SCAN_TOKENS), padded_dim, padded_size);
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < num_tasks; task++)
         scan(operands, task / layer.num_heads, task % layer.num_heads, firsts[task / layer.num_heads]);

@@ -40,7 +40,7 @@ class GroupNormArguments(ctypes.Structure):
         no more."""
         assert weight.dtype == torch.float32
         assert weight.is_contiguous()
-        assert weight.shape == (widths.sum(),)
+        assert len(weight) == widths.sum()
         return GroupNormArguments(weight.data_ptr(), widths.data_ptr(), len(widths), group_size, eps)
 
 
