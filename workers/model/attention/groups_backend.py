@@ -16,7 +16,7 @@ from workers.model.attention.interface import (
     LayerAttention,
     StepInput,
 )
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.state_step import StateStep
 
 MakeGroup = Callable[[AttentionShape, Tensor], AttentionBackend]

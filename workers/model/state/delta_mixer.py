@@ -13,10 +13,11 @@ from workers.model.state import native_delta
 from workers.model.state.convolve import make_convolve
 from workers.model.state.delta_rule import DeltaRows, DeltaWeights, run_delta_rule
 from workers.model.state.delta_shape import DeltaHeads
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_delta import NativeDeltaRule
 from workers.model.state.packed_mixer import PackedMixer
-from workers.model.state.state_mixer import LayerStates, StateMixer
+from workers.model.state.state_mixer import StateMixer
 from workers.model.state.state_step import StateStep
 
 # Compute a step's outputs, as `run_delta_rule` describes it.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.state.causal_conv import PartChannels, equal_parts
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.native_states import StateBlocks, StateSequences
-from workers.model.state.state_mixer import LayerStates
 
 
 class ConvLayer(ctypes.Structure):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from workers.model import native
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads
 from workers.model.state.native_states import StateBlocks, StateSequences
-from workers.model.state.state_mixer import LayerStates
 
 
 class ScanLayer(ctypes.Structure):

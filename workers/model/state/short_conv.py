@@ -7,9 +7,10 @@ from torch import Tensor
 
 from workers.model import native
 from workers.model.state.convolve import make_convolve
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.native_conv import NativeConv
 from workers.model.state.packed_mixer import PackedMixer
-from workers.model.state.state_mixer import LayerStates, StateMixer
+from workers.model.state.state_mixer import StateMixer
 
 
 class ShortConv(StateMixer):

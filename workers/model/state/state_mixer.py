@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from workers.model.state.state_step import StateStep
-
-if TYPE_CHECKING:
-    from workers.model.state.packed_mixer import PackedMixer
-
-
-class LayerStates(NamedTuple):
-    """The states of one layer, float32 `blocks` [num_blocks, num_parts, part_size] of the parts that a rank
-    holds, whose rows may be apart; and which of them the sequences of a step continue and leave."""
-
-    blocks: Tensor
-    step: StateStep
+from workers.model.state.layer_states import LayerStates
+from workers.model.state.packed_mixer import PackedMixer
 
 
 class StateMixer(ABC):
