@@ -228,7 +228,7 @@ def test_settings_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None
 
 
 def test_latents_are_planned_in_8_bits() -> None:
-    lines = plan_lines(best(planned_model("deepseek-v3", "auto", "int8"), 1, "H200"))
+    lines = plan_lines(best(planned_model("deepseek-v3", "auto", "int8"), 1, "H200"), 1)
     assert any("1 x 61 x 1 x (576 + 8) bytes" in str(line) for line in lines)
 
 
