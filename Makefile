@@ -62,8 +62,8 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
-# The fast tests run in three processes, more than the smallest machine has cores because many tests wait; each
-# takes file by file (tests/support/parallel_files.py).
+# The fast tests run in three processes, more than the smallest machine has cores because many tests wait. Each
+# takes file by file, and reads no others (tests/support/parallel_files.py).
 # Their many processes read what the first of them compiled, also where the environment forbids to keep that.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: checked

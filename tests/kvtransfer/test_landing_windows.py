@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_interleaving import EVENTS, NUMBERS, Interleaving, block_key
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request, source_block, state_value
+from slow_cases import examples
 
 from kvtransfer.messages import Shard, WindowBlocks
 from kvtransfer.peer_messages import LandingGrant, LandingRefusal, Manifest, PieceSum
@@ -421,7 +422,7 @@ WINDOWS = st.lists(st.sampled_from([1, 16, 17, 20, 33, 40, 100]), min_size=1, ma
     is_finished=st.booleans(),
     has_state=st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
     windows: list[int],
     held: tuple[int, list[set[int]]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.blocks.keys import state_key
 from kvtransfer.blocks.windows import match_prefix
@@ -71,7 +72,7 @@ class _Reporter:
         return len(match_prefix(self.pool, [self.windows], KEYS, BLOCK_TOKENS).block_ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(window=st.sampled_from([2, 5, 6, 12]), drawn=st.lists(actions, max_size=25))
 def test_the_router_believes_in_exactly_what_a_sequence_finds(
     window: int, drawn: list[tuple[str, int]]

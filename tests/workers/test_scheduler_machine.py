@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
+from slow_cases import examples
 from staged_engine import (
     BLOCK_TOKENS,
     END,
@@ -503,5 +504,5 @@ class Pair(RuleBasedStateMachine):
         assert all(life.over for life in self.lives.values())
 
 
-Pair.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+Pair.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)
 TestPair = Pair.TestCase

@@ -11,6 +11,7 @@ from engine_fakes import HALVES, FakeControl, FakeCounts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from kvtransfer.blocks.keys import extend_keys, state_key
 from kvtransfer.blocks.windows import Prefix, first_needed_block, match_prefix
@@ -341,7 +342,7 @@ class StoreThreeGroups(StoreGroups):
     has_window = True
 
 
-StoreGroups.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+StoreGroups.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 StoreThreeGroups.TestCase.settings = StoreGroups.TestCase.settings
 TestStoreGroups = StoreGroups.TestCase
 TestStoreThreeGroups = StoreThreeGroups.TestCase
