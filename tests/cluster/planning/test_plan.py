@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -217,8 +218,12 @@ def test_bad_descriptions_of_devices(tmp_path: Path, change: dict[str, object], 
 
 def test_settings_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     """Heads of two sizes are not kept in 8 bits."""
-    sizes = {"global_head_dim": 48, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    inputs = {"hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": 256, "sliding_window": 40}
+    sizes: dict[str, Any] = {"global_head_dim": 48, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    inputs: dict[str, Any] = {
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 256,
+        "sliding_window": 40,
+    }
     write_random_checkpoint(tmp_path, "gemma4_text", seed=1, **{**sizes, **inputs})
     arguments = "--model", tmp_path, "--rate", 1, "--kv-dtype"
     assert tandem_plan(*arguments, "auto").exit_code == 0
