@@ -27,7 +27,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_policy import SnapshotPolicy
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 40_000
@@ -74,7 +74,7 @@ class VirtualEngine:
             BlockPool(NUM_BLOCKS, BLOCK_TOKENS),
             eos_token_ids=(END,),
             max_context_tokens=1 << 20,
-            windows=[WindowPool(2, NUM_STATES, has_states=True)],
+            group_pools=[GroupPool(2, NUM_STATES, has_states=True)],
             snapshots=policy,
         )
         self.num_computed_tokens = 0

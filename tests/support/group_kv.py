@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvtransfer.messages import STATE_WINDOW
 from workers.messages.rank_channel import BlockCopy
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 
 class GroupRow(NamedTuple):
@@ -115,9 +115,9 @@ class GroupSizes(NamedTuple):
     def num_groups(self) -> int:
         return len(self.windows) + len(self.states)
 
-    def pools(self) -> list[WindowPool]:
-        pools = [WindowPool(*each) for each in self.windows]
-        return pools + [WindowPool(STATE_WINDOW, each, has_states=True) for each in self.states]
+    def pools(self) -> list[GroupPool]:
+        pools = [GroupPool(*each) for each in self.windows]
+        return pools + [GroupPool(STATE_WINDOW, each, has_states=True) for each in self.states]
 
     def memory(self, block_tokens: int) -> list[GroupKv]:
         windows: list[GroupKv] = [WindowKv(window, block_tokens) for window, _ in self.windows]

@@ -120,7 +120,7 @@ class StagedEngine:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
         sizes = GroupSizes(self.windows, self.states)
-        self.window_pools = sizes.pools()
+        self.group_pools = sizes.pools()
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -130,10 +130,10 @@ class StagedEngine:
             attention_ratio=self.attention_ratio,
             num_offload_blocks=self.num_offload_blocks,
             has_store=self.has_store,
-            windows=self.window_pools,
+            group_pools=self.group_pools,
         )
         self.stages = [Stage(self.num_blocks, sizes.memory(BLOCK_TOKENS)) for _ in range(self.num_stages)]
-        self.window_blocks_of_landings = [0] * sizes.num_groups
+        self.group_blocks_of_landings = [0] * sizes.num_groups
         self.steps: deque[Step] = deque()
         self.blocks_of_landings: list[int] = []
         self.step = 0
@@ -271,7 +271,7 @@ class StagedEngine:
         requests = {it.request for plan in self.scheduler._issued for it in plan.sequences}
         is_alone = len(requests) == 1
         assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
-        self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
+        self.scheduler.check(len(self.blocks_of_landings), self.group_blocks_of_landings)
         for step in self.steps:
             named = {
                 block
@@ -285,7 +285,7 @@ class StagedEngine:
 
     def _check_windows(self, step: Step) -> None:
         """Assert that no block that a plan which is out reads in a group behind the first is free."""
-        for group, (pool, memory) in enumerate(zip(self.window_pools, self.stages[0].groups, strict=True), 1):
+        for group, (pool, memory) in enumerate(zip(self.group_pools, self.stages[0].groups, strict=True), 1):
             named = {copy.src_block for copy in step.plan.copies if copy.group == group}
             for entry in step.works:
                 end = entry.start + entry.num_tokens
@@ -392,7 +392,7 @@ def finish(side: StagedEngine) -> dict[tuple[str, int], list[int]]:
         side.check()
     assert side.scheduler.is_idle
     assert side.pool.num_referenced == 0
-    assert not any(pool.num_references for pool in side.window_pools)
+    assert not any(pool.num_references for pool in side.group_pools)
     return outputs
 
 

@@ -10,7 +10,7 @@ from kvtransfer.messages import STATE_WINDOW, CompatibilityRecord, KvGroup
 from workers.replica.layer_groups import LayerGroups
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.snapshot_counts import SnapshotCounts
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 PLAIN = CompatibilityRecord(8, b"model", "bfloat16", "bfloat16", 16, 6, 4, 32)
 LAYER_BYTES = 2 * 4 * 32 * 2
@@ -36,7 +36,7 @@ def test_groups_are_reported_by_name(
     compatibility: CompatibilityRecord, token_bytes: dict[str, int], sequence_bytes: dict[str, int]
 ) -> None:
     pool = BlockPool(20, 16)
-    windows = [WindowPool(group.window, 8) for group in compatibility.groups[1:]]
+    windows = [GroupPool(group.window, 8) for group in compatibility.groups[1:]]
     groups = LayerGroups(compatibility, pool, windows)
     pool.allocate(3)
     for window in windows:
@@ -69,7 +69,7 @@ def test_a_scheduler_counts_what_was_cached_and_of_no_use() -> None:
     side.scheduler.submit(ask("again", [*prompt, 3, 4], max_tokens=2), 0.0)
     finish(side)
     assert tables.snapshot_counts == SnapshotCounts(num_hits=1)
-    (window,) = tables.windows.pools
+    (window,) = tables.groups.pools
     window.purge(None)
     side.scheduler.submit(ask("third", [*prompt, 5, 6], max_tokens=2), 0.0)
     finish(side)

@@ -21,7 +21,7 @@ from staged_engine import (
 from workers.errors import OutOfBlocksError
 from workers.messages.rank_channel import STATE_LOST, FailedEntry, StepReport
 from workers.scheduler.step import StepOutcome
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 LONG = [number % 20 + 1 for number in range(23)]
 
@@ -117,7 +117,7 @@ def test_few_states_preempt_and_end_all_the_same(num_blocks: int) -> None:
 
 
 def test_passed_states_go_first_and_kept_ones_by_use() -> None:
-    pool = WindowPool(2, 3, has_states=True)
+    pool = GroupPool(2, 3, has_states=True)
     blocks = pool.allocate(3)
     for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
         pool.register(block, key, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 
 
 class GroupTable(ABC):
@@ -62,7 +62,7 @@ class GroupTable(ABC):
         findable."""
 
     @abstractmethod
-    def passed_on(self, num_tokens: int) -> WindowBlocks:
+    def passed_on(self, num_tokens: int) -> BlockSpan:
         """Return what another replica gets of the table, to continue behind `num_tokens` tokens."""
 
     @abstractmethod

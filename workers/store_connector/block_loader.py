@@ -152,7 +152,7 @@ class BlockLoader:
         return sum(len(load.held_ids) + len(load.block_ids) for load in self._loads.values())
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Blocks of each group with a window, and of each with states, that loads hold."""
         loads = [load for load in self._loads.values() if load.is_fetching]
         windows = [

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 
 class StateLoad:
     """The state behind the block of `key`, in each group of layers with states. What the device has of it is
     kept there until `release`."""
 
-    def __init__(self, pools: Sequence[WindowPool], key: bytes) -> None:
+    def __init__(self, pools: Sequence[GroupPool], key: bytes) -> None:
         self._pools = pools
         self._key = key
         found = [pool.find(key) for pool in pools]

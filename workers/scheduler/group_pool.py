@@ -1,4 +1,4 @@
-"""WindowPool: which request uses which block of a group of layers with a window or a recurrent state, and
+"""GroupPool: which request uses which block of a group of layers with a window or a recurrent state, and
 which can be found by key."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from workers.errors import OutOfBlocksError
 
 
-class WindowPool:
+class GroupPool:
     """Keeps reference counts, finished blocks by key, eviction and quarantine of `num_blocks`.
 
     A block is in exactly one state::
