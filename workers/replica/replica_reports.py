@@ -142,6 +142,7 @@ class ReplicaReports:
             "num_snapshot_hits": counts.num_hits,
             "num_snapshot_misses": counts.num_misses,
             "num_recomputed_tokens": counts.num_recomputed_tokens,
+            "num_evicted_snapshot_tokens": counts.num_evicted_tokens,
             **(self._layer_groups.statistics() if self._layer_groups else {}),
         }
 

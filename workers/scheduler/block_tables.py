@@ -9,13 +9,13 @@ from kvtransfer.blocks.group_prefix import Prefix, match_prefix
 from kvtransfer.messages import BlockSpan
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.copied_blocks import CopiedBlocks
+from workers.scheduler.group_pool import GroupPool
+from workers.scheduler.group_tables import GroupTables
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_counts import SnapshotCounts
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import FinishedBlock, StepBatch
-from workers.scheduler.group_pool import GroupPool
-from workers.scheduler.group_tables import GroupTables
 
 
 class BlockDemand(NamedTuple):
@@ -86,9 +86,11 @@ class BlockTables:
         if demand.windows:
             self.groups.acquire(demand.windows)
             self.groups.give(sequence, demand.windows)
-            self.groups.begin_prompt(sequence, len(self.pool.match(self._reusable_keys(sequence))))
-            counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
-            self.snapshot_counts.add(*counted)
+            keys = self._reusable_keys(sequence)
+            self.groups.begin_prompt(sequence, len(self.pool.match(keys)))
+            evicted = self.groups.evicted_border(keys[: sequence.known_border], num_cached)
+            borders = sequence.known_border, num_cached, evicted
+            self.snapshot_counts.add(*(border * self._block_tokens for border in borders))
             self._offer_state(sequence, num_cached)
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvtransfer.common.recent_map import RecentMap
 from workers.errors import OutOfBlocksError
+
+# The keys of blocks that were evicted, and that nobody has passed, of which a pool remembers so many.
+_MOST_EVICTED = 4096
 
 
 class GroupPool:
@@ -39,6 +43,7 @@ class GroupPool:
         # Cached blocks, in the order in which they are evicted.
         self._passed: dict[int, None] = {}
         self._kept: dict[int, None] = {}
+        self._evicted: RecentMap[bytes, None] = RecentMap(_MOST_EVICTED)
         # Keys that were registered, or are not any more, since `take_changed`.
         self._changed: dict[bytes, None] = {}
         self.num_references = 0
@@ -88,11 +93,17 @@ class GroupPool:
             return True
         if key in self._key_to_block:
             return False
+        self._evicted.pop(key, None)
         self._keys[block_id] = key
         self._key_to_block[key] = block_id
         self._key_to_group[key] = group
         self._changed[key] = None
         return True
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether the block of this key was evicted lately, although no sequence had passed it, and was not
+        computed again."""
+        return key in self._evicted
 
     def purge(self, group: str | None) -> int:
         """Take the blocks of this sharing group (None: of any) out of what can be found. Return how many
@@ -129,7 +140,7 @@ class GroupPool:
         if num_blocks > self.num_free:
             raise OutOfBlocksError(f"{num_blocks} blocks of a window are needed, {self.num_free} are free")
         while len(self._free) < num_blocks:
-            self._unregister(next(iter(self._passed or self._kept)))
+            self._evict()
         block_ids = [self._free.pop() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refs[block_id] = 1
@@ -188,11 +199,19 @@ class GroupPool:
         assert {self._keys[block]: block for block in registered} == self._key_to_block
         assert self._key_to_group.keys() == self._key_to_block.keys()
         assert registered - referenced == cached
+        assert not self._evicted.keys() & self._key_to_block.keys()
 
     def _drop_reference(self, block_id: int) -> None:
         assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
         self._refs[block_id] -= 1
         self.num_references -= 1
+
+    def _evict(self) -> None:
+        block_id = next(iter(self._passed or self._kept))
+        key = self._keys[block_id]
+        if block_id in self._kept and key is not None:
+            self._evicted.put(key, None)
+        self._unregister(block_id)
 
     def _unregister(self, block_id: int) -> None:
         key = self._keys[block_id]

@@ -10,12 +10,12 @@ from collections.abc import Sequence as Seq
 from kvtransfer.blocks.group_prefix import first_needed_block
 from kvtransfer.messages import BlockSpan
 from workers.scheduler.copied_blocks import CopiedBlocks
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.group_table import GroupTable
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.state_table import StateTable
 from workers.scheduler.step import StepBatch
-from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.window_table import WindowTable
 
 
@@ -71,6 +71,14 @@ class GroupTables:
         sequence.known_border = known_border
         if self.have_states:
             self._snapshots.note_divergence(sequence)
+
+    def evicted_border(self, keys: Seq[bytes], first: int) -> int:
+        """Return the last border behind which a group has lost a block that was kept for others, and which is
+        behind `first` of the blocks with these keys; 0 if there is none."""
+        for border in range(len(keys), first, -1):
+            if any(pool.was_evicted(keys[border - 1]) for pool in self.pools):
+                return border
+        return 0
 
     def acquire(self, held: Seq[BlockSpan]) -> None:
         """Add one reference to each block."""
