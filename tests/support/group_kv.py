@@ -93,6 +93,10 @@ class StateKv(GroupKv):
         for row in rows:
             self.kv[row.table[(len(row.context) - 1) // self._block_tokens], 0] = state_of(row.context)
 
+    def spoil(self, block_id: int) -> None:
+        """Change what a failed step may have changed."""
+        self.kv[block_id, 0] = -1
+
     def read_blocks(self, start: int, end: int, table: Mapping[int, int]) -> set[int]:
         positions = [start - 1, end - 1] if start else [end - 1]
         return {table[position // self._block_tokens] for position in positions}

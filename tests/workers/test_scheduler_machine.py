@@ -5,7 +5,7 @@ Every request must get exactly the tokens that it gets alone, whatever arrives, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -27,10 +27,10 @@ from staged_engine import (
     unpack,
 )
 
-from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.blocks.group_prefix import first_needed_block, match_prefix
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.messages import ReplicaIdentity, BlockSpan
+from kvtransfer.messages import BlockSpan, ReplicaIdentity
 from kvtransfer.request_facts import ServiceClass
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
@@ -99,7 +99,9 @@ SIZES = st.one_of(
 # Windows, and what their groups have beside the blocks that one sequence needs.
 WINDOWS = st.lists(st.tuples(st.integers(1, 14), st.integers(0, 8)), max_size=2)
 # The blocks of groups with states.
-STATES = st.lists(st.integers(3, 12), max_size=1)
+STATES = st.lists(st.integers(3, 12), max_size=2)
+# Of the sequences of each plan whose states a failed step may change, those whose states are lost.
+LOSSES = st.lists(st.frozensets(st.integers(0, 3), max_size=2), min_size=10, max_size=30)
 PROMPTS = st.builds(
     lambda base, num_shared, tail: [sample([at], base) for at in range(num_shared)] + tail,
     st.integers(0, 2),
@@ -120,6 +122,7 @@ class Pair(RuleBasedStateMachine):
         windows=WINDOWS,
         states=STATES,
         snapshot_every_tokens=st.sampled_from([0, 0, 4, 7]),
+        losses=LOSSES,
     )
     def start(
         self,
@@ -131,6 +134,7 @@ class Pair(RuleBasedStateMachine):
         windows: list[tuple[int, int]],
         states: list[int],
         snapshot_every_tokens: int,
+        losses: list[Set[int]],
     ) -> None:
         window_sizes = [(window, -(-window // BLOCK_TOKENS) + 5 + more) for window, more in windows]
         self.engines = [
@@ -151,6 +155,7 @@ class Pair(RuleBasedStateMachine):
         self.prefill, self.decode = self.engines
         self.depths = [min(depth, num_stages + 1) for num_stages, depth, _ in shapes]
         self.bad_tokens = cycle(bad_tokens)
+        self.losses = iter(losses)
         self.now = 0.0
         self.lives: dict[str, Life] = {}
         self.landings: dict[str, HandOver] = {}
@@ -267,7 +272,7 @@ class Pair(RuleBasedStateMachine):
         engine = self.engines[number]
         for _ in range(num_steps):
             if len(engine.steps) == self.depths[number]:
-                self.take(engine.settle(self.now))
+                self.settle(number)
             if not engine.plan(self.now):
                 self.fail(engine.scheduler.take_failures())
                 self.settle(number)
@@ -284,9 +289,14 @@ class Pair(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.steps for engine in self.engines))
     @rule(number=st.integers(0, 1))
     def settle(self, number: int) -> None:
+        """Settle the oldest plan. With it states are lost at times: their sequences begin again behind the
+        last snapshots."""
         engine = self.engines[number]
         if engine.steps:
-            self.take(engine.settle(self.now))
+            losable = engine.losable_slots()
+            lost = next(self.losses, frozenset()) if losable else frozenset()
+            slots = [slot for place, slot in enumerate(losable) if place in lost]
+            self.take(engine.settle(self.now, slots))
 
     def take(self, outcome: StepOutcome) -> None:
         self.fail(outcome.failures)
@@ -396,9 +406,7 @@ class Pair(RuleBasedStateMachine):
                 landing.windows.append(BlockSpan(first, (*its.block_ids, *each.allocate(num_new))))
                 self.decode.group_blocks_of_landings[number] += num_blocks - first
             for number, each in enumerate(states, len(windows)):
-                landing.windows.append(
-                    BlockSpan((num_tokens - 1) // BLOCK_TOKENS, tuple(each.allocate(1)))
-                )
+                landing.windows.append(BlockSpan((num_tokens - 1) // BLOCK_TOKENS, tuple(each.allocate(1))))
                 self.decode.group_blocks_of_landings[number] += 1
             landing.granted = True
             landing.block_ids = held + rest

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from staged_engine import (
-    BLOCK_TOKENS,
     StagedEngine,
     ask,
     engine,
@@ -19,9 +18,8 @@ from staged_engine import (
 )
 
 from workers.errors import OutOfBlocksError
-from workers.messages.rank_channel import STATE_LOST, FailedEntry, StepReport
-from workers.scheduler.step import StepOutcome
 from workers.scheduler.group_pool import GroupPool
+from workers.scheduler.step import StepOutcome
 
 LONG = [number % 20 + 1 for number in range(23)]
 
@@ -136,21 +134,9 @@ def test_passed_states_go_first_and_kept_ones_by_use() -> None:
 
 
 def lose(side: StagedEngine, *names: str) -> StepOutcome:
-    """Report the oldest plan: the states of these requests have changed, and nobody knows how."""
-    oldest = side.steps[0]
-    while oldest.num_stages_done < side.num_stages:
-        assert side.advance(oldest.num_stages_done)
-    side.steps.popleft()
-    (issued,) = [it for it in side.scheduler._issued if it.step == oldest.plan.step]
-    lost = [index for index, it in enumerate(issued.sequences) if it.request.key[0] in names]
-    for index in lost:
-        work = oldest.works[index]
-        oldest.sampled |= dict.fromkeys(work.sample_slots, 0)
-        last = work.windows[0][(work.start + work.num_tokens - 1) // BLOCK_TOKENS]
-        for stage in side.stages:
-            stage.groups[0].kv[last, 0] = -1
-    failed = tuple(FailedEntry(index, "lost", STATE_LOST) for index in lost)
-    outcome = side.scheduler.settle(StepReport(oldest.plan.step, oldest.packed, 0.0, 0.0, failed=failed), 0.0)
+    """Settle the oldest plan: the states of these requests have changed, and nobody knows how."""
+    lost = [work.slot for work, sequence in side.oldest_works() if sequence.request.key[0] in names]
+    outcome = side.settle(0.0, lost)
     side.check()
     return outcome
 
@@ -203,21 +189,9 @@ def test_plans_that_are_out_lose_it_too(num_stages: int) -> None:
     while side.plan(0.0) and len(side.steps) < 2:
         pass
     while side.steps:
-        assert not lose(side, "a").failures if len(side.steps) == 1 else _report_lost(side)
+        assert not lose(side, "a").failures
     told += finish(side)["a", 0]
     assert told == right(submission)
-
-
-def _report_lost(side: StagedEngine) -> bool:
-    """Report the oldest plan's only entry as lost, with another plan out that still finds its state."""
-    oldest = side.steps[0]
-    while oldest.num_stages_done < side.num_stages:
-        assert side.advance(oldest.num_stages_done)
-    side.steps.popleft()
-    failed = (FailedEntry(0, "lost", STATE_LOST),)
-    outcome = side.scheduler.settle(StepReport(oldest.plan.step, oldest.packed, 0.0, 0.0, failed=failed), 0.0)
-    side.check()
-    return not outcome.failures
 
 
 def test_samples_that_lose_their_states_are_computed_again() -> None:
