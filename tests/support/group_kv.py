@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvtransfer.messages import STATE_WINDOW
 from workers.messages.rank_channel import BlockCopy
+from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.group_pool import GroupPool
 
 
@@ -119,9 +120,9 @@ class GroupSizes(NamedTuple):
     def num_groups(self) -> int:
         return len(self.windows) + len(self.states)
 
-    def pools(self) -> list[GroupPool]:
-        pools = [GroupPool(*each) for each in self.windows]
-        return pools + [GroupPool(STATE_WINDOW, each, has_states=True) for each in self.states]
+    def pools(self, kv: BlockPool) -> list[GroupPool]:
+        pools = [GroupPool(*each, kv=kv) for each in self.windows]
+        return pools + [GroupPool(STATE_WINDOW, each, has_states=True, kv=kv) for each in self.states]
 
     def memory(self, block_tokens: int) -> list[GroupKv]:
         windows: list[GroupKv] = [WindowKv(window, block_tokens) for window, _ in self.windows]

@@ -44,9 +44,9 @@ from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
-from workers.scheduler.group_pool import GroupPool
 
 CPU = torch.device("cpu")
 TRUST = Trust.of(b"the ranks' own secret")
@@ -154,7 +154,8 @@ class LocalEngine:
         self.pool = BlockPool(num_blocks, BLOCK)
         sizes = zip(fields.compatibility.groups[1:], fields.num_window_blocks, strict=True)
         self.group_pools = [
-            GroupPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes
+            GroupPool(group.window, size, has_states=group.state_size > 0, kv=self.pool)
+            for group, size in sizes
         ]
         self.scheduler = Scheduler(
             config,

@@ -126,7 +126,7 @@ class ReplicaHarness:
         self.clock = ManualClock(100.0)
         self.rates = StepRates(decode_step_s=1.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, shares)
-        self.group_pools = groups.pools()
+        self.group_pools = groups.pools(self.pool)
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
             self.pool,

@@ -128,7 +128,7 @@ class StagedEngine:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
         sizes = GroupSizes(self.windows, self.states)
-        self.group_pools = sizes.pools()
+        self.group_pools = sizes.pools(self.pool)
         self.scheduler = Scheduler(
             self.config,
             self.pool,

@@ -75,8 +75,8 @@ from workers.replica.requests import Requests
 from workers.replica.step_loop import StepLoop
 from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.group_pool import GroupPool
+from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector, reaches_store
 from workers.store_connector.engine_parts import EngineParts
 
@@ -108,7 +108,7 @@ class EngineCore:
         self._pump_scheduled = False
         self._death = ""
         self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
-        self.group_pools = _group_pools(first)
+        self.group_pools = _group_pools(first, self.pool)
         self.scheduler = _scheduler(engine, shape, self.pool, self.group_pools, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)
@@ -546,10 +546,10 @@ def _longest_frame(engine: EngineConfig, first: RankReady) -> int:
     return longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
 
 
-def _group_pools(first: RankReady) -> list[GroupPool]:
+def _group_pools(first: RankReady, kv: BlockPool) -> list[GroupPool]:
     """Return the pools of the groups of layers behind the first."""
     sizes = zip(first.compatibility.groups[1:], first.num_window_blocks, strict=True)
-    return [GroupPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes]
+    return [GroupPool(group.window, size, has_states=group.state_size > 0, kv=kv) for group, size in sizes]
 
 
 def _has_states(pools: Sequence[GroupPool]) -> list[bool]:

@@ -87,7 +87,7 @@ class BlockTables:
             self.groups.acquire(demand.windows)
             self.groups.give(sequence, demand.windows)
             keys = self._reusable_keys(sequence)
-            self.groups.begin_prompt(sequence, len(self.pool.match(keys)))
+            self.groups.begin_prompt(sequence, num_cached, len(self.pool.match(keys)))
             evicted = self.groups.evicted_border(keys[: sequence.known_border], num_cached)
             borders = sequence.known_border, num_cached, evicted
             self.snapshot_counts.add(*(border * self._block_tokens for border in borders))

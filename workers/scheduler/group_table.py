@@ -12,11 +12,13 @@ class GroupTable(ABC):
     """Blocks by the index that they have among the sequence's blocks. What ranks know of the table are the
     blocks that `unsent` has returned, and that were not changed since."""
 
-    __slots__ = ("_unsent", "num_registered")
+    __slots__ = ("_unsent", "kept_border", "num_registered")
 
     def __init__(self) -> None:
         # Below this index all blocks were made findable, or cannot be.
         self.num_registered = 0
+        # The last border at which a state is kept for others: without the next one, a prompt begins there.
+        self.kept_border = 0
         self._unsent: set[int] = set()
 
     @property

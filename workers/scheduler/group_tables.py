@@ -65,12 +65,19 @@ class GroupTables:
         made = StateTable if pool.has_states else WindowTable
         return made(held.first, held.block_ids, self._block_tokens)
 
-    def begin_prompt(self, sequence: Sequence, known_border: int) -> None:
-        """Note how many blocks of a sequence, which is admitted, were cached without what windows or states
-        need behind them."""
+    def begin_prompt(self, sequence: Sequence, num_cached: int, known_border: int) -> None:
+        """Note that a sequence, which is admitted, begins behind `num_cached` blocks, and how many were
+        cached without what windows or states need behind them."""
         sequence.known_border = known_border
-        if self.have_states:
-            self._snapshots.note_divergence(sequence)
+        if not self.have_states:
+            return
+        self._snapshots.note_divergence(sequence)
+        is_kept = self._snapshots.keeps(sequence, num_cached)
+        for _, pool, table in self._groups(sequence):
+            if pool.has_states and num_cached:
+                # Unless others begin there as well, this sequence passes what it begins behind.
+                worth = pool.worth(table.block(num_cached - 1))
+                table.kept_border = num_cached if is_kept else num_cached - worth
 
     def evicted_border(self, keys: Seq[bytes], first: int) -> int:
         """Return the last border behind which a group has lost a block that was kept for others, and which is
@@ -134,9 +141,12 @@ class GroupTables:
         is_snapshot = False
         for _, pool, table in self._groups(sequence):
             for index in table.completed(sequence.num_settled):
-                is_new = pool.register(table.block(index), keys[index], sharing_group)
-                is_wanted = pool.has_states and self._snapshots.keeps(sequence, index + 1)
-                is_snapshot = is_snapshot or (is_new and is_wanted)
+                border = index + 1
+                worth = border - table.kept_border if pool.has_states else 0
+                is_new = pool.register(table.block(index), keys[index], sharing_group, worth)
+                if pool.has_states and self._snapshots.keeps(sequence, border):
+                    table.kept_border = border
+                    is_snapshot = is_snapshot or is_new
             table.num_registered = max(table.num_registered, len(keys))
         return is_snapshot
 

@@ -76,6 +76,7 @@ class StateTable(GroupTable):
         made = StateTable(0, (), self._block_tokens)
         made._index_to_block = dict(self._index_to_block)
         made.num_registered = self.num_registered
+        made.kept_border = self.kept_border
         made.forget_sent()
         return made
 
