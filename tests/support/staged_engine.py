@@ -179,6 +179,9 @@ class StagedEngine:
         expected = ExpectedSlots(self.scheduler)
         expected.check(self._reader.tables, self._reader.positions)
         expected.check_windows(self._reader.windows)
+        issued = self.scheduler._issued[-1]  # others are out that named a request before it was suspected
+        has_suspect = any(it.request.submission.suspect for it in issued.sequences)
+        assert issued.is_isolated == has_suspect
         self._step_to_works[plan.step] = works
         for slot in plan.started_slots:
             self._slot_to_planned.pop(slot, None)
@@ -317,9 +320,9 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
-        requests = {it.request for plan in self.scheduler._issued for it in plan.sequences}
-        is_alone = len(requests) == 1
-        assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
+        issued = self.scheduler._issued
+        requests = {it.request for plan in issued for it in plan.sequences}
+        assert len(requests) == 1 or not any(it.is_isolated for it in issued), "a suspect is not alone"
         self.scheduler.check(len(self.blocks_of_landings), self.group_blocks_of_landings)
         for step in self.steps:
             named = {
