@@ -154,8 +154,7 @@ class LocalEngine:
         self.pool = BlockPool(num_blocks, BLOCK)
         sizes = zip(fields.compatibility.groups[1:], fields.num_window_blocks, strict=True)
         self.group_pools = [
-            GroupPool(group.window, size, has_states=group.state_size > 0, kv=self.pool)
-            for group, size in sizes
+            GroupPool(it.window, size, has_states=it.state_size > 0, kv=self.pool) for it, size in sizes
         ]
         self.scheduler = Scheduler(
             config,
