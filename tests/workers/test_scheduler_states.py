@@ -114,6 +114,24 @@ def test_few_states_preempt_and_end_all_the_same(num_blocks: int) -> None:
     assert finish(side) == {(it.request_id, 0): right(it) for it in asked}
 
 
+def test_a_long_beginning_outlasts_ends_of_short_prompts() -> None:
+    side, other = states(num_blocks=8), [*LONG[:10], *[3] * 10]
+    run_prompt(side, "a", LONG, 10, 20)
+    for number in range(6):
+        run_prompt(side, f"short {number}", [20, number, 20, 20, 20])
+    assert run_prompt(side, "b", other, 10, 18)[0] == (8, 16)
+
+
+def test_the_next_turn_is_worth_what_the_one_before_is_not_there_for() -> None:
+    """The second turn passes the end of the first, which goes then: without its own end, all is computed."""
+    side = states()
+    run_prompt(side, "a", LONG)
+    run_prompt(side, "b", [*LONG, 5, 5, 5, 5])
+    (pool,) = side.group_pools
+    worths = sorted(pool.worth(block) for key in pool.keys if (block := pool.find(key)) is not None)
+    assert worths[-1] == 6
+
+
 def test_passed_states_go_first_and_kept_ones_by_use() -> None:
     pool = GroupPool(2, 3, has_states=True)
     blocks = pool.allocate(3)
