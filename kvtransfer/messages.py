@@ -71,9 +71,9 @@ class MovedBytes(NamedTuple):
     state_bytes: int
 
 
-class WindowBlocks(Part, frozen=True):
-    """The blocks of a group with a window, of one sequence: its block `first` and those that follow it. Those
-    before it are behind the window."""
+class BlockSpan(Part, frozen=True):
+    """Consecutive blocks of one sequence in a group of layers: its block `first` and those that follow it. In
+    a group with a window those before it are behind the window. In one with states, one block has it all."""
 
     first: int
     block_ids: tuple[int, ...]

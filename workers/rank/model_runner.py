@@ -165,7 +165,7 @@ class ModelRunner:
         num_host_blocks = capacity.num_offload_tokens // block_tokens
         num_blocks = self._num_blocks(capacity.num_kv_tokens, num_host_blocks, capacity.auto_kv)
         progress("allocating KV memory")
-        sizes = [num_blocks, *self._num_window_blocks(num_blocks)]
+        sizes = [num_blocks, *self._num_group_blocks(num_blocks)]
         made = [
             _allocate(layout, size, self._num_scratch, dtype, device)
             for layout, size, dtype in zip(self.layouts, sizes, self._block_dtypes, strict=True)
@@ -380,7 +380,7 @@ class ModelRunner:
         del steps, memory
         return meter.profile(num_graphs, buffer_bytes)
 
-    def _num_window_blocks(self, num_blocks: int) -> list[int]:
+    def _num_group_blocks(self, num_blocks: int) -> list[int]:
         """Return the blocks of each group behind the first, which has `num_blocks`."""
         return [limit.most_blocks(num_blocks) for limit in self._limits]
 

@@ -295,7 +295,7 @@ class StepRunner:
         return self._attention.plan(
             StepInput(
                 tables=self.batch.tables,
-                window_tables=self.batch.window_tables,
+                group_tables=self.batch.group_tables,
                 slots=rows.slots,
                 starts=rows.starts,
                 lengths=rows.lengths,

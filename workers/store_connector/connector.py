@@ -137,9 +137,9 @@ class StoreConnector:
         return self.saver.num_references + self.loader.num_references
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Blocks of each group with a window, and of each with states, that are held for copies."""
-        held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)
+        held = zip(self.saver.num_group_references, self.loader.num_group_references, strict=True)
         return tuple(saved + loaded for saved, loaded in held)
 
     @property

@@ -107,7 +107,7 @@ class DeviceStep:
     starts: Tensor
     lengths: Tensor
     max_context_tokens: int
-    window_tables: Sequence[Tensor] = ()
+    group_tables: Sequence[Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class StepInput:
     `starts[i]`. Entries of a table after a sequence's last token are ignored.
 
     `host` is set if tables name blocks in host memory. `marks` takes the progress of the work. `device` says
-    the same as the arrays, where they were uploaded already. `window_tables` are those of the groups of
+    the same as the arrays, where they were uploaded already. `group_tables` are those of the groups of
     layers behind the first, whose entries before a sequence's window are ignored too."""
 
     tables: NDArray[np.int32]
@@ -128,7 +128,7 @@ class StepInput:
     marks: Marks = NO_MARKS
     host: HostReader | None = None
     device: DeviceStep | None = None
-    window_tables: Sequence[NDArray[np.int32]] = ()
+    group_tables: Sequence[NDArray[np.int32]] = ()
 
     @staticmethod
     def of(
