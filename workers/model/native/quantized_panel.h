@@ -90,7 +90,7 @@ struct InputPart {
 // Inputs that are decoded together: 16 KiB of a panel.
 template <typename A>
 constexpr int64_t PART_INPUTS = 512 / sizeof(A);
-constexpr int64_t AHEAD_BYTES = 4 << 10;  // how far ahead of what few rows take memory is fetched
+constexpr int64_t AHEAD_BYTES = 8 << 10;  // how far ahead of what few rows take memory is fetched
 
 // Rows as blocks of them are multiplied: [parts][num_rows][PACKED_STRIDE], so that one register points to all rows of
 // a block, and they do not share sets of the cache. Few rows stay as they are: each block decodes in registers, which
