@@ -142,11 +142,12 @@ def test_the_configuration_says_how_to_read_it(
     group = scheme["config_groups"]["group_0"]
     weights = group["weights"]
     assert scheme["quant_method"] == "compressed-tensors"
-    assert scheme["format"] == ("int-quantized" if name == "w8a8" else "pack-quantized")
+    formats = {"w8a8": "int-quantized", "fp8": "float-quantized"}
+    assert scheme["format"] == formats.get(name, "pack-quantized")
     assert group["targets"] == ["Linear"]
     assert (weights["num_bits"], weights["type"], weights["symmetric"]) == (
         4 if name == "int4" else 8,
-        "int",
+        "float" if name == "fp8" else "int",
         True,
     )
     assert (weights["strategy"], weights["group_size"]) == (
@@ -299,9 +300,10 @@ class _Refused(NamedTuple):
 @pytest.mark.parametrize(
     "case",
     [
-        _Refused("fp4", None, "is none of int8, w8a8, int4"),
+        _Refused("fp4", None, "is none of int8, w8a8, int4, fp8"),
         _Refused("int4", 12, "is no multiple of 8"),
         _Refused("w8a8", 32, "leave the group out"),
+        _Refused("fp8", 32, "leave the group out"),
         _Refused("int8", None, "zero points are for int4", is_asymmetric=True),
     ],
 )
