@@ -75,8 +75,8 @@ class PairedLayers:
     def pairs(
         self, products: Collection[LayerProduct], exact: Tensors, rounded: Tensors
     ) -> dict[LayerProduct, PairedInputs]:
-        """Return what `products` of this stage take in both models. `exact` and `rounded` are used in place of
-        the stored tensors of their names; the exact model must compute the same with them."""
+        """Return what `products` of this stage take in both models, of which each has tensors, `exact` or
+        `rounded`, in place of the stored ones of their names. The exact model computes the same with them."""
         of_exact = _Taken(products, rounds_inputs=False)
         of_rounded = _Taken(products, rounds_inputs=self._rounds_inputs)
         one, other = self._exact.load(self.stage, exact), self._rounded.load(self.stage, rounded)
