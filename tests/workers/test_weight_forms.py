@@ -68,8 +68,8 @@ def test_rounding_takes_the_nearest_codes(name: str, most: float) -> None:
 
 
 def test_scales_of_int4_have_both_signs() -> None:
-    """The value of the largest magnitude becomes -8, or nearly so, where scales above zero bring it to 7 if it
-    is one: by a search of these, more is lost."""
+    """The value of the largest magnitude becomes -8, or nearly so. Scales above zero bring values above zero
+    to 7 at most: by a search of these, more is lost."""
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
     form = WeightForm("int4").rounded
     assert form is not None
