@@ -125,7 +125,6 @@ def test_factors_are_found_in_the_model_as_it_is(make_checkpoint: MakeCheckpoint
     assert torch.equal(again.kept(norm, stored[norm]), plain[norm])
     factors = stored[norm].float() / plain[norm].float()
     assert not torch.equal(factors, torch.ones_like(factors))
-    assert torch.equal(factors.log2(), factors.log2().round())
     queries = f"{prefix}self_attn.q_proj.weight"
     expected = stored[queries].float() * factors
     assert float((plain[queries] - expected).norm()) < 0.1 * float(expected.norm())

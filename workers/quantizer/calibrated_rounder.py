@@ -47,6 +47,7 @@ class CalibratedRounder:
         of `WindowStates`."""
         self._folder, self._target, self._nearest = folder, target, NearestRounder(target)
         self._layers = PairedLayers(folder, dtype, windows, rounds_inputs=target.quantizes_inputs)
+        self._is_stage_rounded = False
         self._begin_stage()
 
     def begin_layer(self, layer: int) -> None:

@@ -4,6 +4,7 @@ pair what the products of the next layer take in both."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -84,8 +85,8 @@ class PairedLayers:
         _watch(other, of_rounded.passing)
         factor, sums = one.config.residual_multiplier, dict[LayerProduct, PairedInputs]()
         for number in range(self._num_windows):
-            expected = of_exact.of_run(lambda number=number: self._exact.run(one, number))
-            found = of_rounded.of_run(lambda number=number: self._rounded.run(other, number))
+            expected = of_exact.of_run(functools.partial(self._exact.run, one, number))
+            found = of_rounded.of_run(functools.partial(self._rounded.run, other, number))
             for product, (inputs, states) in found.items():
                 exact_inputs, exact_states = expected[product]
                 missing = None

@@ -158,7 +158,7 @@ class QuantizationJob:
                 rounder.follow(layer, values)
 
     def _written_value(self, written: Any, planned: PlannedTensor) -> Tensor:
-        stored = [written.get_tensor(it.name) for it in planned.stored]
+        stored: list[Tensor] = [written.get_tensor(it.name) for it in planned.stored]
         if not planned.is_quantized:
             return stored[0]
         return stored_values(stored, self.target).to(stored[1].dtype)
