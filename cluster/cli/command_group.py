@@ -22,6 +22,7 @@ _MODULES: Mapping[str, tuple[str, str]] = {
     "scale": ("cluster.cli.scale", "scale"),
     "doctor": ("cluster.cli.doctor", "doctor"),
     "quantize": ("cluster.cli.quantize_command", "quantize"),
+    "plan": ("cluster.cli.plan_command", "plan"),
     "bench": ("cluster.bench.bench_command", "cli"),
     "store": ("cluster.cli.store", "cli"),
     "key": ("cluster.cli.key", "cli"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
@@ -16,10 +16,10 @@ from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.quantization.form_on_device import form_on_device
+from workers.model.quantization.weight_form import WeightForm
 from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
-    Checkpoint,
     RankShape,
     activation_bytes,
     least_kv_tokens,
@@ -160,8 +160,9 @@ def needs_of(config: ClusterConfig) -> ClusterNeed:
     read."""
     model = read_model_config(described_model(config))
     checkpoint = read_checkpoint(config)
+    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
     return ClusterNeed(
-        pools=tuple(_pool_need(pool, config, model, checkpoint) for pool in config.pools),
+        pools=tuple(pool_need(pool, config, model, checkpoint, item_bytes) for pool in config.pools),
         store_bytes=round(config.store.dram_gb * 1e9),
         num_gateways=config.gateway.replicas,
         open_files=_open_files(config),
@@ -177,11 +178,21 @@ def _host_bytes(ranks: Sequence[RankNeed]) -> int:
     return sum(rank.host_bytes for rank in ranks)
 
 
-def _pool_need(
-    pool: PoolConfig, config: ClusterConfig, model: ModelConfig, checkpoint: Checkpoint
+class RankWeights(Protocol):
+    """What is known of a model's weights: by the files of a checkpoint, or by its shape alone."""
+
+    def weight_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm) -> int:
+        """Return the size of the weights that the rank keeps on its device."""
+
+    def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
+        """Return the size of the weights of experts that it keeps in host memory."""
+
+
+def pool_need(
+    pool: PoolConfig, config: ClusterConfig, model: ModelConfig, weights: RankWeights, item_bytes: int
 ) -> PoolNeed:
-    """Return the needs of the pool; where its `kv_tokens` is `auto`, with the least."""
-    item_bytes = ITEM_BYTES[resolve_dtype(config.pools, described_model(config))]
+    """Return the needs of a pool of the configuration, whose activations have `item_bytes`; where its
+    `kv_tokens` is `auto`, with the least."""
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
     form = KvForm.of(engine.kv_dtype, item_bytes)
     groups = kv_groups(model) if config.frees_windows or model.state is not None else ()
@@ -216,7 +227,7 @@ def _pool_need(
             ranks.append(
                 RankNeed(
                     device=pool.stage_devices[stage],
-                    weight_bytes=checkpoint.weight_bytes(
+                    weight_bytes=weights.weight_bytes(
                         shape, item_bytes, form_on_device(pool.weight_dtype, pool.stage_devices[stage])
                     ),
                     activation_bytes=activation_bytes(
@@ -229,7 +240,7 @@ def _pool_need(
                     kv_bytes=0,
                     offload_bytes=engine.offload_tokens // engine.block_tokens * layouts[0].block_bytes,
                     block_bytes=GroupBytes([it.block_bytes for it in layouts], limits),
-                    expert_bytes=checkpoint.host_expert_bytes(shape, item_bytes),
+                    expert_bytes=weights.host_expert_bytes(shape, item_bytes),
                 )
             )
         first += num_layers

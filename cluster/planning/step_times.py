@@ -1,0 +1,92 @@
+"""Predict how long a replica's steps take: the least work of a step, over what the devices reach."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from cluster.planning.device_profile import DeviceProfile
+from cluster.planning.device_split import DeviceSplit
+from cluster.planning.planned_model import ITEM_BYTES, PlannedModel
+from workers.config import DEVICE_TO_STEP_SIZES
+
+# Reading and multiplying overlap, but not where both take about as long: the norm of the two times.
+_OVERLAP_NORM = 4.0
+_SUMS_OF_LAYER = 2
+
+
+class PrefillTime(NamedTuple):
+    """The time of a prompt: until its first token, and for how long it keeps each stage busy."""
+
+    latency_s: float
+    busy_s: float
+
+
+class StepTimes:
+    """The times of steps of a model on a split of devices.
+
+    All ranks of a stage divide products, and KV by its heads; a latent is on each of them whole. Stages work
+    on chunks of a prompt, or on parts of the sequences that decode, one after the other.
+    """
+
+    def __init__(self, model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> None:
+        self._model, self._profile, self._split = model, profile, split
+        self._work = model.work
+        self._kv_share = max(1 / split.tp, 1 / model.shape.kv_cells.num_cells)
+        self._flop_s = profile.flop_s(model.product_precision(profile.kind))
+        self.chunk_tokens = DEVICE_TO_STEP_SIZES[profile.kind].chunk_tokens
+
+    def prefill(self, num_tokens: int) -> PrefillTime:
+        """Return the time of a prompt without a known prefix."""
+        num_stages = self._split.pp
+        chunks = max(1, math.ceil(num_tokens / self.chunk_tokens))
+        flops = self._work.of([(0, num_tokens)], 1).flops
+        read_s = chunks * self._read_s(num_tokens / chunks)
+        product_s = flops / self._split.tp / (self._flop_s * self._profile.efficiency.products)
+        whole_s = max(read_s, product_s) + chunks * self._beside_s(num_tokens / chunks)
+        # Stages follow each other by a chunk.
+        return PrefillTime(whole_s * (chunks + num_stages - 1) / (chunks * num_stages), whole_s / num_stages)
+
+    def decode_s(self, batch: float, context: float) -> float:
+        """Return the time of a step of so many sequences with so many tokens each. With several stages each
+        has a part of the sequences at a time."""
+        of_stage = max(1.0, batch / self._split.pp)
+        efficiency, tp = self._profile.efficiency, self._split.tp
+        # Of one sequence, since batches of means are no whole numbers.
+        one = self._work.of([(context - 1, 1)], 1)
+        kv_bytes = one.read_bytes - self._work.read_weight_bytes(1)
+        product_s = of_stage * one.flops / tp / (self._flop_s * efficiency.products)
+        read_s = self._read_s(of_stage)
+        weights_s = math.pow(read_s**_OVERLAP_NORM + product_s**_OVERLAP_NORM, 1 / _OVERLAP_NORM)
+        kv_s = of_stage * kv_bytes * self._kv_share / (1e9 * self._profile.read_gb_s)
+        sequences_s = of_stage * efficiency.sequence_s
+        return weights_s + kv_s + sequences_s + self._beside_s(of_stage)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Return the time by which the last chunk's KV reaches another replica, by the network."""
+        last = min(num_tokens, self.chunk_tokens)
+        num_ranks = self._split.tp if self._kv_share == 1 / self._split.tp else 1
+        return last * self.token_bytes / num_ranks / (1e9 * self._profile.network_gb_s)
+
+    @property
+    def token_bytes(self) -> float:
+        """The KV that a token adds to a long sequence, of all layers without a window."""
+        far = self._model.shape.max_context_tokens - 2
+        read = [self._work.of([(start, 1)], 1).read_bytes for start in (far, far + 1)]
+        return read[1] - read[0]
+
+    def _read_s(self, num_tokens: float) -> float:
+        """Return the time to read the weights once, of experts those that so many tokens choose."""
+        num_bytes = self._work.read_weight_bytes(num_tokens) / self._split.tp
+        return num_bytes / (1e9 * self._profile.read_gb_s * self._profile.efficiency.weights)
+
+    def _beside_s(self, num_tokens: float) -> float:
+        """Return what a step of so many rows takes beside reading and multiplying: launches, and sums over
+        the ranks of each stage."""
+        efficiency, tp = self._profile.efficiency, self._split.tp
+        if tp == 1:
+            return efficiency.step_s
+        num_sums = _SUMS_OF_LAYER * self._model.shape.num_layers
+        num_bytes = 2 * (tp - 1) / tp * num_tokens * self._model.shape.hidden_size * ITEM_BYTES
+        each_s = efficiency.collective_s + num_bytes / (1e9 * self._profile.link_gb_s)
+        return efficiency.step_s + num_sums * each_s

@@ -1,0 +1,235 @@
+"""Plans: the fewest devices for a rate, the most requests for devices, cost, and files that can be used."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from chart_harness import objects, only
+from typer.testing import CliRunner, Result
+
+from cluster.cli.main import cli
+from cluster.cli.terminal import BUNDLED_MODEL
+from cluster.config import parse_config
+from cluster.errors import ConfigError
+from cluster.planning.device_profile import NAME_TO_PROFILE, device_profile
+from cluster.planning.device_split import device_splits
+from cluster.planning.plan import ClusterPlanner, Plan
+from cluster.planning.plan_lines import plan_lines
+from cluster.planning.planned_model import PlannedModel, planned_model
+from cluster.planning.recommended_config import chart_values, cluster_file
+from cluster.planning.replica_rate import CapacityFinder, PlannedLoad
+
+WORKLOAD = PlannedLoad(2048, 256, ttft_s=1.0, tpot_s=0.04)
+CPU = {
+    "name": "server",
+    "memory_gb": 64,
+    "read_gb_s": 20,
+    "bf16_tflop_s": 1.0,
+    "kind": "cpu",
+    "devices_per_node": 2,
+    "step_us": 0,
+    "sequence_us": 20,
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PlannedModel:
+    return planned_model("llama-3.1-8b", "auto", "auto")
+
+
+def best(model: PlannedModel, rate: float, *names: str, prices: dict[str, float] | None = None) -> Plan:
+    profiles = [device_profile(name) for name in names or ("H100",)]
+    return ClusterPlanner(model, profiles, WORKLOAD, prices or {}).for_rate(rate)[0]
+
+
+def test_the_fewest_devices_that_hold_the_rate(llama: PlannedModel) -> None:
+    """Against trying every split and number of replicas."""
+    plan = best(llama, 100.0)
+    assert plan.rate >= 100.0
+    profile = device_profile("H100")
+    finder = CapacityFinder(llama, profile, WORKLOAD)
+    found = {
+        (split.num_devices, role): capacity.rate
+        for split in device_splits(llama, profile)
+        for role in ("prefill", "decode", "both")
+        if (capacity := finder.find(split, role)) is not None
+    }
+
+    def holds(num_devices: int, role: str) -> bool:
+        return any(
+            (num_devices // size) * rate >= 100.0 for (size, its), rate in found.items() if its == role
+        )
+
+    def has_fewer(num_devices: int) -> bool:
+        if holds(num_devices, "both"):
+            return True
+        return any(
+            holds(part, "prefill") and holds(num_devices - part, "decode") for part in range(1, num_devices)
+        )
+
+    assert not has_fewer(plan.num_devices - 1)
+
+
+def test_the_most_that_devices_hold(llama: PlannedModel) -> None:
+    planner = ClusterPlanner(llama, [device_profile("H100")], WORKLOAD, {})
+    of_devices = {count: planner.for_devices(count)[0] for count in (1, 2, 4, 8, 12)}
+    assert all(plan.num_devices <= count for count, plan in of_devices.items())
+    assert not of_devices[1].is_disaggregated
+    for fewer, more in itertools.pairwise(of_devices.values()):
+        assert more.rate > fewer.rate
+    # The inverse of `for_rate`.
+    assert planner.for_rate(of_devices[8].rate)[0].num_devices <= 8
+
+
+def test_the_cheapest_kind_of_device(llama: PlannedModel) -> None:
+    dear = best(llama, 20.0, "H100", "L40S", prices={"H100": 10.0, "L40S": 0.5})
+    cheap = best(llama, 20.0, "H100", "L40S", prices={"H100": 0.5, "L40S": 0.9})
+    assert (dear.profile.name, cheap.profile.name) == ("L40S", "H100")
+    cost = cheap.cost_per_million(20.0)
+    assert cost == pytest.approx(1e6 * cheap.num_devices * 0.5 / (3600 * 20 * 2304))
+
+
+def test_replicas_are_shown_at_their_share_of_the_rate(llama: PlannedModel) -> None:
+    plan = best(llama, 30.0)
+    for pool in plan.pools:
+        assert pool.served is not None
+        assert pool.served.rate == pytest.approx(30.0 / pool.num_replicas)
+        assert pool.served.ttft_s <= pool.capacity.ttft_s
+        assert pool.served.tpot_s <= pool.capacity.tpot_s
+
+
+def test_every_line_says_how(llama: PlannedModel) -> None:
+    plan = best(llama, 100.0, prices={"H100": 2.0})
+    lines = {(line.group, line.name): line for line in plan_lines(plan, 100.0, api_price=0.05)}
+    assert all(line.formula and line.value for line in lines.values())
+    cost = plan.cost_per_million(plan.rate)
+    assert cost is not None
+    shown = lines["cost", "as cheap as 0.05 a million"].value
+    assert shown == (
+        "never: the API is cheaper" if cost > 0.05 else f"{cost / 0.05:.0%} of what the plan holds"
+    )
+    dear = {line.name: line for line in plan_lines(plan, 100.0, api_price=1e-6)}
+    assert dear["as cheap as 1e-06 a million"].value == "never: the API is cheaper"
+
+
+@pytest.mark.parametrize("rate", [1.0, 200.0], ids=["one pool", "two pools"])
+def test_the_recommended_files_are_accepted(tmp_path: Path, rate: float) -> None:
+    model = planned_model("llama-3.3-70b", "int8", "fp8")
+    plan = best(model, rate, "H200")
+    file = tmp_path / "cluster.yaml"
+    file.write_text(cluster_file(plan))
+    config = parse_config(yaml.safe_load(file.read_text()), str(file))
+    assert [pool.role for pool in config.pools] == [it.capacity.role for it in plan.pools]
+    for pool, planned in zip(config.pools, plan.pools, strict=True):
+        assert (pool.tp, pool.pp, pool.replicas) == (*planned.capacity.split[:2], planned.num_replicas)
+        assert (pool.weight_dtype, pool.engine.kv_dtype) == ("int8", "fp8")
+        pool.check_model(model.shape)
+    rendered = objects(yaml.safe_load(chart_values(plan)))
+    groups = only(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    names = {group["groupName"] for group in groups}
+    assert names - {"gateway"} == {f"pool-{it.capacity.role}" for it in plan.pools}
+
+
+def tandem_plan(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
+
+
+def test_a_folder_on_described_cpus(tmp_path: Path) -> None:
+    hardware, written = tmp_path / "server.json", tmp_path / "cluster.yaml"
+    hardware.write_text(json.dumps(CPU))
+    arguments = ("--model", BUNDLED_MODEL, "--hardware", hardware, "--rate", 2, "--out", written)
+    done = tandem_plan(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    (plan, *_) = json.loads(done.stdout)["plans"]
+    assert plan["rate"] >= 2
+    assert plan["cluster_yaml"] == written.read_text()
+    checked = CliRunner().invoke(cli, ["doctor", "-f", str(written), "--json"])
+    findings = json.loads(checked.stdout)["findings"]
+    # Of the plan itself: the machine that runs the tests may be too small for it.
+    of_plan = {"model", "configuration"}
+    assert not [it for it in findings if it["severity"] == "error" and it["group"] in of_plan]
+    assert any(it["check"] == "model-split" for it in findings)
+
+
+def test_people_see_formulas_where_they_ask() -> None:
+    plain = tandem_plan("--model", "qwen3-8b", "--rate", 5)
+    explained = tandem_plan("--model", "qwen3-8b", "--rate", 5, "--explain")
+    assert plain.exit_code == explained.exit_code == 0
+    assert "Pollaczek" not in plain.stdout
+    assert "Pollaczek" in explained.stdout
+    assert "2 x 36 layers x 8 heads x 128 x 2 bytes" in explained.stdout
+    assert "# cluster.yaml (the model was planned by its shape: name its folder)" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "qwen3-8b"), "give either --rate or --devices"),
+        (("--model", "qwen3-8b", "--rate", 1, "--devices", 1), "give either --rate or --devices"),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--gpu", "V100"),
+            "--gpu V100: not known; there are H100, H200",
+        ),
+        (("--model", "qwen3-8b", "--rate", 1, "--precision", "fp6"), "fp6 is none of auto, bf16"),
+        (("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", "-1"), "no number above 0"),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--gpu", "H100,A100", "--price-per-hour", "2"),
+            "name the device of each price, as H100=2",
+        ),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--gpu", "H100,A100", "--price-per-hour", "H100=2"),
+            "has no price of A100",
+        ),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--slo-tpot-ms", "0.5"),
+            "even one request at a time does not meet the objectives",
+        ),
+        (("--model", "llama-3.3-70b", "--devices", 1), "too few devices for a replica"),
+        (
+            ("--model", "deepseek-v3", "--rate", 1, "--kv-dtype", "int8"),
+            "cannot be divided over them, or not with these settings",
+        ),
+        (("--model", "no/such", "--rate", 1), "neither a folder"),
+    ],
+)
+def test_bad_input(arguments: tuple[object, ...], message: str) -> None:
+    done = tandem_plan(*arguments)
+    assert done.exit_code in (1, 2)
+    assert message in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": 0}, "memory_gb must be above 0"),
+        ({"memory_gb": "much"}, r"Expected `float`, got `str` - at `$.memory_gb`"),
+        ({"speed": 3}, "contains unknown field `speed`"),
+    ],
+)
+def test_bad_descriptions_of_devices(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    hardware = tmp_path / "server.json"
+    hardware.write_text(json.dumps(CPU | change))
+    done = tandem_plan("--model", "qwen3-8b", "--hardware", hardware, "--rate", 1)
+    assert done.exit_code == 1
+    assert message in done.output.replace("\n", " ")
+
+
+def test_an_unsupported_model_is_refused_by_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    done = tandem_plan("--model", file, "--rate", 1)
+    assert done.exit_code == 1
+    assert "MambaForCausalLM" in done.output
+    assert "tandem-plan-" not in done.output, "no folder that is gone is named"
+
+
+def test_profiles() -> None:
+    assert all(name == profile.name for name, profile in NAME_TO_PROFILE.items())
+    assert device_profile("rtx 4090").name == "RTX4090"
+    assert device_profile("h100").ridge == pytest.approx(257, abs=1)
+    with pytest.raises(ConfigError, match="not known"):
+        device_profile("H1000")
