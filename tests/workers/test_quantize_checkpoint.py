@@ -104,8 +104,8 @@ def test_zero_points_are_stored_as_they_are_read(make_checkpoint: MakeCheckpoint
 
 
 def test_fp8_is_stored_as_it_is_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    """By an independent unpacking, and by our own reader. Values are off by a sixteenth at most, but for those
-    far below the largest of their output."""
+    """By an independent unpacking, and by our own reader. Values are off by a sixteenth at most, but for
+    those far below the largest of their output."""
     source, plain = make_checkpoint("qwen3", **SHAPE), tmp_path / "plain"
     folder = _quantized(source, tmp_path / "out", "fp8")
     key = "model.layers.0.mlp.down_proj.weight"
