@@ -41,19 +41,6 @@ def test_a_moved_weight_adds_what_hidden_states_lack() -> None:
     assert float(left.norm()) < 0.55 * float(missing.norm())
 
 
-def test_long_hidden_states_do_not_outweigh_all_others() -> None:
-    """What a token lacks counts by the length of its states, which a norm divides by."""
-    weight, inputs = _drawn(6, 24, seed=1), _drawn(600, 24, seed=2)
-    missing, states = torch.zeros(600, 6), _drawn(600, 6, seed=3)
-    missing[::100], states[::100] = 30 * _drawn(6, 6, seed=4), 3000.0
-    moves = []
-    for of_states in (None, states):
-        pairs = PairedInputs(24)
-        pairs.add(inputs, inputs, missing, of_states)
-        moves.append(float((pairs.moved(weight) - weight).norm()))
-    assert moves[1] < 0.01 * moves[0]
-
-
 def test_a_weight_stays_where_nothing_has_changed() -> None:
     weight, inputs = _drawn(6, 24, seed=1), _drawn(100, 24, seed=2)
     pairs = PairedInputs(24)

@@ -26,16 +26,10 @@ class PairedInputs:
         # [num_outputs, num_inputs]
         self._of_states: Tensor | None = None
 
-    def add(
-        self, rounded: Tensor, exact: Tensor, missing: Tensor | None = None, states: Tensor | None = None
-    ) -> None:
+    def add(self, rounded: Tensor, exact: Tensor, missing: Tensor | None = None) -> None:
         """Add the inputs [num_tokens, num_inputs] of a window in both models, and what is `missing` in the
-        hidden `states` [num_tokens, num_outputs] of the rounded one before the result is added. What is
-        missing in states that are far longer than others, as those of the first token, counts as a part of
-        their length: in bfloat16 it is mostly their rounding."""
+        hidden states [num_tokens, num_outputs] of the rounded one before the result is added."""
         factors, wide = token_weights(rounded), rounded.float()
-        if states is not None:
-            factors = torch.minimum(factors, token_weights(states, 1.0))
         weighed = wide * factors
         self.products.add(weighed)
         self._of_inputs.addmm_((exact.float() - wide).mul_(factors).t(), weighed)

@@ -92,8 +92,7 @@ class PairedLayers:
                 missing = None
                 if states is not None and exact_states is not None:
                     missing = (exact_states.float() - states.float()) / factor
-                pairs = sums.setdefault(product, PairedInputs(inputs.shape[1]))
-                pairs.add(inputs, exact_inputs, missing, exact_states)
+                sums.setdefault(product, PairedInputs(inputs.shape[1])).add(inputs, exact_inputs, missing)
         return sums
 
     def advance(self, rounded: Tensors) -> None:
