@@ -14,9 +14,8 @@ def _drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_weight_moves_towards_that_of_least_squares() -> None:
-    """Half of the way, where inputs behind rounded layers differ in the same way for all tokens, and by
-    noise: a quarter is left of the squares that can be avoided."""
+def test_a_weight_moves_to_that_of_least_squares() -> None:
+    """Where inputs behind rounded layers differ in the same way for all tokens, and by noise."""
     weight, exact = _drawn(6, 24, seed=1), _drawn(600, 24, seed=2)
     rounded = exact @ (torch.eye(24) + 0.1 * _drawn(24, 24, seed=3)) + 0.05 * _drawn(600, 24, seed=4)
     pairs = PairedInputs(24)
@@ -27,9 +26,8 @@ def test_a_weight_moves_towards_that_of_least_squares() -> None:
     ]
     solved = torch.linalg.lstsq(rounded.double(), (exact @ weight.t()).double()).solution.t()
     least = float((rounded.double() @ solved.t() - exact.double() @ weight.double().t()).square().sum())
-    halfway = (weight.double() + solved) / 2
-    assert float((pairs.moved(weight) - halfway).norm()) < 0.1 * float((weight - halfway).norm())
-    assert 0.2 < (errors[1] - least) / (errors[0] - least) < 0.3
+    assert errors[1] < 0.1 * errors[0]
+    assert least <= errors[1] < 1.1 * least
 
 
 def test_a_moved_weight_adds_what_hidden_states_lack() -> None:
@@ -38,7 +36,7 @@ def test_a_moved_weight_adds_what_hidden_states_lack() -> None:
     pairs = PairedInputs(24)
     pairs.add(inputs, inputs, missing)
     left = missing + inputs @ (weight - pairs.moved(weight)).t()
-    assert float(left.norm()) < 0.55 * float(missing.norm())
+    assert float(left.norm()) < 0.1 * float(missing.norm())
 
 
 def test_a_weight_stays_where_nothing_has_changed() -> None:

@@ -9,11 +9,6 @@ from torch import Tensor
 from workers.quantizer.gptq import InputProducts
 from workers.quantizer.token_weights import token_weights
 
-# The part of the way that a weight is moved. All of the way, it follows the text of the calibration too far:
-# over six layers of SmolLM2, and 6,144 tokens, as much was lost on other texts as without a move, and 25 %
-# less with half of it.
-_PART = 0.5
-
 
 class PairedInputs:
     """Sums up the inputs of a product in both models: x xT of the inputs x behind rounded layers, and
@@ -39,10 +34,10 @@ class PairedInputs:
             self._of_states.addmm_((missing * factors).t(), weighed)
 
     def moved(self, weight: Tensor) -> Tensor:
-        """Return `weight` in float32 [num_outputs, num_inputs], moved towards the one whose products with the
-        inputs behind rounded layers are nearest to those of `weight` with the exact ones."""
+        """Return the float32 weight [num_outputs, num_inputs] whose products with the inputs behind rounded
+        layers are nearest to those of `weight` with the exact ones."""
         wide = weight.float()
         products = wide @ self._of_inputs
         if self._of_states is not None:
             products += self._of_states
-        return wide + _PART * self.products.solved(products)
+        return wide + self.products.solved(products)
