@@ -157,7 +157,7 @@ class _Run:
         windows = self.windows(calibration, _CALIBRATION_WINDOWS)
         rounder = CalibratedRounder(self._source, self._target, windows, read_dtype(self._dtype_name))
         digest = hashlib.sha256(calibration.content.encode()).hexdigest()
-        return rounder, f"calibrated 2 {digest} {self._dtype_name}"
+        return rounder, f"calibrated {digest} {self._dtype_name}"
 
 
 class _Text(NamedTuple):
