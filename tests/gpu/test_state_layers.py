@@ -12,8 +12,8 @@ from torch import Tensor
 from workers.model import cuda
 from workers.model.state.causal_conv import CausalConv
 from workers.model.state.gated_norm import GatedNorm, NormGroups
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads, TorchScan
-from workers.model.state.state_mixer import LayerStates
 from workers.model.state.state_step import DeviceStates, StateStep
 
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from workers.model.state.causal_conv import CausalConv
 from workers.model.state.gated_norm import GatedNorm, NormGroups
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads, TorchScan
 from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_mamba2 import NativeScan
-from workers.model.state.state_mixer import LayerStates
 from workers.model.state.state_step import NO_STATE, StateStep
 
 Scan = Callable[[Tensor, Tensor, LayerStates], Tensor]

@@ -10,8 +10,8 @@ from compiled_kernels import KERNELS, kernels_of
 from optional_programs import needs_compiler
 
 from workers.model.state.causal_conv import CausalConv
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.native_conv import NativeConv
-from workers.model.state.state_mixer import LayerStates
 from workers.model.state.state_step import NO_STATE, StateStep
 
 pytestmark = needs_compiler

@@ -131,7 +131,7 @@ def test_a_layer_in_one_call_is_its_parts(
     family: str, dtype: torch.dtype, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = load_decoder(make_checkpoint(family, **FAMILIES[family]), dtype, torch.device("cpu"))
-    assert decoder._native_layers is not None
+    assert all(layer.packed() is not None for layer in decoder.layers)
     for spans in (SPANS, SPANS[:1]):
         marks = CountedLayers()
         hidden, kv = run(decoder, spans, dtype, marks)

@@ -234,7 +234,7 @@ def test_a_poison_request_fails_alone_all_the_same(
     """Whenever slot 1 computes. The others lose their states, start over, and have their tokens."""
     faults = [Failing() for _ in STAGES[stages]]
     engine = PoisonedStates(model_dir, CONFIG, 60, stages=STAGES[stages], faults=faults)
-    rule = FaultRule(f"rank.layers.{kind}.0.1", "raise", str(tmp_path / "marker"), 2, 1 << 30)
+    rule = FaultRule(f"rank.layers.{kind}.0.1", "raise", str(tmp_path / "marker"), 1, 1 << 30)
     for each in faults:
         each.current = Faults([rule])
     outputs = engine.run(REQUESTS)

@@ -182,12 +182,17 @@ class Decoder:
         """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, num_inputs], which
         is overwritten. Returns what the next stage takes, or the hidden states after the last layer."""
         hidden, inputs = self._parted(hidden)
-        if (whole := self._native_layers) is not None and whole.serves(plan):
-            whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
-            return hidden
+        in_one_call = None if (native := self._native_layers) is None else native.begin(hidden, plan)
         residual: Tensor | None = None
         for number, layer in enumerate(self.layers[:most_layers]):
-            residual = layer.forward(hidden, plan, residual, None if inputs is None else inputs[:, number])
+            if in_one_call is not None and in_one_call.has(number):
+                if residual is not None:
+                    hidden.add_(residual)
+                in_one_call.run(number)
+                residual = None
+            else:
+                own_inputs = None if inputs is None else inputs[:, number]
+                residual = layer.forward(hidden, plan, residual, own_inputs)
             plan.marks.mark_layer()
         if residual is not None:
             hidden.add_(residual)
@@ -206,9 +211,9 @@ class Decoder:
 
     @functools.cached_property
     def _native_layers(self) -> NativeLayers | None:
-        """The layers in one call each, where all are packed and, once `parallelize` was called, whole."""
-        packed = [packed for layer in self.layers if (packed := layer.packed()) is not None]
-        return NativeLayers(packed, self._workspace) if packed and len(packed) == len(self.layers) else None
+        """The layers that are packed and, once `parallelize` was called, whole: each is run in one call."""
+        packed = [layer.packed() for layer in self.layers]
+        return NativeLayers(packed, self._workspace) if any(packed) else None
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

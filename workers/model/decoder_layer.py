@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from workers.model.layer_products import AddedProduct, JoinedProducts, ParallelS
 from workers.model.linear_weights import LinearWeights
 from workers.model.make_linear import make_linear
 from workers.model.model_config import ModelConfig
-from workers.model.native_layers import NativeProduct, PackedLayer
+from workers.model.native_layers import MOST_PRODUCTS, NativeProduct, PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
 from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
@@ -126,23 +126,37 @@ class DecoderLayer:
 
     def packed(self) -> PackedLayer | None:
         """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
-        qkv, output, gate_up, down = self._projection, self.output, self._gate_up, self.down
-        norms = self.qk_norms
-        if qkv is None or output is None or self.state_mixer is not None or self._output_gate is not None:
+        norms, output, mixer = self.qk_norms, self.output, self.state_mixer
+        if self.parallel_sum is not None or self._has_layer_norms():
             return None
-        if self._plain is not None or self.parallel_sum is not None or self._has_layer_norms():
-            return None
-        if not isinstance(qkv, Linear) or not (norms is None or type(norms) is RowNorms):
+        if not (norms is None or type(norms) is RowNorms):
             return None
         if self._value_norm is not None or not self._attention.has_own_kv or self._changes_result():
             return None
-        if not (_is_whole(qkv) and _is_whole(output)):
+        products = [it for it in self._projections() if _is_whole(it)]
+        if not products or len(products) != len(self._projections()) or len(products) > MOST_PRODUCTS:
             return None
-        if self.mixture is not None:
-            return self._packed_mixture(qkv, output, norms)
-        if gate_up is None or down is None or not (_is_whole(gate_up) and _is_whole(down)):
+        if output is None or not _is_whole(output):
             return None
-        return PackedLayer(qkv, output, gate_up, down, self._norms, norms, self._attention)
+        layer = PackedLayer(
+            products, output, self._norms, norms, self._attention, is_gated=self._output_gate is not None
+        )
+        if mixer is not None:
+            if (packed := mixer.packed()) is None:
+                return None
+            layer = layer._replace(mixer=packed)
+        if self.mixture is None and self.down is None:
+            return layer
+        if self._plain is not None:
+            return None
+        return self._with_feed_forward(layer) if self.mixture is None else self._with_mixture(layer)
+
+    def _projections(self) -> Sequence[Linear]:
+        """Return the products of the hidden states whose outputs lie one after another; none where there is
+        more to it."""
+        if isinstance(self._projection, JoinedProducts):
+            return self._projection.products
+        return (self._projection,) if isinstance(self._projection, Linear) else ()
 
     def replace_products(self, replaced: Callable[[str, Linear], Linear]) -> None:
         """Replace the products of attention and feed-forward, as far as the layer has them whole, each by
@@ -160,15 +174,19 @@ class DecoderLayer:
             assert self.down is not None
             self.parallel_sum = ParallelSum(self.output, self.down)
 
-    def _packed_mixture(
-        self, qkv: NativeProduct, output: NativeProduct, row_norms: RowNorms | None
-    ) -> PackedLayer | None:
-        """Return a layer with experts as `packed` does."""
+    def _with_feed_forward(self, layer: PackedLayer) -> PackedLayer | None:
+        """Return the layer with its feed-forward, as `packed` does."""
+        gate_up, down = self._gate_up, self.down
+        if gate_up is None or down is None or not (_is_whole(gate_up) and _is_whole(down)):
+            return None
+        return layer._replace(gate_up=gate_up, down=down)
+
+    def _with_mixture(self, layer: PackedLayer) -> PackedLayer | None:
+        """Return the layer with its experts, as `packed` does."""
         mixture = self.mixture
         if not isinstance(mixture, Mixture) or mixture.packed is None or self._branch_norms is not None:
             return None
-        layer = PackedLayer(qkv, output, None, None, self._norms, row_norms, self._attention, mixture.packed)
-        shared = mixture.shared
+        layer, shared = layer._replace(mixture=mixture.packed), mixture.shared
         if shared is None:
             return layer
         gate_up, down, gate = shared.gate_up, shared.down, shared.gate

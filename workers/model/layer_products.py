@@ -31,13 +31,13 @@ class JoinedProducts:
     """Computes several products of the same inputs, whose outputs lie one after another."""
 
     def __init__(self, products: Sequence[Linear]) -> None:
-        self._products = products
+        self.products = tuple(products)
         self._widths = [product.num_outputs for product in products]
         self.num_outputs = sum(self._widths)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute them for x [num_tokens, num_inputs] into `out` [num_tokens, num_outputs]."""
-        for product, part in zip(self._products, torch.split(out, self._widths, 1), strict=True):
+        for product, part in zip(self.products, torch.split(out, self._widths, 1), strict=True):
             product(x, part)
         return out
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from workers.model import native
+
 
 class OutputGate:
     """The gates of a layer's heads, which follow queries, keys and values among the columns of their
@@ -20,6 +22,10 @@ class OutputGate:
 
     @staticmethod
     def multiply(mixed: Tensor, gates: Tensor) -> Tensor:
-        """Multiply `mixed` [num_tokens, num_columns], in place, by the sigmoid of the gates, which are
-        overwritten."""
+        """Multiply `mixed` [num_tokens, num_columns], in place, by the rounded sigmoid of the gates, which
+        may be overwritten."""
+        if native.serves(mixed.device, mixed.dtype):
+            kernels = native.load()
+            assert kernels is not None
+            return kernels.multiply_by_sigmoids(mixed, gates)
         return mixed.mul_(gates.sigmoid_())

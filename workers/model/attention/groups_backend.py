@@ -16,7 +16,7 @@ from workers.model.attention.interface import (
     LayerAttention,
     StepInput,
 )
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.state_step import StateStep
 
 MakeGroup = Callable[[AttentionShape, Tensor], AttentionBackend]
@@ -92,25 +92,26 @@ class GroupsPlan(AttentionPlan):
 
     def __init__(self, backend: GroupsAttention, step: StepInput) -> None:
         super().__init__(step)
-        self._backend = backend
+        self.backend = backend
         self._plans = [
             None if its is None else its.plan(_of_group(step, group))
             for group, its in enumerate(backend.backends)
         ]
         group = backend.state_group
-        self._state_step = None if group is None else StateStep.of(_of_group(step, group))
+        # Of the layers with a state, where such are here.
+        self.state_step = None if group is None else StateStep.of(_of_group(step, group))
 
     @property
     def parts(self) -> Sequence[AttentionPlan | None]:
         return self._plans
 
     def local(self, layer: LayerAttention) -> tuple[int, LayerAttention]:
-        return self._backend.local(layer)
+        return self.backend.local(layer)
 
     def states(self, layer: LayerAttention) -> LayerStates:
         """Return the states of a layer that keeps such, and what the step does with them."""
-        assert self._state_step is not None
-        return LayerStates(self._backend.states_of(layer), self._state_step)
+        assert self.state_step is not None
+        return LayerStates(self.backend.states_of(layer), self.state_step)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         group, local = self.local(layer)

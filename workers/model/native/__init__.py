@@ -12,6 +12,7 @@ import functools
 import logging
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -233,6 +234,26 @@ class Kernels:
             _size(x.dtype == torch.bfloat16),
         )  # fmt: skip
         return x
+
+    def multiply_by(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply x [num_tokens, size], in place, by `factors` of the same shape."""
+        self._multiply(self.library.tandem_multiply_by, x, factors)
+        return x
+
+    def multiply_by_sigmoids(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Multiply x [num_tokens, size], in place, by the rounded sigmoids of `gates` of the same shape."""
+        self._multiply(self.library.tandem_multiply_by_sigmoids, x, gates)
+        return x
+
+    @staticmethod
+    def _multiply(run: Any, x: Tensor, factors: Tensor) -> None:
+        assert x.dtype == factors.dtype
+        assert x.shape == factors.shape
+        assert x.stride(1) == factors.stride(1) == 1
+        run(
+            _address(x), _size(x.stride(0)), _address(factors), _size(factors.stride(0)), _size(len(x)),
+            _size(x.shape[1]), _size(x.dtype == torch.bfloat16),
+        )  # fmt: skip
 
     def rotate_and_write(self, layer: RotatedLayer, tokens: RotatedTokens, qkv: Tensor) -> None:
         """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *

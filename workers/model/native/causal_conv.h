@@ -9,6 +9,7 @@
 
 #include "layer_ops.h"
 #include "products.h"
+#include "state_blocks.h"
 
 // `width` channels from `channel` on, and where a block of states keeps their inputs: [num_taps - 1] rows, which are
 // `row_stride` apart. A state may keep copies of channels. `workers/model/state/native_conv.py` has the same structure.
@@ -17,24 +18,21 @@ struct ConvSegment {
 };
 
 // `workers/model/state/native_conv.py` has the same structure.
-struct ConvStep {
+struct ConvLayer {
   const float *taps, *bias;  // [num_taps, num_channels], and [num_channels] or null
   int64_t num_taps, num_channels, is_bf16;
   int64_t is_activated;  // whether results become their SiLU
   const ConvSegment* segments;  // those that are copies behind the others
   int64_t num_segments, num_computed;
-  float* states;  // of the layer, in the first block
-  int64_t block_stride;
-  // As in `DeltaStep`.
-  const int32_t *reads, *writes, *lengths;
-  int64_t num_sequences;
 };
 
 constexpr int64_t MOST_TAPS = 8;
 
 template <typename T>
 class CausalConv {
-  const ConvStep& step;
+  const ConvLayer& layer;
+  const StateBlocks& blocks;
+  const StateSequences& step;
   const T* x;
   const int64_t x_stride, out_stride, num_before;
   T* out;
@@ -51,12 +49,15 @@ class CausalConv {
   };
 
  public:
-  CausalConv(const ConvStep& step, const T* x, int64_t x_stride, T* out, int64_t out_stride)
-      : step(step),
+  CausalConv(const ConvLayer& layer, const StateBlocks& blocks, const StateSequences& step, const T* x,
+             int64_t x_stride, T* out, int64_t out_stride)
+      : layer(layer),
+        blocks(blocks),
+        step(step),
         x(x),
         x_stride(x_stride),
         out_stride(out_stride),
-        num_before(step.num_taps - 1),
+        num_before(layer.num_taps - 1),
         out(out) {}
 
   void run() const {
@@ -67,35 +68,35 @@ class CausalConv {
       for (int32_t place = 0; place < step.lengths[i]; place++) tokens.push_back({i, place});
     int64_t num_tokens = tokens.size();
     if (num_tokens == step.num_sequences) return run_single();
-#pragma omp parallel if (num_tokens * step.num_channels > SERIAL_ITEMS)
+#pragma omp parallel if (num_tokens * layer.num_channels > SERIAL_ITEMS)
     {
 #pragma omp for schedule(static)
-      for (int64_t unit = 0; unit < num_tokens * step.num_computed; unit++) {
-        int64_t token = unit / step.num_computed;
-        convolve(tokens[token], token, step.segments[unit % step.num_computed]);
+      for (int64_t unit = 0; unit < num_tokens * layer.num_computed; unit++) {
+        int64_t token = unit / layer.num_computed;
+        convolve(tokens[token], token, layer.segments[unit % layer.num_computed]);
       }
       // Only now has no token a use for what was kept.
 #pragma omp for schedule(static)
       for (int64_t token = 0; token < num_tokens; token++)
         if (tokens[token].place + 1 == step.lengths[tokens[token].sequence])
-          for (int64_t i = 0; i < step.num_segments; i++) keep(tokens[token].sequence, token, step.segments[i]);
+          for (int64_t i = 0; i < layer.num_segments; i++) keep(tokens[token].sequence, token, layer.segments[i]);
     }
   }
 
  private:
   // Where each sequence has one token.
   void run_single() const {
-#pragma omp parallel for if (step.num_sequences * step.num_channels > SERIAL_ITEMS)
-    for (int64_t unit = 0; unit < step.num_sequences * step.num_segments; unit++) {
-      int64_t sequence = unit / step.num_segments, number = unit % step.num_segments;
-      const ConvSegment& segment = step.segments[number];
-      if (number < step.num_computed) convolve({int32_t(sequence), 0}, sequence, segment);
+#pragma omp parallel for if (step.num_sequences * layer.num_channels > SERIAL_ITEMS)
+    for (int64_t unit = 0; unit < step.num_sequences * layer.num_segments; unit++) {
+      int64_t sequence = unit / layer.num_segments, number = unit % layer.num_segments;
+      const ConvSegment& segment = layer.segments[number];
+      if (number < layer.num_computed) convolve({int32_t(sequence), 0}, sequence, segment);
       keep(sequence, sequence, segment);
     }
   }
 
   float* state_of(int64_t block, const ConvSegment& segment) const {
-    return step.states + block * step.block_stride + segment.place;
+    return blocks.states + block * blocks.block_stride + segment.place;
   }
 
   // The input `back` tokens before a token, of some channels; one before the sequence is null.
@@ -113,9 +114,9 @@ class CausalConv {
   }
 
   void convolve(Token at, int64_t token, const ConvSegment& segment) const {
-    const float* taps = step.taps + segment.channel;
-    auto tap_part = [&](int64_t tap, int64_t i, auto count) { return load_part(taps + tap * step.num_channels + i, count); };
-    if (step.num_taps == 4 && at.place >= num_before) {
+    const float* taps = layer.taps + segment.channel;
+    auto tap_part = [&](int64_t tap, int64_t i, auto count) { return load_part(taps + tap * layer.num_channels + i, count); };
+    if (layer.num_taps == 4 && at.place >= num_before) {
       const T* row = x + (token - num_before) * x_stride + segment.channel;
       return sum_up(token, segment, [&](int64_t i, auto count) {
         Vec sum = load_part(row + i, count) * tap_part(0, i, count);
@@ -125,10 +126,10 @@ class CausalConv {
       });
     }
     Source sources[MOST_TAPS];
-    for (int64_t tap = 0; tap < step.num_taps; tap++) sources[tap] = source(at, token, segment, num_before - tap);
+    for (int64_t tap = 0; tap < layer.num_taps; tap++) sources[tap] = source(at, token, segment, num_before - tap);
     sum_up(token, segment, [&](int64_t i, auto count) {
       Vec sum = load_source(sources[0], i, count) * tap_part(0, i, count);
-      for (int64_t tap = 1; tap < step.num_taps; tap++)
+      for (int64_t tap = 1; tap < layer.num_taps; tap++)
         sum = sum + load_source(sources[tap], i, count) * tap_part(tap, i, count);
       return sum;
     });
@@ -138,11 +139,11 @@ class CausalConv {
   template <typename SumAt>
   INLINE void sum_up(int64_t token, const ConvSegment& segment, const SumAt& sum_at) const {
     T* to = out + token * out_stride + segment.channel;
-    const float* bias = step.bias ? step.bias + segment.channel : nullptr;
+    const float* bias = layer.bias ? layer.bias + segment.channel : nullptr;
     for_vectors(segment.width, [&](int64_t i, auto count) {
       Vec sum = sum_at(i, count);
       if (bias) sum = sum + load_part(bias + i, count);
-      if (step.is_activated) sum = silu<T>(rounded<T>(sum));
+      if (layer.is_activated) sum = silu<T>(rounded<T>(sum));
       store_part(sum, to + i, count);
     });
   }
@@ -158,11 +159,12 @@ class CausalConv {
   }
 };
 
-extern "C" void tandem_convolve(const ConvStep* step, const void* x, int64_t x_stride, void* out, int64_t out_stride) {
-  if (step->is_bf16)
-    CausalConv<Bf16>(*step, (const Bf16*)x, x_stride, (Bf16*)out, out_stride).run();
+extern "C" void tandem_convolve(const ConvLayer* layer, const StateBlocks* blocks, const StateSequences* step,
+                                const void* x, int64_t x_stride, void* out, int64_t out_stride) {
+  if (layer->is_bf16)
+    CausalConv<Bf16>(*layer, *blocks, *step, (const Bf16*)x, x_stride, (Bf16*)out, out_stride).run();
   else
-    CausalConv<float>(*step, (const float*)x, x_stride, (float*)out, out_stride).run();
+    CausalConv<float>(*layer, *blocks, *step, (const float*)x, x_stride, (float*)out, out_stride).run();
 }
 
 extern "C" int64_t tandem_most_taps() { return MOST_TAPS; }

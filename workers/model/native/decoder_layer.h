@@ -7,14 +7,17 @@
 #include "layer_ops.h"
 #include "mixture.h"
 #include "products.h"
+#include "state_mixer.h"
 
 // Norms without weights are left out. `workers/model/native_layers.py` has the same structures.
 struct DecoderLayer {
-  // A layer with a `mixture` has it in place of its feed-forward; `gate_up` and `down` are then of the experts that all
-  // tokens share, or null, and the sigmoid of the product `shared_gate`, of one output, multiplies their result, unless
-  // that is null.
-  const LinearWeights *qkv, *output, *gate_up, *down, *shared_gate;
+  // A layer without a feed-forward has no `down`. One with a `mixture` has it in place of its feed-forward; `gate_up`
+  // and `down` are then of the experts that all tokens share, or null, and the sigmoid of the product `shared_gate`, of
+  // one output, multiplies their result, unless that is null.
+  // `others` are further outputs behind those of `qkv`, of a form of their own, or null.
+  const LinearWeights *qkv, *others, *output, *gate_up, *down, *shared_gate;
   const Mixture* mixture;
+  const StateMixer* state;  // mixes tokens in place of attention, or null
   // Of what attention and feed-forward take from the hidden states, and of what they add to these: of hidden_size.
   Norm attention_input, attention_output, feed_forward_input, feed_forward_output;
   Norm query_rows, key_rows;  // of all queries, and of all keys, of a token
@@ -22,12 +25,15 @@ struct DecoderLayer {
   const float* sinks;  // of attention, or null
   int64_t index;       // in the rank's KV
   int64_t activation;  // an `Epilogue`
+  int64_t is_gated;    // whether gates of what attention gives are behind queries, keys and values
 };
 
 // A step: what its layers share, and scratch memory for them. `pieces` counts what is done, for another thread.
 struct LayerStep {
-  const RotatedTokens* tokens;
-  void *normed, *qkv, *mixed, *gated, *sums;  // a row for each token, of the width that the weights have
+  const RotatedTokens* tokens;      // of the layer, if it attends
+  const StateSequences* sequences;  // of layers with a state
+  int64_t num_rows;
+  void *normed, *qkv, *mixed, *gated, *sums, *convolved;  // a row for each token, of the width that the weights have
   int64_t* pieces;
   int64_t piece_tasks;  // tasks of attention that are one piece
 };
@@ -90,14 +96,11 @@ void add_mixture(const DecoderLayer& layer, const LayerStep& step, int64_t rows,
     add_rows(sums, rows, size, hidden, stride);
 }
 
-// hidden: [rows, hidden_size], rows `stride` apart; the layer's attention and feed-forward are added to it.
+// Attends from `qkv` [num_rows, qkv_size], which is overwritten.
 template <typename T>
-void run_layer(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* hidden,
-               int64_t stride) {
-  T *normed = (T*)step.normed, *qkv = (T*)step.qkv, *mixed = (T*)step.mixed, *gated = (T*)step.gated;
-  int64_t rows = step.tokens->num_rows, qkv_size = layer.qkv->num_outputs;
-
-  normed_product(*layer.qkv, layer.attention_input, hidden, stride, normed, rows, STORE, qkv, qkv_size);
+void attend_tokens(const DecoderLayer& layer, const LayerStep& step, const AttentionStep& attention, T* qkv,
+                   int64_t qkv_size, T* mixed) {
+  int64_t rows = step.num_rows, num_mixed = layer.output->num_inputs;
   if (layer.query_rows.weight) {
     const RotatedLayer& heads = *layer.rotated;
     int64_t queries = heads.num_heads * heads.head_dim, keys = heads.num_kv_heads * heads.head_dim;
@@ -113,9 +116,36 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
       count_piece(step.pieces);
     }
   });
+  if (layer.is_gated) multiply_by_sigmoids(mixed, num_mixed, qkv + qkv_size - num_mixed, qkv_size, rows, num_mixed);
+}
+
+// hidden: [rows, hidden_size], rows `stride` apart; what the layer mixes of tokens, and its feed-forward, are added to
+// it. `attention` is null where a state mixes them.
+template <typename T>
+void run_layer(const DecoderLayer& layer, const LayerStep& step, const AttentionStep* attention, T* hidden,
+               int64_t stride) {
+  T *normed = (T*)step.normed, *qkv = (T*)step.qkv, *mixed = (T*)step.mixed, *gated = (T*)step.gated;
+  const Norm& input = layer.attention_input;
+  int64_t rows = step.num_rows, first_size = layer.qkv->num_outputs, size = layer.qkv->num_inputs;
+  int64_t qkv_size = first_size + (layer.others ? layer.others->num_outputs : 0);
+
+  normed_product(*layer.qkv, input, hidden, stride, normed, rows, STORE, qkv, qkv_size);
+  if (layer.others && input.weight)
+    linear(*layer.others, normed, size, rows, STORE, qkv + first_size, qkv_size);
+  else if (layer.others)
+    linear(*layer.others, hidden, stride, rows, STORE, qkv + first_size, qkv_size);
+  if (layer.state) {
+    count_piece(step.pieces);
+    T* convolved = (T*)step.convolved;
+    mix_by_state(*layer.state, *step.sequences, qkv, qkv_size, rows, convolved, mixed, layer.output->num_inputs);
+    count_piece(step.pieces);
+  } else {
+    attend_tokens(layer, step, *attention, qkv, qkv_size, mixed);
+  }
   add_product(*layer.output, layer.attention_output, mixed, normed, rows, hidden, stride);
   count_piece(step.pieces);
   if (layer.mixture) return add_mixture(layer, step, rows, hidden, stride);
+  if (!layer.down) return;
   int64_t gated_size = layer.down->num_inputs;
   normed_product(*layer.gate_up, layer.feed_forward_input, hidden, stride, normed, rows, Epilogue(layer.activation),
                  gated, gated_size);
@@ -126,7 +156,7 @@ void run_layer(const DecoderLayer& layer, const LayerStep& step, const Attention
 extern "C" void tandem_run_layer(const DecoderLayer* layer, const LayerStep* step, const AttentionStep* attention,
                                  void* hidden, int64_t stride) {
   if (layer->qkv->is_bf16)
-    run_layer(*layer, *step, *attention, (Bf16*)hidden, stride);
+    run_layer(*layer, *step, attention, (Bf16*)hidden, stride);
   else
-    run_layer(*layer, *step, *attention, (float*)hidden, stride);
+    run_layer(*layer, *step, attention, (float*)hidden, stride);
 }

@@ -21,6 +21,7 @@
 
 #include "layer_ops.h"
 #include "products.h"
+#include "state_blocks.h"
 
 constexpr int64_t SEGMENT_TOKENS = 32;  // whose queries and keys stay in the second cache beside a state
 constexpr float LENGTH_EPS = 1e-6f;
@@ -34,15 +35,10 @@ struct DeltaLayer {
   int64_t is_single;  // whether each token is computed alone
 };
 
-// The tokens of some sequences, rows their strides apart, and the states that these continue: block `reads`, negative
-// where a sequence begins, becomes block `writes`.
-struct DeltaStep {
+// The tokens of a step, rows their strides apart: behind the convolution, and products as they come.
+struct DeltaRows {
   const void *channels, *gates, *betas, *decays;
   int64_t channel_stride, gate_stride, beta_stride, decay_stride;
-  float* states;  // the layer's in the first block
-  int64_t block_stride, part_stride, heads_per_part;
-  const int32_t *reads, *writes, *lengths;
-  int64_t num_sequences;
 };
 
 template <typename T>
@@ -59,9 +55,11 @@ class DeltaRule {
   };
 
   const DeltaLayer& layer;
-  const DeltaStep& step;
+  const DeltaRows& given;
+  const StateBlocks& blocks;
+  const StateSequences& step;
   T* out;  // [num_tokens, num_value_heads * value_dim]
-  const int64_t out_stride, key_dim, value_dim, values_per_key;
+  const int64_t out_stride, key_dim, value_dim, values_per_key, heads_per_part;
 
   // A sequence's value head. `token` is the sequence's first.
   struct Unit {
@@ -77,14 +75,19 @@ class DeltaRule {
   };
 
  public:
-  DeltaRule(const DeltaLayer& layer, const DeltaStep& step, T* out, int64_t out_stride)
+  // The states of value heads alone, in their order, are in each part of `blocks`.
+  DeltaRule(const DeltaLayer& layer, const DeltaRows& given, const StateBlocks& blocks, const StateSequences& step,
+            T* out, int64_t out_stride)
       : layer(layer),
+        given(given),
+        blocks(blocks),
         step(step),
         out(out),
         out_stride(out_stride),
         key_dim(layer.key_dim),
         value_dim(layer.value_dim),
-        values_per_key(layer.num_value_heads / layer.num_key_heads) {}
+        values_per_key(layer.num_value_heads / layer.num_key_heads),
+        heads_per_part(layer.num_value_heads / blocks.num_parts) {}
 
   void run() const {
     static thread_local std::vector<int64_t> first_tokens;
@@ -119,13 +122,13 @@ class DeltaRule {
   }
 
   float* state_of(int64_t block, int64_t head) const {
-    int64_t part = head / step.heads_per_part, place = head % step.heads_per_part;
-    return step.states + block * step.block_stride + part * step.part_stride + place * key_dim * value_dim;
+    int64_t part = head / heads_per_part, place = head % heads_per_part;
+    return blocks.states + block * blocks.block_stride + part * blocks.part_stride + place * key_dim * value_dim;
   }
 
   Unit unit_of(int64_t sequence, int64_t token, int64_t head) const {
     int64_t key_head = head / values_per_key, width = 2 * key_dim + values_per_key * value_dim;
-    const T* queries = (const T*)step.channels + token * step.channel_stride + key_head * width;
+    const T* queries = (const T*)given.channels + token * given.channel_stride + key_head * width;
     const T* values = queries + 2 * key_dim + head % values_per_key * value_dim;
     return {sequence, token, head, queries, queries + key_dim, values, state_of(step.writes[sequence], head)};
   }
@@ -168,13 +171,13 @@ class DeltaRule {
   }
 
   float beta_of(const Unit& unit, int64_t token) const {
-    T value = ((const T*)step.betas)[(unit.token + token) * step.beta_stride + unit.head], beta;
+    T value = ((const T*)given.betas)[(unit.token + token) * given.beta_stride + unit.head], beta;
     store(1.0f / (1.0f + std::exp(-to_float(value))), &beta);
     return to_float(beta);
   }
 
   float decay_of(const Unit& unit, int64_t token) const {
-    T value = ((const T*)step.decays)[(unit.token + token) * step.decay_stride + unit.head];
+    T value = ((const T*)given.decays)[(unit.token + token) * given.decay_stride + unit.head];
     float x = to_float(value) + layer.biases[unit.head];
     float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
     return std::exp(-layer.rates[unit.head] * softplus);
@@ -184,7 +187,7 @@ class DeltaRule {
   void prepare(const Unit& unit, int64_t begin, int64_t count, int64_t most, Rows& rows) const {
     float scale = 1.0f / std::sqrt(float(key_dim));
     for (int64_t i = 0; i < count; i++) {
-      int64_t offset = (begin + i) * step.channel_stride;
+      int64_t offset = (begin + i) * given.channel_stride;
       normalize(unit.queries + offset, scale, rows.queries + i * key_dim);
       normalize(unit.keys + offset, 1.0f, rows.keys + i * key_dim);
     }
@@ -259,7 +262,7 @@ class DeltaRule {
       Vec changes[C];
 #pragma GCC unroll 4
       for (int t = 0; t < C; t++) {
-        Vec value = load(values + t * step.channel_stride + v * LANES);
+        Vec value = load(values + t * given.channel_stride + v * LANES);
         Vec change = (value - known[t][v] * broadcast(group.decays[t])) * broadcast(group.betas[t]);
         for (int s = 0; s < t; s++) change = change - changes[s] * broadcast(group.solved[t][s]);
         changes[t] = change;
@@ -280,7 +283,7 @@ class DeltaRule {
 
   template <int V>
   void stream_columns(const Unit& unit, const float* before, Rows& rows) const {
-    bool is_last = (unit.head + 1) % step.heads_per_part == 0;
+    bool is_last = (unit.head + 1) % heads_per_part == 0;
     const float* ahead = is_last ? nullptr : before + key_dim * value_dim;
     for (int64_t column = 0; column < value_dim; column += V * LANES)
       advance<1, V>(rows.groups[0], rows.keys, rows.queries, unit.values + column, before + column, value_dim,
@@ -319,7 +322,7 @@ class DeltaRule {
                            Rows& rows) const {
     constexpr int64_t width = V * LANES;
     float *tile = rows.tiles + column * key_dim, *keys = rows.keys + i * key_dim, *queries = rows.queries + i * key_dim;
-    const T* values = unit.values + (begin + i) * step.channel_stride + column;
+    const T* values = unit.values + (begin + i) * given.channel_stride + column;
     float* mixed = rows.mixed + i * value_dim + column;
     auto by = [&](auto num_tokens) {
       advance<num_tokens.value, V>(rows.groups[i / C], keys, queries, values, tile, width, tile, width, nullptr, mixed);
@@ -341,7 +344,7 @@ class DeltaRule {
     for (int64_t i = 0; i < count; i++) {
       float* mixed = rows.mixed + i * value_dim;
       int64_t token = unit.token + begin + i;
-      const T* gates = (const T*)step.gates + token * step.gate_stride + unit.head * value_dim;
+      const T* gates = (const T*)given.gates + token * given.gate_stride + unit.head * value_dim;
       T* to = out + token * out_stride + unit.head * value_dim;
       for (int64_t v = 0; v < value_dim; v += LANES) store(rounded<T>(load(mixed + v)), mixed + v);
       float factor = norm_factor(mixed, value_dim, norm.eps);
@@ -353,9 +356,10 @@ class DeltaRule {
   }
 };
 
-extern "C" void tandem_run_delta_rule(const DeltaLayer* layer, const DeltaStep* step, void* out, int64_t out_stride) {
+extern "C" void tandem_run_delta_rule(const DeltaLayer* layer, const DeltaRows* given, const StateBlocks* blocks,
+                                      const StateSequences* step, void* out, int64_t out_stride) {
   if (layer->is_bf16)
-    DeltaRule<Bf16>(*layer, *step, (Bf16*)out, out_stride).run();
+    DeltaRule<Bf16>(*layer, *given, *blocks, *step, (Bf16*)out, out_stride).run();
   else
-    DeltaRule<float>(*layer, *step, (float*)out, out_stride).run();
+    DeltaRule<float>(*layer, *given, *blocks, *step, (float*)out, out_stride).run();
 }

@@ -39,6 +39,49 @@ void scale_by_sigmoid(T* x, int64_t stride, const T* gates, int64_t rows, int64_
   }
 }
 
+// x: [rows, size], rows `stride` apart, becomes T(x * factors), of rows of the same size.
+template <typename T>
+void multiply_by(T* x, int64_t stride, const T* factors, int64_t factor_stride, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    T* to = x + row * stride;
+    const T* from = factors + row * factor_stride;
+    for_vectors(size, [&](int64_t i, auto width) {
+      store_part(load_part(to + i, width) * load_part(from + i, width), to + i, width);
+    });
+  }
+}
+
+// x: [rows, size], rows `stride` apart, becomes T(x * T(sigmoid(gates))), with a gate for each value.
+template <typename T>
+void multiply_by_sigmoids(T* x, int64_t stride, const T* gates, int64_t gate_stride, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    T* to = x + row * stride;
+    const T* from = gates + row * gate_stride;
+    for_vectors(size, [&](int64_t i, auto width) {
+      Vec factor = rounded<T>(times_sigmoid<T>(broadcast(1), load_part(from + i, width)));
+      store_part(load_part(to + i, width) * factor, to + i, width);
+    });
+  }
+}
+
+extern "C" void tandem_multiply_by(void* x, int64_t stride, const void* factors, int64_t factor_stride, int64_t rows,
+                                int64_t size, int64_t is_bf16) {
+  if (is_bf16)
+    multiply_by((Bf16*)x, stride, (const Bf16*)factors, factor_stride, rows, size);
+  else
+    multiply_by((float*)x, stride, (const float*)factors, factor_stride, rows, size);
+}
+
+extern "C" void tandem_multiply_by_sigmoids(void* x, int64_t stride, const void* gates, int64_t gate_stride,
+                                            int64_t rows, int64_t size, int64_t is_bf16) {
+  if (is_bf16)
+    multiply_by_sigmoids((Bf16*)x, stride, (const Bf16*)gates, gate_stride, rows, size);
+  else
+    multiply_by_sigmoids((float*)x, stride, (const float*)gates, gate_stride, rows, size);
+}
+
 extern "C" void tandem_scale_by_sigmoid(void* x, int64_t stride, const void* gates, int64_t rows, int64_t size,
                                         int64_t is_bf16) {
   if (is_bf16)

@@ -13,18 +13,14 @@
 
 #include "layer_ops.h"
 #include "products.h"
+#include "state_blocks.h"
 
 // `workers/model/state/native_mamba2.py` has the same structure.
-struct ScanStep {
+struct ScanLayer {
   const float *step_bias, *decay, *skip;  // [num_heads]
   const int32_t* groups;                  // [num_heads]
   int64_t num_heads, head_dim, state_size, num_groups, is_bf16;
   float least_step, most_step;
-  // The states of heads in the first block: [part][heads_per_part, state_size, head_dim].
-  float* states;
-  int64_t block_stride, part_stride, heads_per_part;
-  const int32_t *reads, *writes, *lengths;
-  int64_t num_sequences;
 };
 
 constexpr int64_t SCAN_TOKENS = 128;               // whose operands stay in the second cache
@@ -36,34 +32,41 @@ inline int64_t padded_to(int64_t size, int64_t unit) { return (size + unit - 1) 
 
 template <typename T>
 class Mamba2Scan {
-  const ScanStep& step;
+  const ScanLayer& layer;
+  const StateBlocks& blocks;
+  const StateSequences& step;
   const T *convolved, *steps;  // [num_tokens, ...], rows their strides apart
-  const int64_t stride, steps_stride, dim, size, padded_dim, padded_size;
+  const int64_t stride, steps_stride, dim, size, padded_dim, padded_size, heads_per_part;
   float* out;  // [num_tokens, num_heads * head_dim]
 
   // The operands of some tokens of a head, padded with zeros.
   struct Operands {
     std::vector<float> state, b, c, x, y, decays;
 
-    void resize(int64_t dim, int64_t size) {
-      for (auto* of_states : {&b, &c}) of_states->assign(SCAN_TOKENS * size, 0);
-      for (auto* of_heads : {&x, &y}) of_heads->assign(SCAN_TOKENS * dim, 0);
+    void resize(int64_t num_tokens, int64_t dim, int64_t size) {
+      for (auto* of_states : {&b, &c}) of_states->assign(num_tokens * size, 0);
+      for (auto* of_heads : {&x, &y}) of_heads->assign(num_tokens * dim, 0);
       state.assign(size * dim, 0);
-      decays.resize(SCAN_TOKENS);
+      decays.resize(num_tokens);
     }
   };
 
  public:
-  Mamba2Scan(const ScanStep& step, const T* convolved, int64_t stride, const T* steps, int64_t steps_stride, float* out)
-      : step(step),
+  // The states of heads alone, [heads_per_part, state_size, head_dim], are in each part of `blocks`.
+  Mamba2Scan(const ScanLayer& layer, const StateBlocks& blocks, const StateSequences& step, const T* convolved,
+             int64_t stride, const T* steps, int64_t steps_stride, float* out)
+      : layer(layer),
+        blocks(blocks),
+        step(step),
         convolved(convolved),
         steps(steps),
         stride(stride),
         steps_stride(steps_stride),
-        dim(step.head_dim),
-        size(step.state_size),
+        dim(layer.head_dim),
+        size(layer.state_size),
         padded_dim(padded_to(dim, SCAN_WIDTH)),
         padded_size(padded_to(size, SCAN_INPUTS)),
+        heads_per_part(layer.num_heads / blocks.num_parts),
         out(out) {}
 
   void run() const {
@@ -71,14 +74,15 @@ class Mamba2Scan {
     std::vector<int64_t>& firsts = kept;
     firsts.assign(1, 0);
     for (int64_t i = 0; i < step.num_sequences; i++) firsts.push_back(firsts.back() + step.lengths[i]);
-    int64_t num_tasks = step.num_sequences * step.num_heads;
-#pragma omp parallel if (firsts.back() * step.num_heads * dim * size > SERIAL_ITEMS)
+    int64_t num_tasks = step.num_sequences * layer.num_heads, most = 0;
+    for (int64_t i = 0; i < step.num_sequences; i++) most = std::max<int64_t>(most, step.lengths[i]);
+#pragma omp parallel if (firsts.back() * layer.num_heads * dim * size > SERIAL_ITEMS)
     {
       Operands operands;
-      operands.resize(padded_dim, padded_size);
+      operands.resize(std::min(most, SCAN_TOKENS), padded_dim, padded_size);
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < num_tasks; task++)
-        scan(operands, task / step.num_heads, task % step.num_heads, firsts[task / step.num_heads]);
+        scan(operands, task / layer.num_heads, task % layer.num_heads, firsts[task / layer.num_heads]);
     }
   }
 
@@ -102,8 +106,8 @@ class Mamba2Scan {
   }
 
   float* state_of(int64_t block, int64_t head) const {
-    int64_t part = head / step.heads_per_part, place = head % step.heads_per_part;
-    return step.states + block * step.block_stride + part * step.part_stride + place * size * dim;
+    int64_t part = head / heads_per_part, place = head % heads_per_part;
+    return blocks.states + block * blocks.block_stride + part * blocks.part_stride + place * size * dim;
   }
 
   void load_state(float* state, int64_t block, int64_t head) const {
@@ -123,21 +127,21 @@ class Mamba2Scan {
   }
 
   float time_step(const T* at, int64_t head) const {
-    float value = to_float(at[head]) + step.step_bias[head];
+    float value = to_float(at[head]) + layer.step_bias[head];
     if (value <= 20.0f) value = std::log1p(std::exp(value));
-    return std::min(std::max(value, step.least_step), step.most_step);
+    return std::min(std::max(value, layer.least_step), layer.most_step);
   }
 
   // Fills in the operands of `count` tokens: x is times the time step.
   void prepare(Operands& operands, int64_t head, int64_t first, int64_t count) const {
-    int64_t num_inner = step.num_heads * dim, group = step.groups[head] * size;
+    int64_t num_inner = layer.num_heads * dim, group = layer.groups[head] * size;
     std::fill(operands.y.begin(), operands.y.begin() + count * padded_dim, 0.0f);
     for (int64_t token = 0; token < count; token++) {
       const T* row = convolved + (first + token) * stride;
       float width = time_step(steps + (first + token) * steps_stride, head);
-      operands.decays[token] = std::exp(width * step.decay[head]);
+      operands.decays[token] = std::exp(width * layer.decay[head]);
       widen(row + num_inner + group, size, &operands.b[token * padded_size]);
-      widen(row + num_inner + step.num_groups * size + group, size, &operands.c[token * padded_size]);
+      widen(row + num_inner + layer.num_groups * size + group, size, &operands.c[token * padded_size]);
       float* x = &operands.x[token * padded_dim];
       for_vectors(dim, [&](int64_t i, auto part) {
         store_part(load_part(row + head * dim + i, part) * broadcast(width), x + i, part);
@@ -174,11 +178,11 @@ class Mamba2Scan {
 
   // Adds what passes by the state, and writes the results of `count` tokens.
   void finish(const Operands& operands, int64_t head, int64_t first, int64_t count) const {
-    Vec skip = broadcast(step.skip[head]);
+    Vec skip = broadcast(layer.skip[head]);
     for (int64_t token = 0; token < count; token++) {
       const T* x = convolved + (first + token) * stride + head * dim;
       const float* y = &operands.y[token * padded_dim];
-      float* to = out + ((first + token) * step.num_heads + head) * dim;
+      float* to = out + ((first + token) * layer.num_heads + head) * dim;
       for_vectors(dim, [&](int64_t i, auto part) {
         store_part(fma(load_part(x + i, part), skip, load_part(y + i, part)), to + i, part);
       });
@@ -232,12 +236,15 @@ void scale_groups(const float* x, const float* weight, const float* squares, flo
   }
 }
 
-extern "C" void tandem_scan_mamba2(const ScanStep* step, const void* convolved, int64_t stride, const void* steps,
-                                   int64_t steps_stride, float* out) {
-  if (step->is_bf16)
-    Mamba2Scan<Bf16>(*step, (const Bf16*)convolved, stride, (const Bf16*)steps, steps_stride, out).run();
+extern "C" void tandem_scan_mamba2(const ScanLayer* layer, const StateBlocks* blocks, const StateSequences* step,
+                                   const void* convolved, int64_t stride, const void* steps, int64_t steps_stride,
+                                   float* out) {
+  if (layer->is_bf16)
+    Mamba2Scan<Bf16>(*layer, *blocks, *step, (const Bf16*)convolved, stride, (const Bf16*)steps, steps_stride, out)
+        .run();
   else
-    Mamba2Scan<float>(*step, (const float*)convolved, stride, (const float*)steps, steps_stride, out).run();
+    Mamba2Scan<float>(*layer, *blocks, *step, (const float*)convolved, stride, (const float*)steps, steps_stride, out)
+        .run();
 }
 
 extern "C" void tandem_gate_and_square(float* x, const void* gate, int64_t stride, int64_t rows, const int64_t* widths,

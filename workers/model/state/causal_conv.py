@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.state_step import StateStep
 
 # The channels that each part of a rank's states keeps, in order: a few runs of channels for each.

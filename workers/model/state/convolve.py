@@ -10,8 +10,8 @@ from torch import Tensor
 
 from workers.model import cuda, native
 from workers.model.state.causal_conv import CausalConv, PartChannels
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.native_conv import NativeConv
-from workers.model.state.state_mixer import LayerStates
 
 # Convolve channels [num_tokens, num_channels], rounded to their dtype.
 Convolve = Callable[[Tensor, LayerStates], Tensor]

@@ -13,8 +13,11 @@ from workers.model.state import native_delta
 from workers.model.state.convolve import make_convolve
 from workers.model.state.delta_rule import DeltaRows, DeltaWeights, run_delta_rule
 from workers.model.state.delta_shape import DeltaHeads
+from workers.model.state.layer_states import LayerStates
+from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_delta import NativeDeltaRule
-from workers.model.state.state_mixer import LayerStates, StateMixer
+from workers.model.state.packed_mixer import PackedMixer
+from workers.model.state.state_mixer import StateMixer
 from workers.model.state.state_step import StateStep
 
 # Compute a step's outputs, as `run_delta_rule` describes it.
@@ -40,6 +43,11 @@ class DeltaMixer(StateMixer):
         self._num_kept = (kernel.shape[1] - 1) * heads.channels_per_key
         self._convolve = make_convolve(kernel, None, dtype, is_activated=True)
         self._run = _rule(heads, weights, dtype, is_deterministic=is_deterministic)
+
+    def packed(self) -> PackedMixer | None:
+        if not isinstance(self._convolve, NativeConv) or not isinstance(self._run, NativeDeltaRule):
+            return None
+        return PackedMixer(self._convolve, delta=self._run)
 
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
         heads = self._heads

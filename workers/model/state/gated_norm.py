@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.model import cuda, native
 from workers.model.sizes import kv_heads
-from workers.model.state.native_mamba2 import gate_and_square, scale_groups
+from workers.model.state.native_mamba2 import GroupNormArguments, gate_and_square, scale_groups
 
 
 class NormGroups(NamedTuple):
@@ -60,6 +60,13 @@ class GatedNorm:
         """Add up squares over `tp` ranks, where some of these have a part of a group."""
         if self._groups.are_cut_by(tp):
             self._all_reduce = all_reduce
+
+    def packed(self) -> GroupNormArguments | None:
+        """Return what the CPU kernels take of the norm, which hold while this object lives; None where ranks
+        compute it together."""
+        if self._all_reduce is not None:
+            return None
+        return GroupNormArguments.of(self._weight, self._widths, self._groups.size, self._eps)
 
     def normalize(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize float32 x [num_tokens, num_columns], which is overwritten. Returns the result in the

@@ -15,9 +15,12 @@ from workers.model import cuda, native
 from workers.model.state.causal_conv import PartChannels
 from workers.model.state.convolve import make_convolve
 from workers.model.state.gated_norm import GatedNorm
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads, TorchScan
+from workers.model.state.native_conv import NativeConv
 from workers.model.state.native_mamba2 import NativeScan
-from workers.model.state.state_mixer import LayerStates, StateMixer
+from workers.model.state.packed_mixer import PackedMixer
+from workers.model.state.state_mixer import StateMixer
 
 # Scan tokens, as `TorchScan` does.
 _Scan = Callable[[Tensor, Tensor, LayerStates], Tensor]
@@ -50,6 +53,12 @@ class Mamba2(StateMixer):
 
     def join(self, all_reduce: Callable[[Tensor], None], tp: int) -> None:
         self._norm.join(all_reduce, tp)
+
+    def packed(self) -> PackedMixer | None:
+        if not isinstance(self._convolve, NativeConv) or not isinstance(self._scan, NativeScan):
+            return None
+        norm = self._norm.packed()
+        return None if norm is None else PackedMixer(self._convolve, scan=self._scan, norm=norm)
 
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:
         gates, channels, steps = torch.split(projected, self._widths, 1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.layer_states import LayerStates
 
 # The tokens that are computed together by products.
 CHUNK_TOKENS = 64

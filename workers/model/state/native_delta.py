@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model import native
 from workers.model.state.delta_rule import DeltaRows, DeltaWeights
 from workers.model.state.delta_shape import DeltaHeads
+from workers.model.state.native_states import StateBlocks, StateSequences
 from workers.model.state.state_step import StateStep
 
 # Columns of a state are computed so many at a time.
@@ -23,7 +22,7 @@ def serves(device: torch.device, dtype: torch.dtype, heads: DeltaHeads) -> bool:
     return native.serves(device, dtype) and heads.value_dim % _COLUMNS == 0
 
 
-class _Layer(ctypes.Structure):
+class DeltaLayer(ctypes.Structure):
     """`DeltaLayer` of `native/delta_rule.h`."""
 
     _fields_ = (
@@ -37,16 +36,12 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
-    """`DeltaStep` of `native/delta_rule.h`."""
+class _Rows(ctypes.Structure):
+    """`DeltaRows` of `native/delta_rule.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in DeltaRows._fields),
         *((f"{name[:-1]}_stride", ctypes.c_int64) for name in DeltaRows._fields),
-        ("states", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("block_stride", "part_stride", "heads_per_part")),
-        *((name, ctypes.c_void_p) for name in ("reads", "writes", "lengths")),
-        ("num_sequences", ctypes.c_int64),
     )
 
 
@@ -64,7 +59,7 @@ class NativeDeltaRule:
         is_deterministic: bool = False,
     ) -> None:
         self._run = kernels.library.tandem_run_delta_rule
-        self._run.argtypes = [*(ctypes.c_void_p,) * 3, ctypes.c_int64]
+        self._run.argtypes = [*(ctypes.c_void_p,) * 5, ctypes.c_int64]
         self._heads, self._dtype = heads, dtype
         # Kept as long as the kernels read them.
         self._weights = weights
@@ -73,7 +68,7 @@ class NativeDeltaRule:
             assert values.is_contiguous()
             assert len(values) == heads.num_value_heads
         assert heads.value_dim % _COLUMNS == 0
-        self._layer = _Layer(
+        self.layer = DeltaLayer(
             weights.rates.data_ptr(),
             weights.biases.data_ptr(),
             native.NormArguments.of(weights.norm, heads.value_dim),
@@ -98,26 +93,11 @@ class NativeDeltaRule:
         num_parts, heads_per_part = states.shape[1:3]
         assert states.shape[3:] == (heads.key_dim, heads.value_dim)
         assert num_parts * heads_per_part == heads.num_value_heads
-        assert states.dtype == torch.float32
-        assert states.stride()[2:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
         assert num_tokens == step.lengths.sum()
         if out is None:
             out = torch.empty(rows.gates.shape, dtype=self._dtype)
         assert out.stride(1) == 1
-        indices = [_contiguous(it) for it in (step.reads, step.writes, step.lengths)]
-        arguments = _Step(
-            *(it.data_ptr() for it in rows),
-            *(it.stride(0) for it in rows),
-            states.data_ptr(),
-            states.stride(0),
-            states.stride(1),
-            heads_per_part,
-            *(it.ctypes.data for it in indices),
-            len(step.lengths),
-        )
-        self._run(ctypes.addressof(self._layer), ctypes.addressof(arguments), out.data_ptr(), out.stride(0))
+        given = _Rows(*(it.data_ptr() for it in rows), *(it.stride(0) for it in rows))
+        arguments = self.layer, given, StateBlocks.of(states), StateSequences.of(step)
+        self._run(*map(ctypes.addressof, arguments), out.data_ptr(), out.stride(0))
         return out
-
-
-def _contiguous(values: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.ascontiguousarray(values, np.int32)

@@ -9,23 +9,39 @@ import torch
 from torch import Tensor
 
 from workers.model import native
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.native_states import StateBlocks, StateSequences
 
 
-class _Step(ctypes.Structure):
-    """`ScanStep` of `native/mamba2.h`."""
+class ScanLayer(ctypes.Structure):
+    """`ScanLayer` of `native/mamba2.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("step_bias", "decay", "skip", "groups")),
         *((name, ctypes.c_int64) for name in ("num_heads", "head_dim", "state_size", "num_groups")),
         ("is_bf16", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("least_step", "most_step")),
-        ("states", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("block_stride", "part_stride", "heads_per_part")),
-        *((name, ctypes.c_void_p) for name in ("reads", "writes", "lengths")),
-        ("num_sequences", ctypes.c_int64),
     )
+
+
+class GroupNormArguments(ctypes.Structure):
+    """`GroupNorm` of `native/state_mixer.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "widths")),
+        ("num_groups", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("group_size", "eps")),
+    )
+
+    @staticmethod
+    def of(weight: Tensor, widths: Tensor, group_size: int, eps: float) -> GroupNormArguments:
+        """Describe a norm as `scale_groups` computes it. Weight and widths must live until the result is used
+        no more."""
+        assert weight.dtype == torch.float32
+        assert weight.is_contiguous()
+        assert len(weight) == widths.sum()
+        return GroupNormArguments(weight.data_ptr(), widths.data_ptr(), len(widths), group_size, eps)
 
 
 class NativeScan:
@@ -35,12 +51,12 @@ class NativeScan:
         """`dtype` is that of the tokens."""
         self._run = kernels.library.tandem_scan_mamba2
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._run.argtypes = [pointer, pointer, size, pointer, size, pointer]
+        self._run.argtypes = [*(pointer,) * 4, size, pointer, size, pointer]
         self._heads, self._dtype = heads, dtype
         # Kept as long as the kernel reads them.
         self._of_heads = [it.float().contiguous() for it in (heads.step_bias, heads.decay, heads.skip)]
         self._groups = heads.groups.int()
-        self._fixed = (
+        self.layer = ScanLayer(
             *(it.data_ptr() for it in (*self._of_heads, self._groups)),
             heads.num_heads,
             heads.head_dim,
@@ -57,21 +73,12 @@ class NativeScan:
         assert convolved.dtype == steps.dtype == self._dtype
         assert convolved.shape == (num_tokens, heads.num_channels)
         assert steps.shape == (num_tokens, heads.num_heads)
-        assert convolved.stride(1) == steps.stride(1) == blocks.stride(2) == 1
-        assert blocks.dtype == torch.float32
-        assert all(it.flags.c_contiguous for it in (step.reads, step.writes, step.lengths))
+        assert convolved.stride(1) == steps.stride(1) == 1
+        assert heads.num_heads % blocks.shape[1] == 0
         out = torch.empty(num_tokens, heads.inner_size, dtype=torch.float32)
-        arguments = _Step(
-            *self._fixed,
-            blocks.data_ptr() + heads.num_kept * blocks.itemsize,
-            blocks.stride(0),
-            blocks.stride(1),
-            heads.num_heads // blocks.shape[1],
-            *(it.ctypes.data for it in (step.reads, step.writes, step.lengths)),
-            len(step.lengths),
-        )
+        arguments = self.layer, StateBlocks.of(blocks, heads.num_kept), StateSequences.of(step)
         self._run(
-            ctypes.addressof(arguments), convolved.data_ptr(), convolved.stride(0), steps.data_ptr(),
+            *map(ctypes.addressof, arguments), convolved.data_ptr(), convolved.stride(0), steps.data_ptr(),
             steps.stride(0), out.data_ptr(),
         )  # fmt: skip
         return out

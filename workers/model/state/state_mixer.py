@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
-from workers.model.state.state_step import StateStep
-
-
-class LayerStates(NamedTuple):
-    """The states of one layer, float32 `blocks` [num_blocks, num_parts, part_size] of the parts that a rank
-    holds, whose rows may be apart; and which of them the sequences of a step continue and leave."""
-
-    blocks: Tensor
-    step: StateStep
+from workers.model.state.layer_states import LayerStates
+from workers.model.state.packed_mixer import PackedMixer
 
 
 class StateMixer(ABC):
@@ -32,6 +24,11 @@ class StateMixer(ABC):
         over them what no rank has whole. Called once, before the first step. Most kinds of layers need
         nothing of each other's parts."""
         assert tp > 1
+
+    def packed(self) -> PackedMixer | None:
+        """Return what the CPU kernels take to mix within one call for the whole layer; None where they
+        cannot."""
+        return None
 
     @abstractmethod
     def mix(self, projected: Tensor, states: LayerStates) -> Tensor:

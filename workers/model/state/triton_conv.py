@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.model.attention.interface import to_device
 from workers.model.cuda.state_conv import ConvChannels, ConvRows, convolve
 from workers.model.state.causal_conv import PartChannels, equal_parts
-from workers.model.state.state_mixer import LayerStates
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.state_step import StateStep
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from workers.model.attention.interface import to_device
 from workers.model.cuda.mamba2_scan_kernels import ScanSequences, scan_sequences
+from workers.model.state.layer_states import LayerStates
 from workers.model.state.mamba2_scan import ScanHeads, TorchScan
-from workers.model.state.state_mixer import LayerStates
 from workers.model.state.state_step import StateStep
 
 # Sequences of more tokens are computed in chunks.
