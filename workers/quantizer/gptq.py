@@ -77,8 +77,8 @@ def gptq_rounded(
     weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
 ) -> Rounded:
     """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded,
-    where large inputs count more; those of 4 bits, and their codes, are then chosen again. The squares that
-    are returned are of the products with the inputs rather than of the weights."""
+    where large inputs count more; those of 4 bits, and the codes of 4 bits and of FP8, are then chosen again.
+    The squares that are returned are of the products with the inputs rather than of the weights."""
     pieces = torch.split(weight, max(1, _PIECE_BYTES // (4 * weight.shape[1])))
     return joined([_rounded(rows.float(), inputs, target, dtype) for rows in pieces])
 
@@ -91,7 +91,7 @@ def _rounded(
     importance = total.diagonal().view(num_groups, -1)
     grid = best_grid(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
     codes = _gptq_codes(weight, grid, inputs, target)
-    if target.num_bits == 4:
+    if target.num_bits == 4 or target.is_float:
         codes, grid = descended(weight, codes, grid, inputs.damped, target)
     error = grid.values(codes.view(num_outputs, num_groups, -1)).view(num_outputs, -1).sub_(weight)
     errors = _of_products(error, total), _of_products(weight, total)

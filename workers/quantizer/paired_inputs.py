@@ -9,6 +9,9 @@ from torch import Tensor
 from workers.quantizer.gptq import InputProducts
 from workers.quantizer.token_weights import token_weights
 
+# The part of the way that a weight is moved. All of the way, it follows the text of the calibration too far.
+_PART = 0.5
+
 
 class PairedInputs:
     """Sums up the inputs of a product in both models: x xT of the inputs x behind rounded layers, and
@@ -21,10 +24,16 @@ class PairedInputs:
         # [num_outputs, num_inputs]
         self._of_states: Tensor | None = None
 
-    def add(self, rounded: Tensor, exact: Tensor, missing: Tensor | None = None) -> None:
+    def add(
+        self, rounded: Tensor, exact: Tensor, missing: Tensor | None = None, states: Tensor | None = None
+    ) -> None:
         """Add the inputs [num_tokens, num_inputs] of a window in both models, and what is `missing` in the
-        hidden states [num_tokens, num_outputs] of the rounded one before the result is added."""
+        hidden `states` [num_tokens, num_outputs] of the rounded one before the result is added. What is
+        missing in states that are far longer than others, as those of the first token, counts as a part of
+        their length: in bfloat16 it is mostly their rounding."""
         factors, wide = token_weights(rounded), rounded.float()
+        if states is not None:
+            factors = torch.minimum(factors, token_weights(states, 1.0))
         weighed = wide * factors
         self.products.add(weighed)
         self._of_inputs.addmm_((exact.float() - wide).mul_(factors).t(), weighed)
@@ -34,10 +43,10 @@ class PairedInputs:
             self._of_states.addmm_((missing * factors).t(), weighed)
 
     def moved(self, weight: Tensor) -> Tensor:
-        """Return the float32 weight [num_outputs, num_inputs] whose products with the inputs behind rounded
-        layers are nearest to those of `weight` with the exact ones."""
+        """Return `weight` in float32 [num_outputs, num_inputs], moved towards the one whose products with the
+        inputs behind rounded layers are nearest to those of `weight` with the exact ones."""
         wide = weight.float()
         products = wide @ self._of_inputs
         if self._of_states is not None:
             products += self._of_states
-        return wide + self.products.solved(products)
+        return wide + _PART * self.products.solved(products)

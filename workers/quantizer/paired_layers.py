@@ -92,7 +92,8 @@ class PairedLayers:
                 missing = None
                 if states is not None and exact_states is not None:
                     missing = (exact_states.float() - states.float()) / factor
-                sums.setdefault(product, PairedInputs(inputs.shape[1])).add(inputs, exact_inputs, missing)
+                pairs = sums.setdefault(product, PairedInputs(inputs.shape[1]))
+                pairs.add(inputs, exact_inputs, missing, states)
         return sums
 
     def advance(self, rounded: Tensors) -> None:
