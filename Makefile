@@ -62,8 +62,8 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
-# The fast tests run in three processes, more than the smallest machine has cores because many tests wait; each
-# takes file by file (tests/support/parallel_files.py).
+# The fast tests run in three processes, more than the smallest machine has cores because many tests wait. Each
+# takes file by file, and reads no others (tests/support/parallel_files.py).
 # Their many processes read what the first of them compiled, also where the environment forbids to keep that.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: checked
@@ -126,8 +126,8 @@ sbom: $(VENV)/.runtime $(VENV)/.dev
 
 # All but `gpu`, `isolation` and `perplexity`, which need a device, a running cluster and a model. The whole takes
 # hours.
-BENCHMARKS ?= engine products experts attention kv_bits state_layers near_ties start_up rank_memory sampling grammar_masks host_time offload \
-	parallel expert_parallel pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start snapshots snapshot_hits router \
+BENCHMARKS ?= engine products experts attention kv_bits record_bits state_layers near_ties start_up rank_memory sampling grammar_masks host_time offload \
+	parallel expert_parallel split_latents pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start snapshots snapshot_hits router \
 	gateways unlike_replicas scaling capacity authentication overhead json_schemas overload overload_cluster \
 	soak
 

@@ -72,10 +72,11 @@ def perplexity(decoder: Decoder, dtype: torch.dtype, form: str, windows: list[Te
 
 
 def _attention(decoder: Decoder, dtype: torch.dtype, form: str, num_tokens: int) -> AttentionBackend:
-    cells, kept = decoder.config.kv_cells, KvForm.of(form, dtype.itemsize)
+    cells = decoder.config.kv_cells
+    kept = KvForm.of(form, dtype.itemsize, len(cells.parts))
     width = kept.head_bytes(cells.width) // kept.item_bytes
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
-    shape = (num_blocks, cells.num_layers, 2, cells.num_cells, BLOCK_TOKENS, width)
+    shape = (num_blocks, cells.num_layers, cells.num_kinds, cells.num_cells, BLOCK_TOKENS, width)
     return choose_attention(decoder.attention_shape, torch.zeros(shape, dtype=kv_dtype(form, dtype)))
 
 

@@ -1,5 +1,8 @@
 """What each part of the policy for snapshots of states saves: `python -m benchmarks.snapshots`.
 
+With `--snapshots 13,52` it compares instead, at these budgets, eviction by worth with eviction of what was
+used least recently; with `--trace FILE` over requests in Mooncake's format, in place of chats.
+
 Drawn chats run through the scheduler, with its pools and its policy, in virtual time: no model computes, and
 the answers are those that were drawn. Sizes are those of Qwen3-Next 80B on one device with 16 GB for KV: a
 state takes as much memory as 191 blocks of 16 tokens, and a quarter of the memory for KV is for snapshots.
@@ -9,14 +12,17 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.drawn_chats import END, ChatDrawer, ChatTurn, DrawnChat
+from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, read_trace
 from cluster.bench.virtual_replica import EngineModel
 from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
@@ -24,20 +30,42 @@ from workers.messages.link import MAX_MESSAGE_ENDS, SampleState, Submission
 from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_policy import SnapshotPolicy
-from workers.scheduler.window_pool import WindowPool
 
-BLOCK_TOKENS = 16
-NUM_BLOCKS = 40_000
 MAX_SEQUENCES = 16
-# The blocks of states that running sequences need, and a snapshot for each 764 blocks of KV.
-NUM_STATES = 3 * MAX_SEQUENCES + 2 + NUM_BLOCKS // 764
+# The blocks of states that running sequences need.
+_NUM_WORKING = 3 * MAX_SEQUENCES + 2
 STEPS = EngineModel(base_s=0.01, sequence_s=0.0001, context_s=0.0, token_s=4e-5)
 # Agents ask several times for each question: so many chats of theirs stand for one of a person.
 _AGENTS = 0.2
+# The trace has more requests than the device of the chats can serve: ten times the memory, and a third of the
+# rate. Answers are not in the prompts that follow them, so they are short.
+_TRACE_SCALE = 3.0
+_TRACE_ANSWER = 8
+# Ids of blocks begin at 0, special tokens are below this.
+_FIRST_TOKEN = 16
 _ROOT_KEY = b"root"
+
+
+class Memory(NamedTuple):
+    """The memory of a replica: a snapshot for each 764 blocks of 16 tokens, if it is not set otherwise."""
+
+    block_tokens: int = 16
+    num_blocks: int = 40_000
+    num_snapshots: int = 52
+
+
+_TRACE_MEMORY = Memory(TRACE_BLOCK_TOKENS, 12_500, 523)
+
+
+class RecentPool(GroupPool):
+    """Evicts what was released least recently: nothing is worth more."""
+
+    def register(self, block_id: int, key: bytes, group: str, worth: int = 0) -> bool:
+        return super().register(block_id, key, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +81,8 @@ class Parts:
 class PartialPolicy(SnapshotPolicy):
     """A policy some of whose parts are off."""
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(BLOCK_TOKENS, parts.every_tokens, parts.message_ends)
+    def __init__(self, parts: Parts, block_tokens: int) -> None:
+        super().__init__(block_tokens, parts.every_tokens, parts.message_ends)
         self._parts = parts
 
     def _divergences(self, sequence: Sequence) -> Iterable[int]:
@@ -67,16 +95,22 @@ class PartialPolicy(SnapshotPolicy):
 class VirtualEngine:
     """A scheduler whose plans take virtual time, and whose answers are known."""
 
-    def __init__(self, policy: SnapshotPolicy) -> None:
+    def __init__(self, parts: Parts, memory: Memory, pool: type[GroupPool] = GroupPool) -> None:
         config = EngineConfig(max_batch_tokens=4096, chunk_tokens=4096, max_sequences=MAX_SEQUENCES)
+        kv, num_states = (
+            BlockPool(memory.num_blocks, memory.block_tokens),
+            _NUM_WORKING + memory.num_snapshots,
+        )
         self.scheduler = Scheduler(
             config,
-            BlockPool(NUM_BLOCKS, BLOCK_TOKENS),
+            kv,
             eos_token_ids=(END,),
             max_context_tokens=1 << 20,
-            windows=[WindowPool(2, NUM_STATES, has_states=True)],
-            snapshots=policy,
+            group_pools=[pool(2, num_states, has_states=True, kv=kv)],
+            snapshots=PartialPolicy(parts, memory.block_tokens),
         )
+        self._block_tokens = memory.block_tokens
+        self._says_ends = parts.message_ends > 0
         self.num_computed_tokens = 0
         self.num_steps = 0
         self.ttfts_s: list[float] = []
@@ -85,20 +119,20 @@ class VirtualEngine:
         self._arrivals: dict[str, float] = {}
         self._slot_to_answer: dict[int, tuple[np.ndarray, int]] = {}
 
-    def submit(self, number: int, turn: ChatTurn, *, says_ends: bool) -> None:
+    def submit(self, number: int, turn: ChatTurn) -> None:
         """Queue the request, which arrives now."""
         prompt = turn.prompt.astype("<u4").tobytes()
-        ends = turn.message_ends
-        ends = (ends[0], *ends[1:][1 - MAX_MESSAGE_ENDS :])
+        ends = turn.message_ends if self._says_ends else ()
+        ends = (*ends[:1], *ends[1:][1 - MAX_MESSAGE_ENDS :])
         self._answers[number] = turn.answer
         self._arrivals[str(number)] = self.now
         submission = Submission(
             *(str(number), 1, "", "", 0, prompt, _ROOT_KEY),
-            extend_keys(_ROOT_KEY, prompt, BLOCK_TOKENS),
+            extend_keys(_ROOT_KEY, prompt, self._block_tokens),
             (SampleState(0, number),),
             SamplingParams(max_tokens=len(turn.answer) + 1),
             *(None, None),
-            message_ends=ends if says_ends else (),
+            message_ends=ends,
         )
         self.scheduler.submit(submission, self.now)
 
@@ -131,7 +165,7 @@ class VirtualEngine:
         return np.asarray(tokens, "<u4").tobytes()
 
 
-def run(chats: list[DrawnChat], engine: VirtualEngine, *, says_ends: bool) -> dict[str, Any]:
+def run(chats: list[DrawnChat], engine: VirtualEngine) -> dict[str, Any]:
     """Let all chats run to their end; return what was reused and what was computed."""
     waiting = [(chat.begins_at, number) for number, chat in enumerate(chats)]
     heapq.heapify(waiting)
@@ -143,7 +177,7 @@ def run(chats: list[DrawnChat], engine: VirtualEngine, *, says_ends: bool) -> di
             _, number = heapq.heappop(waiting)
             turn = chats[number].turns[next_turn[number]]
             request_to_chat[len(request_to_chat)] = number
-            engine.submit(len(request_to_chat) - 1, turn, says_ends=says_ends)
+            engine.submit(len(request_to_chat) - 1, turn)
             num_prompt_tokens += len(turn.prompt)
         ended = engine.step()
         if ended is None:
@@ -182,22 +216,60 @@ NAME_TO_PARTS = {
 }
 
 
+def read_requests(file: Path, num_requests: int) -> list[DrawnChat]:
+    """Return the first requests of a trace, each as a chat of one turn."""
+    chats: list[DrawnChat] = []
+    for request in itertools.islice(read_trace(file), num_requests):
+        tokens = np.repeat(np.asarray(request.hash_ids) + _FIRST_TOKEN, TRACE_BLOCK_TOKENS)
+        answer = np.asarray([*[_FIRST_TOKEN] * min(_TRACE_ANSWER, request.output_length), END])
+        turn = ChatTurn(tokens[: request.input_length], (), answer, 0.0)
+        chats.append(DrawnChat(request.timestamp_ms / 1e3 * _TRACE_SCALE, [turn]))
+    return chats
+
+
+def compare_policies(kind: dict[str, Any], chats: list[DrawnChat], memory: Memory) -> None:
+    """Run every policy over the same chats."""
+    for name, parts in NAME_TO_PARTS.items():
+        found = run(chats, VirtualEngine(parts, memory))
+        print(json.dumps({**kind, "policy": name, **found}), flush=True)
+
+
+def compare_evictions(
+    kind: dict[str, Any], chats: list[DrawnChat], memory: Memory, budgets: Iterable[int]
+) -> None:
+    """Run the default policy over the same chats, with both evictions at each budget."""
+    parts = NAME_TO_PARTS["all, 1 message end"]
+    for num_snapshots in budgets:
+        for name, pool in (("recent use", RecentPool), ("worth", GroupPool)):
+            engine = VirtualEngine(parts, memory._replace(num_snapshots=num_snapshots), pool)
+            shown = {**kind, "num_snapshots": num_snapshots, "eviction": name}
+            print(json.dumps({**shown, **run(chats, engine)}), flush=True)
+
+
 def main() -> None:
-    """Run every policy over the same chats, of people and of agents."""
+    """Compare policies, or evictions, over chats of people and of agents, or over a trace."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chats", type=int, default=60, help="how many chats of people are drawn")
     parser.add_argument("--rate", type=float, default=1.0, help="chats of people that begin in a second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--snapshots", help="compare evictions at these numbers of snapshots")
+    parser.add_argument("--trace", type=Path, help="a trace of requests in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=3000, help="how many of the trace")
     args = parser.parse_args()
-    for are_agents in (False, True):
-        scale = _AGENTS if are_agents else 1.0
-        drawer = ChatDrawer(args.seed, are_agents=are_agents)
-        chats = drawer.draw(max(1, round(args.chats * scale)), args.rate * scale)
-        kind = {"chats": "agents" if are_agents else "people"}
-        for name, parts in NAME_TO_PARTS.items():
-            engine = VirtualEngine(PartialPolicy(parts))
-            says_ends = parts.message_ends > 0
-            print(json.dumps({**kind, "policy": name, **run(chats, engine, says_ends=says_ends)}), flush=True)
+    loads: list[tuple[str, list[DrawnChat], Memory]] = []
+    if args.trace is not None:
+        loads.append(("trace", read_requests(args.trace, args.requests), _TRACE_MEMORY))
+    else:
+        for name, scale in (("people", 1.0), ("agents", _AGENTS)):
+            drawer = ChatDrawer(args.seed, are_agents=name == "agents")
+            chats = drawer.draw(max(1, round(args.chats * scale)), args.rate * scale)
+            loads.append((name, chats, Memory()))
+    for name, chats, memory in loads:
+        kind = {"chats": name, "seed": args.seed}
+        if args.snapshots is None:
+            compare_policies(kind, chats, memory)
+        else:
+            compare_evictions(kind, chats, memory, map(int, args.snapshots.split(",")))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from cluster.model_split import check_split
 from cluster.parser_names import ReasoningParserName, ToolParserName
 from cluster.scaling.config import ScalingConfig
 from cluster.setting_errors import Location, setting_lines
+from cluster.store_kv_dtype import check_store_kv_dtype
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.common.patterns import Matches
 from kvtransfer.config import StoreConfig, TransferConfig
@@ -437,6 +438,8 @@ class ClusterConfig(_Settings):
             raise ValueError("pools: at least one needs the role decode or both")
         if unknown := sorted(set(self.scaling.pools) - set(names)):
             raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
+        for pool in self.pools:
+            check_store_kv_dtype(self.store.kv_dtype, pool.name, pool.engine)
         for field in ("engine.block_tokens", "engine.kv_dtype", "dtype", "weight_dtype"):
             if len(values := {attrgetter(field)(pool) for pool in self.pools}) > 1:
                 raise ValueError(

@@ -6,6 +6,7 @@ from cluster.errors import ConfigError
 from workers.config import EngineSettings, Parallel
 from workers.errors import CheckpointError
 from workers.model.kv_form import refuse_kv_dtype
+from workers.model.latent_split import refuse_latent_split
 from workers.model.model_config import ModelConfig
 from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 
@@ -25,6 +26,16 @@ def check_split(model: ModelConfig, pool: str, parallel: Parallel, engine: Engin
         refuse_split(model, tp, ep)
         refuse_stages(model, pp, layers)
         refuse_kv_dtype(model, engine.kv_dtype)
+        refuse_latent_split(
+            model,
+            engine.latent_kv,
+            devices,
+            tp=tp,
+            block_tokens=engine.block_tokens,
+            kv_dtype=engine.kv_dtype,
+            num_offload_tokens=engine.offload_tokens,
+            is_deterministic=is_deterministic,
+        )
         refuse_expert_offload(model, num_in_host, devices, tp=tp, is_deterministic=is_deterministic)
         refuse_expert_copies(
             model,

@@ -17,20 +17,20 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from cluster.served_model import described_model
-from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.file_lock import try_lock
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig, StoreSettings
-from kvtransfer.messages import ITEM_BYTES, Shard
+from kvtransfer.messages import ITEM_BYTES
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages.records import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
-from workers.model.kv_form import KvForm
+from workers.model.kv_form import KvForm, ScaledParts
+from workers.model.kv_layout import kv_layout, record_layout
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.sizes import equal_stages, kv_heads
+from workers.model.sizes import equal_stages
 
 NODE_ID_CHARS = 12
 MIN_GRANULE_BYTES = 4 << 10
@@ -79,7 +79,9 @@ def store_settings(
         name=store_name(config.app, life, node.node_id),
         host=node.host,
         dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
-        granule_bytes=granule_bytes(smallest_record_bytes(config.pools, described_model(config))),
+        granule_bytes=granule_bytes(
+            smallest_record_bytes(config.pools, described_model(config), store.kv_dtype)
+        ),
         huge_pages=store.huge_pages,
         nvme_path=str(nvme_path or ""),
         nvme_bytes=round(store.nvme_gb * _GB) if nvme_path else 0,
@@ -109,11 +111,11 @@ def granule_bytes(record_bytes: int) -> int:
     return min(max(1 << (wanted.bit_length() - 1), MIN_GRANULE_BYTES), MAX_GRANULE_BYTES)
 
 
-def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
+def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path, store_kv_dtype: str = "auto") -> int:
     """Return the size of the header and of the KV that the smallest rank of any pool holds of a block."""
     model = read_model_config(model_dir)
     item_bytes = ITEM_BYTES[resolve_dtype(pools, model_dir)]
-    return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes) for pool in pools)
+    return HEADER_BYTES + min(_rank_block_bytes(pool, model, item_bytes, store_kv_dtype) for pool in pools)
 
 
 def check_redis_url(store: StoreConfig) -> None:
@@ -184,13 +186,25 @@ class NvmeFolder:
             self._lock = None
 
 
-def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> int:
+def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int, store_kv_dtype: str) -> int:
     cells, ends = model.kv_cells, list(itertools.accumulate(pool.layers or equal_stages(model, pool.pp)))
     starts = [0, *ends[:-1]]
     stages = [range(start, min(end, cells.num_layers)) for start, end in zip(starts, ends, strict=True)]
     num_layers = min(sum(map(model.has_attention, stage)) for stage in stages)
-    num_cells = min(len(kv_heads(cells.num_cells, rank, pool.tp)) for rank in range(pool.tp))
-    shard = Shard(0, max(num_layers, 1), 0, num_cells)
-    form = KvForm.of(pool.engine.kv_dtype, item_bytes)
-    sizes = cells.width, pool.engine.block_tokens, form.item_bytes, form.scale_bytes, cells.num_kinds
-    return BlockLayout(shard, *sizes).block_bytes
+    layers, engine = range(max(num_layers, 1)), pool.engine
+    form = KvForm.of(engine.kv_dtype, item_bytes, len(cells.parts))
+    layouts = [
+        kv_layout(
+            model,
+            layers,
+            rank,
+            pool.tp,
+            engine.block_tokens,
+            form,
+            is_split=engine.latent_kv == "split",
+        )
+        for rank in range(pool.tp)
+    ]
+    if (records := ScaledParts.in_store(model, store_kv_dtype, engine.kv_dtype)) is not None:
+        layouts = [record_layout(layout, records) for layout in layouts]
+    return min(layout.block_bytes for layout in layouts)

@@ -15,6 +15,8 @@ from kvtransfer.transfer_orders import TransferSettings
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
 Admission = Literal["adaptive", "all", "seen_twice"]
+# The dtype of keys and values; `auto`: that of activations on a device, and that of the device in the store.
+KvDtype = Literal["auto", "int8", "fp8"]
 GRANULE_BYTES = 64 << 10
 
 
@@ -119,6 +121,9 @@ class StoreConfig(BaseModel):
 
     # Host memory for KV, in 1e9 bytes, taken as it is used and a little ahead; 0: no store.
     dram_gb: float = Field(default=1.0, ge=0)
+    # The dtype of keys and values in the store. `auto`: that of the device; `int8` and `fp8` (e4m3): 8 bits,
+    # with a scale for each token and head, of what devices keep as activations.
+    kv_dtype: KvDtype = "auto"
     # Use huge pages for it where the host has any reserved.
     huge_pages: bool = True
     # A folder on a local disk; None: no such tier. Each node uses a subfolder of its own.

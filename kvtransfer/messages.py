@@ -13,14 +13,17 @@ from typing import NamedTuple
 from kvtransfer.codec import Part
 
 PROTOCOL_VERSION = 8
-# Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
+# Bytes of one element, by the dtype's name in a checkpoint, in the configuration, and in names of the store's
+# spaces, where KV that was quantized on its way into the store is other KV than that of devices in 8 bits.
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1,
+    "stored-int8": 1, "stored-fp8": 1,
 }  # fmt: skip
 
 
 class Shard(Part, frozen=True):
-    """The part of a model's KV that one rank holds: layers [start, end) and KV heads [start, end)."""
+    """The part of a model's KV that one rank holds: layers [start, end) and KV heads [start, end). Of
+    latents, heads are the parts in which the tokens of a block are addressed: see `CompatibilityRecord`."""
 
     layer_start: int
     layer_end: int
@@ -68,9 +71,9 @@ class MovedBytes(NamedTuple):
     state_bytes: int
 
 
-class WindowBlocks(Part, frozen=True):
-    """The blocks of a group with a window, of one sequence: its block `first` and those that follow it. Those
-    before it are behind the window."""
+class BlockSpan(Part, frozen=True):
+    """Consecutive blocks of one sequence in a group of layers: its block `first` and those that follow it. In
+    a group with a window those before it are behind the window. In one with states, one block has it all."""
 
     first: int
     block_ids: tuple[int, ...]
@@ -83,6 +86,9 @@ class CompatibilityRecord(Part, frozen=True):
     take part in products, `dtype` that of activations: KV computed with other weights is other KV. What
     follows `head_dim` says how KV is kept, as `kvtransfer.blocks.layout.BlockLayout` has it: `kv_dtype` "" is
     `dtype`. Without `groups` all layers are one; else the first of them has no window, and all others have.
+
+    A block of latents, of which there is one a token, is addressed in `token_parts`: parts of equally many
+    tokens, which count as KV heads do, so that ranks can divide a block by its tokens.
     """
 
     protocol: int
@@ -97,11 +103,17 @@ class CompatibilityRecord(Part, frozen=True):
     num_kinds: int = 2
     scale_bytes: int = 0
     groups: tuple[KvGroup, ...] = ()
+    token_parts: int = 1
 
     @property
     def windows(self) -> tuple[int, ...]:
         """The windows of the groups behind the first."""
         return tuple(group.window for group in self.groups[1:])
+
+    @property
+    def shard(self) -> Shard:
+        """The KV of all layers and heads, or of all parts of the tokens of a block."""
+        return Shard(0, self.num_layers, 0, self.num_kv_heads * self.token_parts)
 
     @property
     def kv_item_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.codec import Message, Part
-from kvtransfer.messages import CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard, WindowBlocks
+from kvtransfer.messages import BlockSpan, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.request_facts import RequestFacts
 
 
@@ -64,7 +64,7 @@ class LandingGrant(Message, frozen=True):
     landing_id: bytes
     num_held_tokens: int
     block_ids: tuple[int, ...]
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 class LandingRefusal(Message, frozen=True):

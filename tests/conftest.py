@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from child_processes import assert_ended, children
 from hypothesis import settings
 from optional_programs import MARK, check_marks, missing_programs
+from slow_cases import FAST_PROFILE
 
 # Threads that wait for each other leave the cores to the other processes of `pytest -n`, and do not spin: so
 # tests of kernels take a fifth of the time there. Read when torch is first imported.
@@ -18,8 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # An example may take long where other processes have the cores; the limit of the whole test holds.
 settings.register_profile("without a deadline", deadline=None)
-# The fast suite draws fewer examples where a test does not say how many.
-settings.register_profile("fast suite", deadline=None, max_examples=40)
+# The fast suite draws fewer examples where a test does not say how many, or says so by `slow_cases.examples`.
+settings.register_profile(FAST_PROFILE, deadline=None, max_examples=20)
 settings.load_profile("without a deadline")
 
 # A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.
@@ -36,7 +38,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
-        settings.load_profile("fast suite")
+        settings.load_profile(FAST_PROFILE)
+    if hasattr(config, "workerinput"):  # this is a worker of `-n`
+        from parallel_files import become_worker
+
+        become_worker(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,29 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         check_marks(item)
         if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-    if hasattr(config, "workerinput"):  # this is a worker of `-n`
-        from parallel_files import in_one_order
-
-        in_one_order(items)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    if isinstance(collector, pytest.Dir) and hasattr(collector.config, "workerinput"):
-        from parallel_files import rotated
-
-        report.result = rotated(report.result)
-    return report
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    from parallel_files import FileScheduling
+    from parallel_files import make_scheduling
 
-    return FileScheduling(config, log)
+    return make_scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,6 +81,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture is set up."""
     if reason := missing_programs(item.iter_markers(MARK)):
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_collected() -> None:
+    """Free the garbage of earlier modules, and spare what is left of them, all imports and whatever caches
+    hold, in the collections of this module: these visit every object that they may free."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import gc
 import graphlib
 import importlib
 import re
@@ -54,6 +55,14 @@ def texts() -> Iterator[Path]:
         relative = path.relative_to(ROOT)
         if path.is_file() and path.suffix in suffixes and not _SKIPPED & set(relative.parts):
             yield relative
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_not_collected() -> Iterator[None]:
+    """Keep the garbage collector from visiting the nodes of all trees again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 CODE = sources(*PACKAGES)

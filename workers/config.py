@@ -15,6 +15,8 @@ from pydantic import (
     field_validator,
 )
 
+from kvtransfer.config import KvDtype
+
 
 class Parallel(NamedTuple):
     """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
@@ -45,8 +47,8 @@ class PaceConfig(BaseModel):
     token_s: float = Field(default=0.0, ge=0, le=1)
 
 
-# The dtype of keys and values; `auto`: that of activations.
-KvDtype = Literal["auto", "int8", "fp8"]
+# Where the ranks that share layers keep latents: each all of them, or a part of the tokens of each block.
+LatentKv = Literal["replicated", "split"]
 
 
 class StepSizes(NamedTuple):
@@ -107,6 +109,9 @@ class EngineSettings(BaseModel):
     # The dtype of keys and values. `auto`: as activations; `int8` and `fp8` (e4m3): 8 bits, with a scale for
     # each token and head.
     kv_dtype: KvDtype = "auto"
+    # The KV of models with latent attention, where several ranks share layers. `replicated`: each rank keeps
+    # all latents; `split`: its part of the tokens of each block.
+    latent_kv: LatentKv = "replicated"
     # A sequence's tokens depend neither on the other sequences of a step, nor on how it was cut into chunks,
     # nor on the number of threads: ranks start only with products and attention that promise it.
     deterministic: bool = False

@@ -171,3 +171,5 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     num_recomputed_tokens: int = 0
     # States written through to the host tier.
     num_stored_states: int = 0
+    # Of the tokens that are computed again, those up to a snapshot that was evicted before it was used.
+    num_evicted_snapshot_tokens: int = 0

@@ -44,7 +44,7 @@ def quantize(
     to: Annotated[
         str,
         typer.Option(
-            help="int4 or int8: weights alone; w8a8: weights and inputs of products in 8 bits.",
+            help="int4, int8 or fp8: weights alone; w8a8: weights and inputs of products in 8 bits.",
         ),
     ],
     to_folder: Annotated[Path, typer.Option("--out", help="The folder to write, or to continue.")],
@@ -148,20 +148,16 @@ class _Run:
 
     def _rounder(self, calibration: _Text | None) -> tuple[Rounder, str]:
         """Return what rounds, and what names its method, with the text that it depends on."""
-        from workers.quantizer.gptq_rounder import GptqRounder
+        from workers.quantizer.calibrated_rounder import CalibratedRounder
         from workers.quantizer.rounding import NearestRounder
-        from workers.quantizer.smooth_rounder import SmoothRounder
         from workers.rank.runner_settings import read_dtype
 
         if calibration is None:
             return NearestRounder(self._target), "nearest"
         windows = self.windows(calibration, _CALIBRATION_WINDOWS)
-        make, method = (SmoothRounder, "smooth") if self._target.quantizes_inputs else (GptqRounder, "gptq")
-        rounder = make(self._source, self._target, windows, read_dtype(self._dtype_name))
-        return (
-            rounder,
-            f"{method} {hashlib.sha256(calibration.content.encode()).hexdigest()} {self._dtype_name}",
-        )
+        rounder = CalibratedRounder(self._source, self._target, windows, read_dtype(self._dtype_name))
+        digest = hashlib.sha256(calibration.content.encode()).hexdigest()
+        return rounder, f"calibrated {digest} {self._dtype_name}"
 
 
 class _Text(NamedTuple):

@@ -30,6 +30,8 @@ from workers.model.model_folder import default_cache
 from workers.model.quantization.weight_form import WeightForm
 
 GROUP = "model"
+# The tokens of a block of which the CPU kernels read a multiple.
+_KERNEL_TOKENS = 16
 _FOLDER = "name the folder of a checkpoint in Hugging Face layout, or a GGUF file, as `model`"
 
 
@@ -144,6 +146,27 @@ def _held_in_kv(model: ModelConfig) -> str:
     return f"{model.kv_cells.num_cells} KV heads" if model.latent is None else "one latent in the KV"
 
 
+def _may_split(pool: PoolConfig, model: ModelConfig) -> bool:
+    """Whether the ranks of a replica can divide latents as the pool is configured."""
+    split = pool.engine.model_copy(update={"latent_kv": "split"})
+    try:
+        pool.model_copy(update={"engine": split}).check_model(model)
+    except ConfigError:
+        return False
+    return True
+
+
+def _split_results(pool: PoolConfig) -> Iterator[CheckResult]:
+    """Check that the kernels read a rank's part of a block."""
+    block_tokens, tp = pool.engine.block_tokens, pool.tp
+    if block_tokens % (tp * _KERNEL_TOKENS):
+        yield warning(
+            f"pool {pool.name}: each of {tp} ranks keeps {block_tokens // tp} tokens of a block",
+            f"the CPU kernels read multiples of {_KERNEL_TOKENS}, so torch computes attention, more slowly",
+            f"engine.block_tokens: {tp * _KERNEL_TOKENS}, in all pools",
+        )
+
+
 def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]:
     try:
         pool.check_model(model)
@@ -152,10 +175,13 @@ def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]
             str(problem), "`tandem serve` refuses it", f"correct tp, ep, pp or layers of pool {pool.name}"
         )
         return
-    if pool.tp > model.kv_cells.num_cells:
+    if pool.engine.latent_kv == "split":
+        yield from _split_results(pool)
+    elif pool.tp > model.kv_cells.num_cells:
         yield note(
             f"pool {pool.name}: tp {pool.tp} is above the model's {_held_in_kv(model)}",
             "several ranks hold a copy of each, so kv_tokens takes more memory than with fewer ranks",
+            "engine.latent_kv: split, by which each rank keeps its part" if _may_split(pool, model) else "",
         )
     if pool.engine.kv_tokens != "auto" and pool.engine.kv_tokens < model.max_context_tokens:
         yield note(

@@ -132,7 +132,7 @@ def index_bytes(context: CheckContext) -> int:
     held_bytes = (store.dram_gb + store.nvme_gb) * 1e9
     return round(
         held_bytes
-        / smallest_record_bytes(context.config.pools, described_model(context.config))
+        / smallest_record_bytes(context.config.pools, described_model(context.config), store.kv_dtype)
         * _BYTES_A_BLOCK
     )
 

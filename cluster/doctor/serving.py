@@ -237,6 +237,8 @@ def expert_load(live: Live) -> Iterator[CheckResult]:
 
 # The part of prompts with cached KV that may compute some of it again.
 _MISSED = 0.25
+# Snapshots that are nearer to each other cost more than they save.
+_LEAST_EVERY = 256
 
 
 def snapshots(live: Live) -> Iterator[CheckResult]:
@@ -254,17 +256,38 @@ def snapshots(live: Live) -> Iterator[CheckResult]:
             "num_hits": load.num_snapshot_hits,
             "num_misses": load.num_snapshot_misses,
             "num_recomputed_tokens": load.num_recomputed_tokens,
+            "num_evicted_snapshot_tokens": load.num_evicted_snapshot_tokens,
         }
         if load.num_snapshot_misses <= _MISSED * num_prompts:
             yield ok(seen, **figures)
             continue
-        yield warning(
-            seen,
-            "KV of the prefix is there, but where the prompt leaves it no window or recurrent state is left",
-            "for recurrent states more engine.state_snapshots, or an engine.snapshot_every_tokens, so that "
-            "prompts that branch off find one near; for windows more engine.kv_tokens; or a larger store",
-            **figures,
+        why, remedy = _why_snapshots_miss(load)
+        yield warning(seen, why, remedy, **figures)
+
+
+def _why_snapshots_miss(load: admin_pb.Load) -> tuple[str, str]:
+    """Return why prompts cannot begin behind their cached KV, and the remedy."""
+    if "state" not in load.num_layers_blocks:
+        return (
+            "KV of the prefix is there, but no longer that of the windows where the prompts leave it",
+            "more engine.kv_tokens, or a larger store",
         )
+    num_evicted, num_tokens = load.num_evicted_snapshot_tokens, load.num_recomputed_tokens
+    if num_evicted >= _LARGE_SHARE * num_tokens:
+        return (
+            f"snapshots of states were there for {num_evicted} of the {num_tokens} tokens, and were evicted "
+            "before the prompts came",
+            "more engine.state_snapshots, or a larger store; if engine.snapshot_every_tokens is set, raise "
+            "it or set it to 0, since these snapshots displace those that are used more",
+        )
+    mean = num_tokens // load.num_snapshot_misses
+    every = max(_LEAST_EVERY, 1 << max(0, mean.bit_length() - 1))
+    return (
+        f"for {num_tokens - num_evicted} of the {num_tokens} tokens no snapshot of the states was kept where "
+        "the prompts leave their cached KV",
+        f"an engine.snapshot_every_tokens of {every}, since a prompt now computes {mean} tokens again; raise "
+        "engine.state_snapshots with it, or the additional snapshots displace those that are used more",
+    )
 
 
 def failures(live: Live) -> Iterator[CheckResult]:

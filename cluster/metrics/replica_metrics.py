@@ -282,6 +282,12 @@ KV = (
         "Tokens of these with cached KV that were computed again.",
     ),
     of_replica(
+        "evicted_snapshot_tokens_total",
+        "num_evicted_snapshot_tokens",
+        "tokens",
+        "Of these, tokens up to a snapshot that was evicted before it was used.",
+    ),
+    of_replica(
         "prefix_queried_tokens_total",
         "num_queried_tokens",
         "tokens",

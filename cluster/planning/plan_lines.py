@@ -9,6 +9,7 @@ from cluster.planning.plan import Plan, PlannedPool
 from cluster.planning.planned_model import ITEM_BYTES
 from cluster.planning.replica_rate import MISSES, ReplicaCapacity
 from cluster.planning.step_times import StepTimes
+from workers.model.kv_form import SCALE_BYTES
 from workers.model.kv_groups import kv_groups
 
 
@@ -55,7 +56,9 @@ def _model_lines(plan: Plan) -> Iterator[PlanLine]:
     if groups := kv_groups(config):
         formula = f"layers that see all tokens ({len(groups[0].layers)} of {config.num_layers})"
     elif model.kv_dtype != "auto":
-        formula = f"{cells.num_kinds} x {cells.num_layers} x {cells.num_cells} x ({cells.width} + 4) bytes"
+        scales = SCALE_BYTES * len(cells.parts)
+        sizes = f"{cells.num_kinds} x {cells.num_layers} x {cells.num_cells}"
+        formula = f"{sizes} x ({cells.width} + {scales}) bytes"
     yield PlanLine("model", "KV of a token", f"{times.token_bytes / 1e3:.1f} kB", formula)
     sequence = load.input_tokens + load.output_tokens
     held = model.work.of([(sequence - 1, 1)], 1).read_bytes - model.work.read_weight_bytes(1)

@@ -205,6 +205,7 @@ class ReplicaActor:
             faults=config.debug.fault_rules,
             pace=_step_pace(config.debug.pace),
             store=own_store_name(config, life),
+            store_kv_dtype=config.store.kv_dtype,
             frees_windows=config.frees_windows,
             gguf_file="" if model_dir == config.model_path else str(config.model_path),
             model_cache=str(config.model_cache or ""),

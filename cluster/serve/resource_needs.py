@@ -9,11 +9,11 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
 from cluster.served_model import described_model, read_checkpoint
 from kvtransfer.blocks.host_memory import mapping_bytes
-from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.messages import ITEM_BYTES, Shard
+from kvtransfer.messages import ITEM_BYTES
 from kvtransfer.store.nvme.segment_files import MAX_IDLE_FILES
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
+from workers.model.kv_layout import kv_layout
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.quantization.form_on_device import form_on_device
 from workers.model.quantization.weight_form import WeightForm
@@ -194,7 +194,7 @@ def pool_need(
     """Return the needs of a pool of the configuration, whose activations have `item_bytes`; where its
     `kv_tokens` is `auto`, with the least."""
     engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
-    form = KvForm.of(engine.kv_dtype, item_bytes)
+    form = KvForm.of(engine.kv_dtype, item_bytes, len(model.kv_cells.parts))
     groups = kv_groups(model) if config.frees_windows or model.state is not None else ()
     windows = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
     states = StateCapacity(engine.max_sequences, pool.pp, engine.num_state_snapshots)
@@ -212,16 +212,16 @@ def pool_need(
                 ep=pool.ep,
                 expert_offload=engine.expert_offload,
                 expert_copies=engine.expert_copies,
+                splits_latents=engine.latent_kv == "split",
             )
-            shard = Shard(first, first + shape.num_kv_layers, 0, shape.num_kv_cells)
-            cells = model.kv_cells
-            layout = BlockLayout(
-                shard,
-                cells.width,
+            layout = kv_layout(
+                model,
+                range(*layers),
+                tp_rank,
+                pool.tp,
                 engine.block_tokens,
-                form.item_bytes,
-                form.scale_bytes,
-                cells.num_kinds,
+                form,
+                is_split=engine.latent_kv == "split",
             )
             layouts = [layout.of_group(group) for group in groups] or [layout]
             ranks.append(

@@ -215,6 +215,12 @@ class DevicePool(KvPool):
         return Blocks(self.tensor, self.layout)
 
     @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._working():
+            yield
+            self._pending([], self.layout.shard).result()
+
+    @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Work on this thread's stream, in inference mode because the tensor may have been made in it."""
         with torch.inference_mode(), contextlib.ExitStack() as stack:
@@ -300,9 +306,7 @@ def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
     layout, shard = blocks.layout, blocks.layout.shard
     sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.head_bytes
     whole = blocks.data.view(len(blocks.data), *sizes)
-    first = layout.num_layers(Shard(shard.layer_start, piece.layer_start, 0, 0))
-    layers = slice(first, first + layout.num_layers(piece))
-    heads = slice(piece.head_start - shard.head_start, piece.head_end - shard.head_start)
+    layers, heads = layout.part(piece)
     return whole[:, layers, :, heads]
 
 

@@ -4,8 +4,9 @@ shapes.
 A block is one contiguous range `[layer][k|v][kv_head][token][head_dim]` of its rank's layers and heads. If a
 model's layers have heads of several sizes, a head here is a cell with one or more of them, and `head_dim` is
 the cell's width. Where a head's elements have scales, those of its tokens follow them: `[token][head_dim]`
-and then `[token]`. Where keys and values are products of one latent, that is the only kind there is. KV is
-addressed by layer, head and token, so any (TP, PP, head replication) can assemble what any other computed.
+and then `[token]`. Where keys and values are products of one latent, that is the only kind there is, and its
+tokens, one after another, are divided into parts that take the place of heads. KV is addressed by layer, head
+and token, so any (TP, PP, head replication, division of tokens) can assemble what any other computed.
 
 Where the layers of a model form groups (`KvGroup`), the blocks of each are apart: a block has the layers of
 its group alone, which keep the numbers that they have among all layers. A block of recurrent states,
@@ -56,9 +57,10 @@ class PlannedPiece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """The layout of one rank's blocks: the shard that it holds, in elements of `item_bytes`, with
-    `scale_bytes` of scales for a token of a head's K or V. `num_kinds` is 2, keys and values, or 1, latents
-    of both. `group` are the layers of the model that its blocks have, ascending; None: all of them. With
-    `is_state` these have recurrent states in place of keys and values."""
+    `scale_bytes` of scales for a token of a head's K or V. A head has `block_tokens`: all of a block, or
+    those of one of the parts in which a block of latents is addressed. `num_kinds` is 2, keys and values, or
+    1, latents of both. `group` are the layers of the model that its blocks have, ascending; None: all of
+    them. With `is_state` these have recurrent states in place of keys and values."""
 
     shard: Shard
     head_dim: int
@@ -75,7 +77,8 @@ class BlockLayout:
         are not known here."""
         fields, item_bytes = compatibility, compatibility.kv_item_bytes
         scale_bytes = fields.scale_bytes if item_bytes else 0
-        sizes = fields.head_dim, fields.block_tokens, item_bytes, scale_bytes, fields.num_kinds
+        num_tokens = fields.block_tokens // fields.token_parts
+        sizes = fields.head_dim, num_tokens, item_bytes, scale_bytes, fields.num_kinds
         whole = BlockLayout(shard, *sizes)
         return whole.of_group(fields.groups[group]) if fields.groups else whole
 
@@ -95,6 +98,14 @@ class BlockLayout:
     def num_layers(self, piece: Shard) -> int:
         """Return how many layers of a piece its blocks have."""
         return len(self.layers_of(piece))
+
+    def part(self, piece: Shard) -> tuple[slice, slice]:
+        """Return where a piece lies: its layers among those of a block, and its heads among those of a
+        layer."""
+        first = self.num_layers(Shard(self.shard.layer_start, piece.layer_start, 0, 0))
+        before = self.shard.head_start
+        heads = slice(piece.head_start - before, piece.head_end - before)
+        return slice(first, first + self.num_layers(piece)), heads
 
     @property
     def head_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -19,30 +20,15 @@ from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs, load_kernel,
 from kvtransfer.messages import Shard
 
 
-class KvPool(ABC):
-    """A pool of `num_blocks` blocks of `layout` on `device` ("cpu", "cuda:0"). Methods raise `IndexError` for
-    a block id outside the pool, and `ValueError` for a piece that its blocks do not hold."""
+class RecordPool(ABC):
+    """A pool of `num_blocks` blocks of `layout` on `device` ("cpu", "cuda:0"), as the store copies them to
+    and from records. Methods raise `IndexError` for a block id outside the pool, and `ValueError` for a piece
+    that its blocks do not hold."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: str) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-
-    @abstractmethod
-    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
-        """Compute the checksum of that piece of each block in place."""
-
-    @abstractmethod
-    def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
-        """Pack the blocks' pieces one after another into `staging`. Returns their checksums."""
-
-    @abstractmethod
-    def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
-        """Unpack pieces that lie one after another in `staging` into the blocks."""
-
-    @abstractmethod
-    def allocate_staging(self, num_bytes: int) -> memoryview:
-        """Allocate writable host memory that `gather` and `scatter` access at full speed."""
 
     @abstractmethod
     def store(
@@ -90,6 +76,31 @@ class KvPool(ABC):
         """Raise `IndexError` if one of them is outside the pool."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"blocks {list(block_ids)} are not all within the {self.num_blocks} of the pool")
+
+
+class KvPool(RecordPool):
+    """A pool whose blocks the transports copy, too."""
+
+    @abstractmethod
+    def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
+        """Compute the checksum of that piece of each block in place."""
+
+    @abstractmethod
+    def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
+        """Pack the blocks' pieces one after another into `staging`. Returns their checksums."""
+
+    @abstractmethod
+    def scatter(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> None:
+        """Unpack pieces that lie one after another in `staging` into the blocks."""
+
+    @abstractmethod
+    def allocate_staging(self, num_bytes: int) -> memoryview:
+        """Allocate writable host memory that `gather` and `scatter` access at full speed."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Run torch's work on the pool's memory in the order of the pool's own copies. What the block has
+        queued is done at its end."""
+        return nullcontext()
 
 
 class HostPool(KvPool):

@@ -26,6 +26,7 @@ class IndexedHeap(Generic[T]):
         return len(self._tickets)
 
     def __iter__(self) -> Iterator[T]:
+        """Yield the items in the order in which they were added."""
         return iter(self._tickets)
 
     def __contains__(self, item: object) -> bool:

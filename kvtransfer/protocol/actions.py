@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvtransfer.messages import ReplicaIdentity, WindowBlocks
+from kvtransfer.messages import BlockSpan, ReplicaIdentity
 from kvtransfer.peer_messages import PeerMessage
 from kvtransfer.transfer_orders import TransferOrder
 
@@ -42,7 +42,7 @@ class Landed(NamedTuple):
     num_valid_tokens: int
     num_held_tokens: int
     num_bad_pieces: int
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 # Why an open landing was lost: its writer gave it up, a message did not fit, the request was

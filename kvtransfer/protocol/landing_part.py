@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.blocks.windows import first_needed_block
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.blocks.group_prefix import first_needed_block
+from kvtransfer.messages import BlockSpan
 from kvtransfer.protocol.verification import Verification
 
 
@@ -72,17 +72,17 @@ class LandingPart:
         written = range(max(first, self.first), -(-end // block_tokens))
         return all(block >= oldest and pieces.is_good(group, block) for block in written)
 
-    def pass_on(self, num_valid_tokens: int, block_tokens: int) -> WindowBlocks:
+    def pass_on(self, num_valid_tokens: int, block_tokens: int) -> BlockSpan:
         """Return the blocks that are needed to continue behind the valid tokens, and those that follow; free
         the others. They are all others where no token is valid."""
         block_ids = (*self.held, *self.written)
         if num_valid_tokens == 0:
             self.pool.release(block_ids)
-            return WindowBlocks(0, ())
+            return BlockSpan(0, ())
         first = self.first_needed(num_valid_tokens, block_tokens)
         num_behind = first - self.lowest
         self.pool.release(block_ids[:num_behind])
-        return WindowBlocks(first, block_ids[num_behind:])
+        return BlockSpan(first, block_ids[num_behind:])
 
 
 def num_valid_tokens(

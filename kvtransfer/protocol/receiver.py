@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvtransfer.blocks.windows import Prefix, WindowSource, first_needed_block, match_prefix
+from kvtransfer.blocks.group_prefix import GroupSource, Prefix, first_needed_block, match_prefix
 from kvtransfer.common.group_shares import Claimant, ShareClaim
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity, Shard, WindowBlocks
+from kvtransfer.messages import BlockSpan, ReplicaIdentity, Shard
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -83,12 +83,12 @@ class LandingTable:
         pool: BlockSource,
         block_tokens: int,
         num_ranks: int,
-        windows: Sequence[WindowSource] = (),
+        group_pools: Sequence[GroupSource] = (),
     ) -> None:
-        """`windows` are the blocks of the groups of layers behind the first."""
+        """`group_pools` have the blocks of the groups of layers behind the first."""
         self._config = config
         self._pool = pool
-        self._windows = windows
+        self._group_pools = group_pools
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._landings: dict[bytes, _Landing] = {}
@@ -122,11 +122,12 @@ class LandingTable:
         return sum(parts[0].num_references for parts in self._open_parts())
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Block references that open landings hold in each group of layers behind the first."""
         opened = list(self._open_parts())
         return tuple(
-            sum(parts[group].num_references for parts in opened) for group in range(1, 1 + len(self._windows))
+            sum(parts[group].num_references for parts in opened)
+            for group in range(1, 1 + len(self._group_pools))
         )
 
     def is_open(self, writer: ReplicaIdentity, landing_id: bytes) -> bool:
@@ -141,7 +142,7 @@ class LandingTable:
         """Note that a writer's link opened, and which pieces (rank of ours, piece) it will write of every
         block of each group of layers. Its reports on the landings in quarantine may have been lost with its
         last link: they are aborted again."""
-        assert len(pieces) == 1 + len(self._windows)
+        assert len(pieces) == 1 + len(self._group_pools)
         self._writers[writer] = tuple(map(Lanes, pieces))
         return [
             ToWriter(writer, LandingAbort(landing.request.landing_id, "the peer link was lost", False))
@@ -166,10 +167,10 @@ class LandingTable:
         if needed > self._pool.num_total:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
-        for window in self._windows:
-            most = self._num_window_blocks(request, window) + request.num_samples
-            if most > window.num_total:
-                reason = f"a window of {window.window} tokens needs {most} blocks, of {window.num_total}"
+        for pool in self._group_pools:
+            most = self._num_group_blocks(request, pool) + request.num_samples
+            if most > pool.num_total:
+                reason = f"a window of {pool.window} tokens needs {most} blocks, of {pool.num_total}"
                 return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         if self._num_blocks(request.num_tokens + 1) > self._pool.limit(group):
             share = f"{self._pool.limit(group)} are the share of sharing group {group!r} (device_kv_share)"
@@ -440,31 +441,31 @@ class LandingTable:
         prefix, num_blocks = self._match(request), self._num_blocks(request.num_tokens)
         num_held, held = len(prefix.block_ids), iter(prefix.windows)
         parts = [LandingPart(self._pool, 0, prefix.block_ids, num_held, [])]
-        for window in self._windows:
-            if window.has_states:
-                parts.append(StatePart(window, window.window, [], num_blocks - 1, []))
+        for pool in self._group_pools:
+            if pool.has_states:
+                parts.append(StatePart(pool, pool.window, [], num_blocks - 1, []))
                 continue
-            first = max(self._first_of(request, window), num_held)
-            parts.append(LandingPart(window, window.window, list(next(held).block_ids), first, []))
-        pools: tuple[BlockSource | WindowSource, ...] = (self._pool, *self._windows)
-        for pool, part in zip(pools, parts, strict=True):
-            pool.acquire(part.held)
-        for pool, part in zip(pools, parts, strict=True):
-            reserve = int(self._config.growth_reserve * pool.num_total) if busy else 0
-            if pool.num_free - (num_blocks - part.first) < max(reserve, request.num_samples):
+            first = max(self._first_of(request, pool), num_held)
+            parts.append(LandingPart(pool, pool.window, list(next(held).block_ids), first, []))
+        sources: tuple[BlockSource | GroupSource, ...] = (self._pool, *self._group_pools)
+        for source, part in zip(sources, parts, strict=True):
+            source.acquire(part.held)
+        for source, part in zip(sources, parts, strict=True):
+            reserve = int(self._config.growth_reserve * source.num_total) if busy else 0
+            if source.num_free - (num_blocks - part.first) < max(reserve, request.num_samples):
                 for taken in parts:
                     taken.release()
                 return ()
         full, *windowed = parts
         full.written = self._pool.allocate(num_blocks - full.first, request.facts.sharing_group)
-        for window, part in zip(self._windows, windowed, strict=True):
-            part.written = window.allocate(num_blocks - part.first)
+        for pool, part in zip(self._group_pools, windowed, strict=True):
+            part.written = pool.allocate(num_blocks - part.first)
         return tuple(parts)
 
     def _granted(self, landing: _Landing) -> list[LandingAction]:
         full, *windows = landing.parts
         landing_id, block_ids = landing.request.landing_id, tuple(full.written)
-        written = tuple(WindowBlocks(part.first, tuple(part.written)) for part in windows)
+        written = tuple(BlockSpan(part.first, tuple(part.written)) for part in windows)
         opened = OpenLanding(landing_id, landing.writer, block_ids, tuple(it.block_ids for it in written))
         grant = LandingGrant(landing_id, len(full.held) * self._block_tokens, block_ids, written)
         return [ToRanks(opened), ToWriter(landing.writer, grant)]
@@ -492,26 +493,26 @@ class LandingTable:
     def _match(self, request: LandingRequest) -> Prefix:
         """Find what is cached here of the sequence, and what groups with a window need of it. The state comes
         from elsewhere."""
-        least, windows = self._least_tokens(request), [it for it in self._windows if not it.has_states]
+        least, windows = self._least_tokens(request), [it for it in self._group_pools if not it.has_states]
         return match_prefix(self._pool, windows, request.block_keys, self._block_tokens, least)
 
     def _least_tokens(self, request: LandingRequest) -> int:
         """Return the least number of tokens with which the sequence may be handed over."""
         return len(request.block_keys) * self._block_tokens if request.is_growing else request.num_tokens
 
-    def _first_of(self, request: LandingRequest, window: WindowSource) -> int:
+    def _first_of(self, request: LandingRequest, pool: GroupSource) -> int:
         """Return the first block that may be needed in a group to continue behind the sequence."""
-        return first_needed_block(self._least_tokens(request), window.window, self._block_tokens)
+        return first_needed_block(self._least_tokens(request), pool.window, self._block_tokens)
 
-    def _num_window_blocks(self, request: LandingRequest, window: WindowSource) -> int:
+    def _num_group_blocks(self, request: LandingRequest, pool: GroupSource) -> int:
         """Return the most blocks that a landing takes in a group with a window or a state."""
-        if window.has_states:
+        if pool.has_states:
             return 1
-        return self._num_blocks(request.num_tokens) - self._first_of(request, window)
+        return self._num_blocks(request.num_tokens) - self._first_of(request, pool)
 
     def _share(self, request: LandingRequest) -> float:
         """Return which part of a pool a landing needs, of the pool of which it needs the most."""
-        shares = [self._num_window_blocks(request, it) / it.num_total for it in self._windows]
+        shares = [self._num_group_blocks(request, it) / it.num_total for it in self._group_pools]
         return max([self._num_blocks(request.num_tokens) / self._pool.num_total, *shares])
 
     def _open_parts(self) -> Iterator[tuple[LandingPart, ...]]:

@@ -26,7 +26,7 @@ from enum import Enum
 
 from kvtransfer.common.moving_average import moving_average
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity, WindowBlocks
+from kvtransfer.messages import BlockSpan, ReplicaIdentity
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -90,7 +90,7 @@ class _Places:
     def end(self) -> int:
         return self.first + len(self.block_ids)
 
-    def take(self, blocks: WindowBlocks, end: int) -> tuple[BlockMove, ...]:
+    def take(self, blocks: BlockSpan, end: int) -> tuple[BlockMove, ...]:
         """Return the moves of the blocks up to `end` that were not pushed, and that the sequence has."""
         begin, self.next = max(self.next, blocks.first), max(self.next, end)
         return tuple(
@@ -102,7 +102,7 @@ class _Places:
             for index in range(begin, end)
         )
 
-    def take_state(self, blocks: WindowBlocks) -> tuple[BlockMove, ...]:
+    def take_state(self, blocks: BlockSpan) -> tuple[BlockMove, ...]:
         """Return the move of the state, which is the last of the blocks, into the place of the last block."""
         if self.next >= self.end:
             return ()
@@ -193,7 +193,7 @@ class SendTable:
         num_computed_tokens: int,
         block_ids: Sequence[int],
         now: float,
-        windows: Sequence[WindowBlocks] = (),
+        windows: Sequence[BlockSpan] = (),
     ) -> list[PushAction]:
         """Note that a chunk of the prompt is in the pool: push the blocks that are whole and not yet pushed.
         `windows` are the blocks that the sequence has now in each group behind the first."""
@@ -208,7 +208,7 @@ class SendTable:
         else:
             end = num_computed_tokens // self._block_tokens
         actions: list[PushAction] = []
-        sources = WindowBlocks(0, tuple(block_ids)), *windows
+        sources = BlockSpan(0, tuple(block_ids)), *windows
         for places, blocks in zip(push.places, sources, strict=True):
             if places.has_state:
                 moves = places.take_state(blocks) if push.prompt_done else ()
@@ -243,7 +243,7 @@ class SendTable:
         if push is None or push.state is not _State.ASKED:
             return []
         first_block, num_cut_tokens = divmod(grant.num_held_tokens, self._block_tokens)
-        granted = (WindowBlocks(first_block, grant.block_ids), *grant.windows)
+        granted = (BlockSpan(first_block, grant.block_ids), *grant.windows)
         num_blocks = self._num_blocks(push.request.num_tokens)
         fits = all(it.first >= 0 and it.first + len(it.block_ids) == num_blocks for it in granted)
         if num_cut_tokens or not fits or len(granted) != len(self._has_states):

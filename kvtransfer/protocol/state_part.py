@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from kvtransfer.protocol.landing_part import LandingPart
 from kvtransfer.protocol.verification import Verification
 
@@ -21,8 +21,8 @@ class StatePart(LandingPart):
     def allows(self, end: int, num_tokens: int, group: int, pieces: Verification, block_tokens: int) -> bool:
         return end == num_tokens and pieces.is_good(group, self.first)
 
-    def pass_on(self, num_valid_tokens: int, block_tokens: int) -> WindowBlocks:
+    def pass_on(self, num_valid_tokens: int, block_tokens: int) -> BlockSpan:
         if num_valid_tokens == 0:
             self.pool.release(self.written)
-            return WindowBlocks(0, ())
-        return WindowBlocks((num_valid_tokens - 1) // block_tokens, tuple(self.written))
+            return BlockSpan(0, ())
+        return BlockSpan((num_valid_tokens - 1) // block_tokens, tuple(self.written))

@@ -78,10 +78,15 @@ def space_id(compatibility: CompatibilityRecord) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(fields)).digest()[:SPACE_BYTES]
 
 
-def stored_form(compatibility: CompatibilityRecord) -> CompatibilityRecord:
+def stored_form(
+    compatibility: CompatibilityRecord, kv_dtype: str = "", scale_bytes: int = 0
+) -> CompatibilityRecord:
     """Return what decides the bytes of a replica's records. Records of KV have all layers, whatever windows
     these have on a device; groups of layers with states have records of their own, each beside that of a
-    block (`kvtransfer.blocks.keys.state_key`)."""
+    block (`kvtransfer.blocks.keys.state_key`). Where records have other elements of KV than the device, these
+    are given with `kv_dtype`, and `scale_bytes` as in the record; states stay as they are."""
+    if kv_dtype:
+        compatibility = msgspec.structs.replace(compatibility, kv_dtype=kv_dtype, scale_bytes=scale_bytes)
     groups = compatibility.groups
     states = tuple(group for group in groups if group.state_size)
     if not states:

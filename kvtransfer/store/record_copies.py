@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from kvtransfer.blocks.layout import Run, intersect
-from kvtransfer.blocks.pool import KvPool
+from kvtransfer.blocks.pool import RecordPool
 from kvtransfer.blocks.runs import RunTable, sum_runs
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError
@@ -39,7 +39,7 @@ class CopyWork(ABC):
         self._started_at: float | None = None
         self._num_bytes = 0
 
-    def start(self, pools: Sequence[KvPool], arena: MappedArena, now: float) -> None:
+    def start(self, pools: Sequence[RecordPool], arena: MappedArena, now: float) -> None:
         """Begin or continue the order. `StoreError` or `IndexError` when it does not fit the pools, one of
         each group of layers, or the arena."""
         if self._started_at is None:
@@ -51,7 +51,7 @@ class CopyWork(ABC):
         """Return the next copies, of at most `limit_bytes` bytes if more than one; None: all are done."""
 
     @abstractmethod
-    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[RecordPool], arena: MappedArena, faults: Faults) -> None:
         """Copy a batch."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class CopyWork(ABC):
         """Return the answer when the order is given up."""
 
     @abstractmethod
-    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
+    def _check(self, pools: Sequence[RecordPool], arena: MappedArena) -> None:
         """See `start`."""
 
     def _seconds(self, now: float) -> float:
@@ -94,7 +94,7 @@ class PutWork(CopyWork):
             end += 1
         return CopyBatch(range(start, end), (end - start) * size)
 
-    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[RecordPool], arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.put")
         copies = [self._order.copies[position] for position in batch.positions]
         offsets = [copy.offset + HEADER_BYTES for copy in copies]
@@ -114,7 +114,7 @@ class PutWork(CopyWork):
     def failed(self, reason: str) -> StorePutDone:
         return StorePutDone(self._order.number, (), 0, 0.0, reason)
 
-    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
+    def _check(self, pools: Sequence[RecordPool], arena: MappedArena) -> None:
         _check_arena(self._order.arena, arena)
         for is_state in {copy.is_state for copy in self._order.copies}:
             parts = RecordParts.of(pools, is_state=is_state)
@@ -151,7 +151,7 @@ class GetWork(CopyWork):
         positions = group[self._num_done : self._num_done + max(1, limit_bytes // max(1, num_bytes))]
         return CopyBatch(positions, len(positions) * num_bytes)
 
-    def copy(self, batch: CopyBatch, pools: Sequence[KvPool], arena: MappedArena, faults: Faults) -> None:
+    def copy(self, batch: CopyBatch, pools: Sequence[RecordPool], arena: MappedArena, faults: Faults) -> None:
         faults.at("store.copy.get")
         reads = [self._order.reads[position] for position in batch.positions]
         for read in reads:
@@ -184,7 +184,7 @@ class GetWork(CopyWork):
     def failed(self, reason: str) -> StoreGetDone:
         return StoreGetDone(self._order.number, tuple(range(len(self._order.reads))), 0, 0.0, reason)
 
-    def _check(self, pools: Sequence[KvPool], arena: MappedArena) -> None:
+    def _check(self, pools: Sequence[RecordPool], arena: MappedArena) -> None:
         _check_arena(self._order.arena, arena)
         for first in (self._order.reads[group[0]] for group in self._groups):
             _check_shape(first, pools[0])
@@ -205,11 +205,11 @@ class RecordParts(NamedTuple):
     """The pools of a rank whose blocks make up one kind of record, and the layers that such records have
     (None: all of the model). Where some groups of layers have states, records of KV have the others."""
 
-    pools: Sequence[KvPool]
+    pools: Sequence[RecordPool]
     layers: tuple[int, ...] | None
 
     @staticmethod
-    def of(pools: Sequence[KvPool], *, is_state: bool) -> RecordParts:
+    def of(pools: Sequence[RecordPool], *, is_state: bool) -> RecordParts:
         """Return the parts of a record of states, or of KV. `StoreError` when there are no states."""
         its = [pool for pool in pools if pool.layout.is_state == is_state]
         if not its:
@@ -218,7 +218,7 @@ class RecordParts(NamedTuple):
             return RecordParts(its, None if len(its) > 1 else its[0].layout.group)
         return RecordParts(its, tuple(sorted(layer for pool in its for layer in pool.layout.group or ())))
 
-    def held(self) -> Iterator[tuple[int, KvPool]]:
+    def held(self) -> Iterator[tuple[int, RecordPool]]:
         """Yield the pools of groups of which this rank has layers, with the numbers of the groups."""
         for number, pool in enumerate(self.pools):
             if pool.layout.block_bytes:
@@ -252,7 +252,7 @@ def _check_record(offset: int, num_bytes: int, arena: MappedArena) -> None:
         )
 
 
-def _check_shape(read: StoreRead, pool: KvPool) -> None:
+def _check_shape(read: StoreRead, pool: RecordPool) -> None:
     for whole in (read.shard, pool.layout.shard):
         if intersect(whole, read.piece) != read.piece:
             raise StoreError(f"{read.piece} is not part of {whole}")

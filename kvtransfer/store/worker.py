@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvtransfer.agent.agent import TRANSFER_THREADS
 from kvtransfer.agent.qos import TrafficGovernor
-from kvtransfer.blocks.pool import KvPool
+from kvtransfer.blocks.pool import RecordPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, TransferError
@@ -105,7 +105,7 @@ class StoreWorker:
 
     def __init__(
         self,
-        pools: Sequence[KvPool],
+        pools: Sequence[RecordPool],
         rank: int,
         governor: TrafficGovernor,
         trust: Trust,

@@ -195,9 +195,14 @@ async def check_tokens(model_dir: Path, tmp_path: Path, two_ranks: Parallel, num
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-async def test_kv_of_8_bits_gives_the_tokens_of_one_engine(kv_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+async def test_kv_of_8_bits_gives_the_tokens_of_one_engine(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
     """The same KV in mixed shapes, moved and stored in 8 bits; other KV is refused by name."""
-    write_random_checkpoint(tmp_path / "model", "llama", seed=7, **SHAPE)
+    latents = FAMILIES["deepseek_v2"] | {"kv_lora_rank": 48, "qk_rope_head_dim": 16}
+    keys = SHAPE | (latents if family == "deepseek_v2" else {})
+    write_random_checkpoint(tmp_path / "model", family, seed=7, **keys)
     engine = {"kv_dtype": kv_dtype}
     harness = E2eHarness(tmp_path / "model")
     async with StoreHarness(tmp_path, harness.trust) as store, harness:

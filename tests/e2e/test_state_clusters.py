@@ -41,7 +41,7 @@ class StateCluster:
         )
         self.single = await self.harness.add("s")
         for replica in self.replicas:
-            assert [pool.has_states for pool in replica.core.window_pools] == [True]
+            assert [pool.has_states for pool in replica.core.group_pools] == [True]
 
     @property
     def replicas(self) -> tuple[Replica, Replica, Replica]:
@@ -125,7 +125,7 @@ class StateCluster:
     def check_freed(self) -> None:
         """Nothing is used when nothing runs."""
         for replica in self.replicas:
-            assert not any(pool.num_references for pool in replica.core.window_pools)
+            assert not any(pool.num_references for pool in replica.core.group_pools)
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)

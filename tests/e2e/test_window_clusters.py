@@ -23,7 +23,7 @@ from family_checkpoints import GEMMA4_SHAPE, write_family_checkpoint
 from paged_model import continued
 from store_harness import StoreHarness
 
-from kvtransfer.blocks.windows import first_needed_block
+from kvtransfer.blocks.group_prefix import first_needed_block
 from workers.config import Parallel
 
 pytestmark = pytest.mark.slow  # five ranks, and a reference for each model
@@ -71,7 +71,7 @@ class WindowCluster:
         self.decode = await add("d", "decode", parallel=two_stages, **how)
         self.single = await add("s", **how)
         for replica in (self.prefill, self.decode, self.single):
-            assert [pool.window for pool in replica.core.window_pools] == [WINDOW]
+            assert [pool.window for pool in replica.core.group_pools] == [WINDOW]
 
     async def check_hand_over(self, name: str, tokens: list[int], num_held_tokens: int) -> None:
         """Every block of layers without a window crosses once, and of the others those of the window."""
@@ -140,7 +140,7 @@ class WindowCluster:
     def check_freed(self) -> None:
         """Nothing is used when nothing runs."""
         for replica in (self.prefill, self.decode, self.single):
-            assert not any(pool.num_references for pool in replica.core.window_pools)
+            assert not any(pool.num_references for pool in replica.core.group_pools)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,7 +36,7 @@ def compile_step(
 
     width = head_dim if kv_dtype == torch.bfloat16 else head_dim + SCALE_BYTES
     blocks = torch.zeros(1, 2, 8, block_tokens, width, dtype=kv_dtype)
-    kv = LayerKv.of(blocks, blocks if has_host else None, 1)
+    kv = LayerKv.of(blocks, head_dim, blocks if has_host else None, 1)
     queries = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
     sequences = PagedSequences(ids(2, 4), ids(2), ids(2), ids(2))
     partials = Partials.allocate(2, 8 * group, head_dim, 8192, queries.device)

@@ -28,7 +28,7 @@ SIDE_BY_SIDE = (
     "sampling", "layer_ops", "checksum", "kernel_noise", "layer_launches", "compiled_attention",
     "compiled_layer_kernels", "compiled_experts", "compiled_quantized_products", "host_experts",
     "gated_delta", "state_layers", "compiled_states", "quantized_products", "quantized_experts",
-    "compiled_quantized_experts",
+    "compiled_quantized_experts", "quantized_records",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "two_ranks")
 FIGURES = ("decode", "prefill", "experts")

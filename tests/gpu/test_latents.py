@@ -19,8 +19,10 @@ from workers.model.attention.interface import (
 )
 from workers.model.attention.latent_backend import LatentAttention
 from workers.model.attention.torch_backend import TorchAttention
+from workers.model.kv_form import SCALE_BYTES
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
+from workers.model.scaled_heads import ScaledHeads
 
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
@@ -48,13 +50,20 @@ class LatentStep:
         num_heads: int,
         work: list[tuple[int, int]],
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """With a `kv_dtype` the KV has 8 bits."""
         draw = torch.Generator().manual_seed(num_heads)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw).to(device, dtype)
 
-        self.kv = normal(NUM_BLOCKS, 1, 1, 1, BLOCK, latent.width)
+        self.kv, self._dtype = normal(NUM_BLOCKS, 1, 1, 1, BLOCK, latent.width), dtype
+        if kv_dtype is not None:
+            self.kv[..., latent.kv_lora_rank :] *= 3
+            drawn, width = self.kv, latent.width + 2 * SCALE_BYTES
+            self.kv = torch.zeros(*drawn.shape[:-1], width, dtype=torch.uint8, device=device).view(kv_dtype)
+            ScaledHeads(latent.parts, kv_dtype, dtype, BLOCK).quantize(drawn, self.kv)
         free = torch.randperm(NUM_BLOCKS, generator=draw).tolist()
         tables = [[free.pop() for _ in range(-(-sum(tokens) // BLOCK))] for tokens in work]
         self.spans = [SequenceSpan(*tokens, table) for tokens, table in zip(work, tables, strict=True)]
@@ -67,13 +76,15 @@ class LatentStep:
         """Attend from some rows, which are those of `spans`."""
         frequencies = torch.zeros(self._latent.qk_rope_head_dim // 2, device=self.kv.device)
         scale = self._latent.head_dim**-0.5
-        shape = AttentionShape(self._num_heads, (0,), (Rotation(frequencies),), scale, latent=self._latent)
+        rotations, dtype = (Rotation(frequencies),), self._dtype
+        shape = AttentionShape(self._num_heads, (0,), rotations, scale, latent=self._latent, dtype=dtype)
         backend = LatentAttention(shape, self.kv.clone(), make)
         heads = LatentHeads(self._rows, self._latent, is_deterministic=backend.is_deterministic)
         step = StepInput.of(spans, BLOCK)
         return backend.plan(step).run(LayerAttention(0, 0, latent=heads), self.qkv[rows].clone())
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("latent", "num_heads", "work"),
@@ -90,11 +101,12 @@ def test_it_equals_torch(
     num_heads: int,
     work: list[tuple[int, int]],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     """Rows that decode, of one and several pieces and tiles of heads, beside chunks in both forms."""
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("the interpreter multiplies bfloat16 wrongly")
-    step = LatentStep(device, latent, num_heads, work, dtype)
+    step = LatentStep(device, latent, num_heads, work, dtype, kv_dtype)
     expected = step.run(TorchAttention, step.spans)
     for is_deterministic in (False, True):
         make = functools.partial(make_triton, is_deterministic=is_deterministic)

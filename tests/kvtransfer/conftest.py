@@ -10,11 +10,16 @@ from transfer_harness import TRANSPORTS, TransferHarness
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Transports whose library takes seconds to start and to give a dead peer up: not in the fast suite."""
+    """Mark what is not for the fast suite: transports whose library takes seconds to start and to give a dead
+    peer up, and shapes of replicas over any other transport than TCP but for one of each transport."""
     for item in items:
         callspec = getattr(item, "callspec", None)
-        is_failure = item.path.name == "test_peer_failure.py"
-        if is_failure and callspec is not None and callspec.params.get("processes") in ("rdma", "gloo"):
+        if callspec is None:
+            continue
+        transport, source = callspec.params.get("processes"), callspec.params.get("source")
+        is_failure = item.path.name == "test_peer_failure.py" and transport in ("rdma", "gloo")
+        is_shape = item.path.name == "test_transports.py" and source not in (None, (2, 2))
+        if is_failure or (is_shape and transport != "tcp"):
             item.add_marker(pytest.mark.slow)
 
 

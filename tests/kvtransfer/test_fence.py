@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.protocol.fence import PushFence
 from kvtransfer.transfer_orders import PushOrder
@@ -70,7 +71,7 @@ class FenceHarness:
         self.fence.remove_connection(connection_id, "lost")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(EVENTS)
 def test_any_order_of_events(events: list[tuple[str, object, object]]) -> None:
     harness = FenceHarness()

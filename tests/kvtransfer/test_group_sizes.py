@@ -43,3 +43,13 @@ def test_windows_are_no_part_of_a_record_and_states_are() -> None:
     assert stored_form(replace(PLAIN, groups=groups)).groups == (KvGroup((0, 1, 2, 4), 0), groups[2])
     longer = replace(STATEFUL.groups[1], state_size=51)
     assert space_id(replace(STATEFUL, groups=(STATEFUL.groups[0], longer))) != space_id(STATEFUL)
+
+
+def test_kv_that_the_store_quantizes_is_other_kv() -> None:
+    """Than that of a device in 8 bits, and than that of devices without; states stay as they are."""
+    stored = stored_form(STATEFUL, "stored-int8", 4)
+    on_device = stored_form(replace(STATEFUL, kv_dtype="int8", scale_bytes=4))
+    assert len({space_id(it) for it in (stored, on_device, STATEFUL)}) == 3
+    assert stored.token_bytes == on_device.token_bytes == STATEFUL.token_bytes * (32 + 4) // (32 * 2)
+    assert stored.state_bytes == STATEFUL.state_bytes
+    assert stored.groups == STATEFUL.groups

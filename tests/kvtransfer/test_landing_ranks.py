@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from landing_interleaving import EVENTS, Interleaving, repeat
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
+from slow_cases import examples
 
 from kvtransfer.messages import Shard
 from kvtransfer.peer_messages import LandingAbort, Manifest, PieceSum
@@ -231,7 +232,7 @@ SHAPES: list[tuple[Shard, ...]] = [
 @example(
     "pushing", [("stop", 0, 0), ("breaks", 0, 0), ("handle", 0, 1), ("freeze", 0, 0)], True, WHOLE, WHOLE
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_no_interleaving_writes_into_a_foreign_block_or_joins_what_is_not_there_or_leaks(
     begin: str,
     events: list[tuple[str, int, int]],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, PREFILL, SHARD, request
+from slow_cases import examples
 
 from kvtransfer.common.group_shares import GroupShares, ShareClaim
 from kvtransfer.config import TransferConfig
@@ -152,7 +153,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(events=EVENTS)
 def test_others_are_granted_as_if_the_group_had_a_pool_of_its_own(
     events: list[tuple[str, int, int, int]],

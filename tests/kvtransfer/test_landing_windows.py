@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_interleaving import EVENTS, NUMBERS, Interleaving, block_key
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request, source_block, state_value
+from slow_cases import examples
 
-from kvtransfer.messages import Shard, WindowBlocks
+from kvtransfer.messages import BlockSpan, Shard
 from kvtransfer.peer_messages import LandingGrant, LandingRefusal, Manifest, PieceSum
 from kvtransfer.protocol.actions import Landed
 from kvtransfer.transfer_orders import PushOrder, VerifyOrder
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 # A model of three layers with two heads, as one rank holds it, as two stages and as two tensor-parallel
 # ranks do. The first stage has no layer of the last group.
@@ -37,7 +38,7 @@ class WindowWorld(World):
             parent = block_key(number, index - 1) if index else ROOT
             self.pool.register(block, parent, block_key(number, index), "t")
             self._remember(number, 0, index, block)
-        for group, (window, indices) in enumerate(zip(self.windows, held, strict=True), start=1):
+        for group, (window, indices) in enumerate(zip(self.group_pools, held, strict=True), start=1):
             for index in indices:
                 (block,) = window.allocate(1)
                 window.register(block, block_key(number, index), "t")
@@ -61,7 +62,7 @@ class WindowWorld(World):
         assert (landed.num_valid_tokens == num_tokens) == (longest == num_tokens)
         assert landed.num_bad_pieces or landed.num_valid_tokens == num_tokens
         num_blocks = -(-wanted.num_tokens // BLOCK)
-        for window, blocks in zip(self.windows, landed.windows, strict=True):
+        for window, blocks in zip(self.group_pools, landed.windows, strict=True):
             if landed.num_valid_tokens and window.has_states:
                 last = (landed.num_valid_tokens - 1) // BLOCK
                 assert (blocks.first, len(blocks.block_ids)) == (last, 1)
@@ -69,7 +70,7 @@ class WindowWorld(World):
                 assert blocks.first == first_seen(landed.num_valid_tokens, window.window)
                 assert blocks.first + len(blocks.block_ids) == num_blocks
             else:
-                assert blocks == WindowBlocks(0, ())
+                assert blocks == BlockSpan(0, ())
 
     def _granted_bytes(self, landing_id: bytes) -> int:
         """Eight bytes for each lane of each block that was granted: each is written once."""
@@ -84,8 +85,8 @@ class WindowWorld(World):
         return next((end for end in borders if self._can_continue(landed, end)), 0)
 
     def _can_continue(self, landed: Landed, end: int) -> bool:
-        windows = [10**9, *(window.window for window in self.windows if not window.has_states)]
-        states = range(len(windows), 1 + len(self.windows))
+        windows = [10**9, *(window.window for window in self.group_pools if not window.has_states)]
+        states = range(len(windows), 1 + len(self.group_pools))
         return (
             all(self._has_state(landed, group, end) for group in states)
             and all(
@@ -108,7 +109,7 @@ class WindowWorld(World):
         wanted, grant = self.asked[landed.landing_id], self.granted[landed.landing_id]
         num_held = grant.num_held_tokens // BLOCK
         least = len(wanted.block_keys) * BLOCK if wanted.is_growing else wanted.num_tokens
-        first = first_seen(least, self.windows[group - 1].window)
+        first = first_seen(least, self.group_pools[group - 1].window)
         return min(first, num_held) if first < num_held else grant.windows[group - 1].first
 
     def _is_right(self, landed: Landed, group: int, index: int) -> bool:
@@ -118,7 +119,7 @@ class WindowWorld(World):
             return self.has(0, landed.block_ids[index], expected)
         granted = grant.windows[group - 1]
         if index < granted.first:  # held
-            block = self.windows[group - 1].find(block_key(number, index))
+            block = self.group_pools[group - 1].find(block_key(number, index))
             return block is not None and index < grant.num_held_tokens // BLOCK
         return self.has(group, granted.block_ids[index - granted.first], expected)
 
@@ -130,7 +131,7 @@ def first_seen(num_tokens: int, window: int) -> int:
 
 def opened(num_tokens: int, *windows: int, num_blocks: int = 8, is_growing: bool = False) -> WindowWorld:
     """A world with a landing of request 1 that is open."""
-    pools = [WindowPool(window, num_blocks) for window in windows]
+    pools = [GroupPool(window, num_blocks) for window in windows]
     layers = TWO_GROUPS if len(windows) == 1 else THREE_GROUPS
     world = WindowWorld(BlockPool(16, BLOCK), True, ONE_RANK, ONE_RANK, pools, layers)
     world.ask(request(1, num_tokens, is_growing=is_growing))
@@ -141,7 +142,7 @@ def opened(num_tokens: int, *windows: int, num_blocks: int = 8, is_growing: bool
 def is_empty(world: World) -> bool:
     """Whether nothing is referenced or in quarantine."""
     return world.pool.num_referenced == world.pool.num_quarantined == 0 and not any(
-        window.num_references or window.num_quarantined for window in world.windows
+        window.num_references or window.num_quarantined for window in world.group_pools
     )
 
 
@@ -163,7 +164,7 @@ def test_only_blocks_within_the_windows_are_asked_for_and_moved_once() -> None:
 def test_what_is_cached_for_all_groups_is_not_moved_again() -> None:
     world = WindowWorld(
         BlockPool(16, BLOCK),
-        windows=[WindowPool(2 * BLOCK + 1, 8)],
+        group_pools=[GroupPool(2 * BLOCK + 1, 8)],
         layers=TWO_GROUPS,
         sources=ONE_RANK,
         readers=ONE_RANK,
@@ -175,18 +176,18 @@ def test_what_is_cached_for_all_groups_is_not_moved_again() -> None:
     grant = world.granted[LANDING]
     assert (grant.num_held_tokens, len(grant.block_ids)) == (4 * BLOCK, 2)
     assert [(it.first, len(it.block_ids)) for it in grant.windows] == [(4, 2)]
-    assert world.landing.num_window_references == (3,), "block 3 is held, 2 is behind the window at the end"
+    assert world.landing.num_group_references == (3,), "block 3 is held, 2 is behind the window at the end"
     world.compute(1, 5 * BLOCK + 1)
     world.settle()
     (blocks,) = world.joined[LANDING].windows
     assert (blocks.first, len(blocks.block_ids)) == (3, 3)
-    assert blocks.block_ids[0] == world.windows[0].find(keys[3])
+    assert blocks.block_ids[0] == world.group_pools[0].find(keys[3])
 
 
 def test_a_prompt_that_is_held_whole_moves_nothing() -> None:
     world = WindowWorld(
         BlockPool(16, BLOCK),
-        windows=[WindowPool(BLOCK, 8)],
+        group_pools=[GroupPool(BLOCK, 8)],
         layers=TWO_GROUPS,
         sources=ONE_RANK,
         readers=ONE_RANK,
@@ -194,7 +195,7 @@ def test_a_prompt_that_is_held_whole_moves_nothing() -> None:
     world.hold(1, 3, [{2}])
     world.ask(request(1, 3 * BLOCK, block_keys=tuple(block_key(1, index) for index in range(3))))
     world.settle()
-    assert world.granted[LANDING].windows == (WindowBlocks(3, ()),)
+    assert world.granted[LANDING].windows == (BlockSpan(3, ()),)
     world.compute(1, 3 * BLOCK)
     world.settle()
     landed = world.joined[LANDING]
@@ -206,29 +207,29 @@ def test_a_prompt_that_is_held_whole_moves_nothing() -> None:
     "windows",
     [
         (),
-        (WindowBlocks(1, (5,)),),
-        (WindowBlocks(0, (5,)),),
-        (WindowBlocks(1, (5, 6)),),
-        (WindowBlocks(-1, (5, 6, 7)),),
-        (WindowBlocks(1, (5,)), WindowBlocks(1, (5,))),
+        (BlockSpan(1, (5,)),),
+        (BlockSpan(0, (5,)),),
+        (BlockSpan(1, (5, 6)),),
+        (BlockSpan(-1, (5, 6, 7)),),
+        (BlockSpan(1, (5,)), BlockSpan(1, (5,))),
     ],
 )
-def test_a_grant_whose_windows_do_not_fit_is_given_back(windows: tuple[WindowBlocks, ...]) -> None:
-    world = WindowWorld(BlockPool(8, BLOCK), windows=[WindowPool(BLOCK, 8)], layers=TWO_GROUPS)
+def test_a_grant_whose_windows_do_not_fit_is_given_back(windows: tuple[BlockSpan, ...]) -> None:
+    world = WindowWorld(BlockPool(8, BLOCK), group_pools=[GroupPool(BLOCK, 8)], layers=TWO_GROUPS)
     world.ask(request(1, 2 * BLOCK))
     world.do_push(world.push.granted(DECODE, LandingGrant(LANDING, 0, (0, 1), windows), 0.0))
-    assert world.ended == ({} if windows == (WindowBlocks(1, (5,)),) else {"r1": "peer"})
+    assert world.ended == ({} if windows == (BlockSpan(1, (5,)),) else {"r1": "peer"})
 
 
 def test_a_landing_waits_for_free_blocks_of_every_group() -> None:
-    pools = [WindowPool(4 * BLOCK, 4), WindowPool(BLOCK, 4)]
-    world = WindowWorld(BlockPool(16, BLOCK), windows=pools, layers=THREE_GROUPS)
-    taken = world.windows[0].allocate(2)
+    pools = [GroupPool(4 * BLOCK, 4), GroupPool(BLOCK, 4)]
+    world = WindowWorld(BlockPool(16, BLOCK), group_pools=pools, layers=THREE_GROUPS)
+    taken = world.group_pools[0].allocate(2)
     world.ask(request(1, 2 * BLOCK))
     world.settle()
     assert (world.landing.num_waiting, world.pool.num_referenced) == (1, 0)
-    assert not world.windows[1].num_references, "all is taken together"
-    world.windows[0].release(taken)
+    assert not world.group_pools[1].num_references, "all is taken together"
+    world.group_pools[0].release(taken)
     world.settle()
     assert world.landing.num_open == 1
     world.ask(request(2, 4 * BLOCK))
@@ -241,7 +242,7 @@ def test_a_landing_waits_for_free_blocks_of_every_group() -> None:
 def flip_block(world: World, group: int, index: int) -> None:
     """Let a block of request 1 arrive with a wrong value."""
     grant = world.granted[LANDING]
-    blocks = (WindowBlocks(0, grant.block_ids), *grant.windows)[group]
+    blocks = (BlockSpan(0, grant.block_ids), *grant.windows)[group]
     block = blocks.block_ids[index - blocks.first]
     while world.writers[0].write():
         for target in world.targets:
@@ -286,7 +287,7 @@ def test_a_manifest_of_blocks_that_a_group_does_not_await_ends_the_landing(sums:
     world = opened(3 * BLOCK, BLOCK + 1)
     world.do_landing(world.landing.manifest(PREFILL, sums, 0.0))
     assert "the manifest names" in world.lost[0]
-    assert world.windows[0].num_quarantined == len(world.granted[LANDING].windows[0].block_ids)
+    assert world.group_pools[0].num_quarantined == len(world.granted[LANDING].windows[0].block_ids)
     world.settle()
     assert is_empty(world)
 
@@ -322,7 +323,7 @@ def test_blocks_that_a_growing_sequence_no_longer_has_are_not_pushed() -> None:
     landed = world.joined[LANDING]
     assert (landed.num_valid_tokens, landed.windows) == (
         5 * BLOCK,
-        (WindowBlocks(4, granted.block_ids[4:]),),
+        (BlockSpan(4, granted.block_ids[4:]),),
     )
     assert is_empty(world)
 
@@ -346,7 +347,7 @@ def test_what_the_writer_freed_while_it_was_pushed_does_not_count() -> None:
 
 def with_state(num_tokens: int, *, is_growing: bool = False) -> WindowWorld:
     """A world with a landing of request 1, of layers with a state beside those without a window."""
-    pools = [WindowPool(2, 4, has_states=True)]
+    pools = [GroupPool(2, 4, has_states=True)]
     world = WindowWorld(BlockPool(16, BLOCK), True, ONE_RANK, ONE_RANK, pools, TWO_GROUPS)
     world.ask(request(1, num_tokens, is_growing=is_growing))
     world.settle()
@@ -377,7 +378,7 @@ def test_a_growing_sequence_has_one_place_for_its_state_wherever_it_ends() -> No
     world.compute(1, 4 * BLOCK + 3)
     world.settle()
     landed = world.joined[LANDING]
-    assert landed.windows == (WindowBlocks(4, granted.block_ids),)
+    assert landed.windows == (BlockSpan(4, granted.block_ids),)
     assert is_empty(world)
 
 
@@ -392,7 +393,7 @@ def test_behind_a_bad_piece_nothing_of_a_state_is_valid(group: int) -> None:
     flip_block(world, group, 3)
     world.settle()
     landed = world.joined[LANDING]
-    assert (landed.num_valid_tokens, landed.windows) == (0, (WindowBlocks(0, ()),))
+    assert (landed.num_valid_tokens, landed.windows) == (0, (BlockSpan(0, ()),))
     assert is_empty(world)
 
 
@@ -421,7 +422,7 @@ WINDOWS = st.lists(st.sampled_from([1, 16, 17, 20, 33, 40, 100]), min_size=1, ma
     is_finished=st.booleans(),
     has_state=st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
     windows: list[int],
     held: tuple[int, list[set[int]]],
@@ -433,8 +434,8 @@ def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
 ) -> None:
     """With a state, that is the second group behind the first, or the only one."""
     pool, num_held = BlockPool(14, BLOCK), held[0]
-    pools = [WindowPool(window, 14) for window in (windows[1:] if has_state else windows)]
-    pools += [WindowPool(2, 4, has_states=True)] * has_state
+    pools = [GroupPool(window, 14) for window in (windows[1:] if has_state else windows)]
+    pools += [GroupPool(2, 4, has_states=True)] * has_state
     layers = TWO_GROUPS if len(pools) == 1 else THREE_GROUPS
     sources, readers = (tuple(enumerate(shards)) for shards in ranks)
     world = WindowWorld(pool, one_sided, sources, readers, pools, layers)
@@ -452,7 +453,7 @@ def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
     check_references(world, num_held, held_windows)
     assert pool.num_quarantined == 0
     assert not any(window.num_quarantined for window in pools)
-    assert world.landing.num_window_references == (0,) * len(pools)
+    assert world.landing.num_group_references == (0,) * len(pools)
     assert world.landing.num_open == world.landing.num_waiting == 0
     if world.prefill_lives:
         assert set(world.ended) == {f"r{number}" for number in interleaving.sizes}
@@ -461,6 +462,6 @@ def test_no_interleaving_joins_what_is_not_there_or_leaks_in_any_group(
 def check_references(world: WindowWorld, num_held: int, held: list[set[int]]) -> None:
     """Every reference is a landing's, or of a block that the test holds."""
     assert world.pool.num_references == world.landing.num_references + num_held
-    of_landings = world.landing.num_window_references
-    for window, count, indices in zip(world.windows, of_landings, held, strict=True):
+    of_landings = world.landing.num_group_references
+    for window, count, indices in zip(world.group_pools, of_landings, held, strict=True):
         assert window.num_references == count + len(indices)

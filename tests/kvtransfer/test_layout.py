@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.blocks.layout import (
@@ -158,7 +159,7 @@ def replicas(draw: st.DrawFn, num_layers: int, num_heads: int) -> Ranks:
 @given(
     data=st.data(), num_layers=st.integers(1, 7), num_heads=st.integers(1, 6), num_blocks=st.integers(1, 3)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_lands_is_what_one_rank_would_hold(
     data: st.DataObject, num_layers: int, num_heads: int, num_blocks: int
 ) -> None:
@@ -208,7 +209,7 @@ def test_what_lands_is_what_one_rank_would_hold(
 
 
 @given(data=st.data(), num_layers=st.integers(1, 7), num_heads=st.integers(1, 6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_copies_share_the_work_evenly(data: st.DataObject, num_layers: int, num_heads: int) -> None:
     sources = data.draw(replicas(num_layers, num_heads))
     pieces = plan_pieces(sources, data.draw(replicas(num_layers, num_heads)))
@@ -223,7 +224,7 @@ def test_copies_share_the_work_evenly(data: st.DataObject, num_layers: int, num_
 
 
 @given(data=st.data(), num_layers=st.integers(1, 7), num_heads=st.integers(1, 6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_copies_receive_is_each_once_what_they_hold(
     data: st.DataObject, num_layers: int, num_heads: int
 ) -> None:

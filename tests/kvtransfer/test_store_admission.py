@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.config import Admission as PolicyName
 from kvtransfer.messages import Shard
@@ -218,7 +219,7 @@ calls = st.sampled_from(["put", "hit", "written", "nvme_hit", "dropped", "forgot
     policy=st.sampled_from(POLICY_NAMES),
     steps=st.lists(st.tuples(calls, st.integers(0, 5), st.booleans()), max_size=200),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_any_order_of_events_is_taken(policy: PolicyName, steps: list[tuple[str, int, bool]]) -> None:
     """Events come late or twice from a tier that works in the background."""
     admission = Admission(policy, 10)
@@ -309,7 +310,7 @@ def _number(path: Sequence[int]) -> int:
 
 
 @given(trace=traces(), policy=st.sampled_from(POLICIES), sizes=st.tuples(*[st.integers(0, 8)] * 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_replay_beats_the_ideal(
     trace: list[list[int]], policy: Policy, sizes: tuple[int, int, int]
 ) -> None:
@@ -337,7 +338,7 @@ def naive_device_hits(trace: list[list[int]], capacity: int) -> int:
 
 
 @given(trace=traces(), large=st.integers(0, 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_tier_with_space_for_all_is_ideal(trace: list[list[int]], large: int) -> None:
     sizes = [3, 3, 3]
     sizes[large] = 2000

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.errors import StoreError
@@ -108,7 +109,7 @@ class ExtentsMachine(RuleBasedStateMachine):
 
 
 TestExtents = ExtentsMachine.TestCase
-TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtents.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_a_hundred_thousand_records_come_and_go() -> None:
@@ -282,7 +283,7 @@ def test_a_record_that_ends_behind_the_arena_is_none(arena: Arena, num_bytes: in
     assert again.num_free_bytes == again.capacity_bytes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_any_bytes_outside_the_superblock_can_be_adopted(data: st.DataObject) -> None:
     arena = Arena.create(NUM_BYTES, GRANULE_BYTES, huge_pages=False)

@@ -22,6 +22,7 @@ from catalog_harness import (
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
@@ -401,4 +402,4 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalog = CatalogMachine.TestCase
-TestCatalog.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCatalog.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)

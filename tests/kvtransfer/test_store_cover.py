@@ -6,6 +6,7 @@ from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.messages import Shard
 from kvtransfer.store.server.shard_cover import cover
@@ -50,7 +51,7 @@ def check(needed: Shard, held: list[Shard], pieces: list[tuple[Shard, Shard]]) -
     assert set(found) == cells(needed)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(shards, st.lists(shards, max_size=8))
 def test_the_pieces_make_up_the_shard_with_the_fewest_records(needed: Shard, held: list[Shard]) -> None:
     pieces = cover(needed, held)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 
@@ -211,7 +212,7 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 TestChain = ChainMachine.TestCase
-TestChain.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestChain.settings = settings(max_examples=examples(80), stateful_step_count=50, deadline=None)
 
 
 def test_a_block_touched_ever_so_often_takes_one_place_in_the_queue() -> None:

@@ -12,6 +12,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_harness import RawRedis
+from slow_cases import examples
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
@@ -110,7 +111,9 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(steps=st.lists(STEP, max_size=8))
 def test_the_update_script_does_what_a_dict_does(
     client: redis.Redis,

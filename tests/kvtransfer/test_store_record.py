@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from slow_cases import examples
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.errors import OtherVersionError, StoreError
@@ -70,7 +71,7 @@ def test_a_header_is_read_as_it_was_written(
     assert decode_header(memoryview(page)) == Header(info, state, sequence, writer, place)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, HEADER_BYTES * 8 - 1))
 def test_a_flipped_bit_gives_the_same_fields_or_an_error(bit: int) -> None:
     page = bytearray(PAGE)
@@ -155,7 +156,14 @@ def test_a_space_is_all_of_compatibility_but_the_protocol() -> None:
         replace(COMPATIBILITY, num_kinds=1),
         *(
             replace(COMPATIBILITY, **{name: 7})
-            for name in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "scale_bytes")
+            for name in (
+                "block_tokens",
+                "num_layers",
+                "num_kv_heads",
+                "head_dim",
+                "scale_bytes",
+                "token_parts",
+            )
         ),
     ]
     assert len({space_id(each) for each in [COMPATIBILITY, *changed]}) == 1 + len(changed)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from optional_programs import needs_compiler
+from slow_cases import examples
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
@@ -216,7 +217,9 @@ class MarksAgainstModel(RuleBasedStateMachine):
         return key in self.tree._holders[replica].predicted_until
 
 
-MarksAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+MarksAgainstModel.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=30, deadline=None
+)
 TestMarksAgainstModel = MarksAgainstModel.TestCase
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from optional_programs import needs_compiler
+from slow_cases import examples
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
@@ -234,7 +235,9 @@ class TreeAgainstModel(RuleBasedStateMachine):
         return key in model.held or is_predicted or any(key in keys for keys in model.expected)
 
 
-TreeAgainstModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TreeAgainstModel.TestCase.settings = settings(
+    max_examples=examples(120), stateful_step_count=40, deadline=None
+)
 TestTreeAgainstModel = TreeAgainstModel.TestCase
 
 

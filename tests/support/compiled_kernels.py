@@ -25,6 +25,11 @@ def isa_marks(isa: Isa) -> tuple[pytest.MarkDecorator, ...]:
 
 KERNELS = tuple(pytest.param(isa.value, marks=isa_marks(isa)) for isa in available_isas())
 ISAS = tuple(pytest.param(isa, marks=isa_marks(isa), id=isa.value) for isa in available_isas())
+# The same for tests of which the best instruction set is enough for the fast suite.
+BEST_ISA = tuple(
+    pytest.param(isa, marks=[needs_compiler, *([pytest.mark.slow] if rank else [])], id=isa.value)
+    for rank, isa in enumerate(available_isas())
+)
 BACKENDS = ("torch", *KERNELS)
 # The kernels, and AMX tiles emulated along with the least instruction set of this CPU, a build of their own.
 TILED_KERNELS = (

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from kvtransfer.messages import STATE_WINDOW
 from workers.messages.rank_channel import BlockCopy
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 
 
 class GroupRow(NamedTuple):
@@ -93,6 +94,10 @@ class StateKv(GroupKv):
         for row in rows:
             self.kv[row.table[(len(row.context) - 1) // self._block_tokens], 0] = state_of(row.context)
 
+    def spoil(self, block_id: int) -> None:
+        """Change what a failed step may have changed."""
+        self.kv[block_id, 0] = -1
+
     def read_blocks(self, start: int, end: int, table: Mapping[int, int]) -> set[int]:
         positions = [start - 1, end - 1] if start else [end - 1]
         return {table[position // self._block_tokens] for position in positions}
@@ -115,9 +120,9 @@ class GroupSizes(NamedTuple):
     def num_groups(self) -> int:
         return len(self.windows) + len(self.states)
 
-    def pools(self) -> list[WindowPool]:
-        pools = [WindowPool(*each) for each in self.windows]
-        return pools + [WindowPool(STATE_WINDOW, each, has_states=True) for each in self.states]
+    def pools(self, kv: BlockPool) -> list[GroupPool]:
+        pools = [GroupPool(*each, kv=kv) for each in self.windows]
+        return pools + [GroupPool(STATE_WINDOW, each, has_states=True, kv=kv) for each in self.states]
 
     def memory(self, block_tokens: int) -> list[GroupKv]:
         windows: list[GroupKv] = [WindowKv(window, block_tokens) for window, _ in self.windows]

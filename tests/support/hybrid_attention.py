@@ -36,4 +36,4 @@ def with_state_tables(decoder: Decoder, step: StepInput) -> StepInput:
     """Return the step with tables of states where the decoder has such: those of KV."""
     if decoder.config.state is None:
         return step
-    return dataclasses.replace(step, window_tables=(step.tables,))
+    return dataclasses.replace(step, group_tables=(step.tables,))

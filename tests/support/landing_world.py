@@ -9,10 +9,10 @@ from functools import partial
 
 from landing_ranks import LaneModel, TargetRank, WriterRank
 
+from kvtransfer.blocks.group_prefix import first_needed_block
 from kvtransfer.blocks.layout import BlockLayout, plan_pieces
-from kvtransfer.blocks.windows import first_needed_block
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import ReplicaIdentity, Shard, WindowBlocks
+from kvtransfer.messages import BlockSpan, ReplicaIdentity, Shard
 from kvtransfer.peer_messages import (
     LandingAbort,
     LandingGrant,
@@ -54,7 +54,7 @@ from kvtransfer.transfer_reports import (
     WriterGone,
 )
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 BLOCK = 16
 SHARD = Shard(0, 1, 0, 1)
@@ -103,7 +103,7 @@ class World:
     sources: Ranks = ONE
     readers: Ranks = ONE
     # The blocks of the groups of layers behind the first, and the layers of all groups.
-    windows: Sequence[WindowPool] = ()
+    group_pools: Sequence[GroupPool] = ()
     layers: Sequence[tuple[int, ...] | None] = (None,)
     now: float = 0.0
     landing: LandingTable = field(init=False)
@@ -136,8 +136,8 @@ class World:
 
     def __post_init__(self) -> None:
         config = TransferConfig(landing_lease_s=10, landing_queue=8)
-        self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers), self.windows)
-        self.push = SendTable(config, BLOCK, len(self.sources), [it.has_states for it in self.windows])
+        self.landing = LandingTable(config, self.pool, BLOCK, len(self.readers), self.group_pools)
+        self.push = SendTable(config, BLOCK, len(self.sources), [it.has_states for it in self.group_pools])
         pieces = plan_pieces(self.sources, self.readers)
         layouts = [BlockLayout(SHARD, 1, BLOCK, 1, group=layers) for layers in self.layers]
         self.pieces_by_group = [
@@ -173,15 +173,15 @@ class World:
     def compute(self, number: int, num_tokens: int) -> None:
         """Compute the first `num_tokens` tokens, and free what comes behind a window."""
         windows = []
-        for group, window in enumerate(self.windows, start=1):
+        for group, window in enumerate(self.group_pools, start=1):
             if window.has_states:
                 (block,) = state_blocks = (source_block(number, group, 0),)
                 self.states[group, block] = state_value(number, num_tokens)
-                windows.append(WindowBlocks((num_tokens - 1) // BLOCK, state_blocks))
+                windows.append(BlockSpan((num_tokens - 1) // BLOCK, state_blocks))
                 continue
             first = first_needed_block(num_tokens, window.window, BLOCK)
             blocks = tuple(source_block(number, group, index) for index in range(MOST_BLOCKS))
-            windows.append(WindowBlocks(first, blocks[first:]))
+            windows.append(BlockSpan(first, blocks[first:]))
             self.reused |= {(group, block) for block in blocks[:first]}
         blocks = tuple(source_block(number, 0, index) for index in range(MOST_BLOCKS))
         self.do_push(self.push.computed(f"r{number}", 0, num_tokens, blocks, self.now, windows))
@@ -381,7 +381,7 @@ class World:
                     self.check_joined(action)
                     self.joined[action.landing_id] = action
                     self.pool.release(action.block_ids)
-                    for window, blocks in zip(self.windows, action.windows, strict=True):
+                    for window, blocks in zip(self.group_pools, action.windows, strict=True):
                         window.release(blocks.block_ids)
                 case Lost():
                     self.lost.append(action.reason)
@@ -412,15 +412,15 @@ class World:
         """Check that every rank has every piece of the tokens that count as valid and were not held before,
         as far as the windows of groups reach back."""
         end, number = -(-landed.num_valid_tokens // BLOCK), landed.landing_id[0]
-        parts = WindowBlocks(0, landed.block_ids), *landed.windows
+        parts = BlockSpan(0, landed.block_ids), *landed.windows
         firsts = [landed.num_held_tokens // BLOCK]
-        for window in self.windows:
+        for window in self.group_pools:
             firsts.append(first_needed_block(landed.num_valid_tokens, window.window, BLOCK))
         for group, (blocks, first) in enumerate(zip(parts, firsts, strict=True)):
             for index in range(first, end):
                 block = blocks.block_ids[index - blocks.first]
                 expected = source_block(number, group, index)
-                if group and self.windows[group - 1].has_states:
+                if group and self.group_pools[group - 1].has_states:
                     expected = state_value(number, landed.num_valid_tokens)
                 assert self.has(group, block, expected), "a joined block was not written by all"
 
@@ -434,7 +434,7 @@ class World:
     def sync_owners(self) -> None:
         """Take the blocks that a pool would hand out again from their owners."""
         self.landing.check()
-        pools: list[BlockPool | WindowPool] = [self.pool, *self.windows]
+        pools: list[BlockPool | GroupPool] = [self.pool, *self.group_pools]
         for group, pool in enumerate(pools):
             pool.check()
             taken = pool.allocate(pool.num_free)

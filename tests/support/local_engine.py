@@ -44,9 +44,9 @@ from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
-from workers.scheduler.window_pool import WindowPool
 
 CPU = torch.device("cpu")
 TRUST = Trust.of(b"the ranks' own secret")
@@ -137,6 +137,7 @@ class LocalEngine:
                     num_offload_blocks * BLOCK,
                     mode,
                     kv_dtype=config.kv_dtype,
+                    latent_kv=config.latent_kv,
                     windows=windows if has_windows else None,
                     states=StateCapacity(config.max_sequences, self.pp, config.num_state_snapshots),
                 ),
@@ -150,11 +151,10 @@ class LocalEngine:
 
         made = [thread.submit(make, rank) for rank, thread in enumerate(self._threads)]
         self.runners = [each.result() for each in made]
-        fields = self.runners[0].ready_fields
-        self.pool = BlockPool(num_blocks, BLOCK)
+        fields, self.pool = self.runners[0].ready_fields, BlockPool(num_blocks, BLOCK)
         sizes = zip(fields.compatibility.groups[1:], fields.num_window_blocks, strict=True)
-        self.window_pools = [
-            WindowPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes
+        self.group_pools = [
+            GroupPool(it.window, size, has_states=it.state_size > 0, kv=self.pool) for it, size in sizes
         ]
         self.scheduler = Scheduler(
             config,
@@ -163,7 +163,7 @@ class LocalEngine:
             max_context_tokens=fields.max_context_tokens,
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
-            windows=self.window_pools,
+            group_pools=self.group_pools,
         )
         self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
@@ -187,7 +187,7 @@ class LocalEngine:
             self.failures |= {failure.request_id: failure for failure in outcome.failures}
         assert self.scheduler.is_idle
         assert self.scheduler.life.tables.host.num_used == 0
-        assert not any(pool.num_references for pool in self.window_pools)
+        assert not any(pool.num_references for pool in self.group_pools)
         return outputs
 
     def step(self) -> StepOutcome | None:

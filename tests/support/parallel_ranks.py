@@ -23,11 +23,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from kvtransfer.rpc.trust import Trust
 from workers.messages.rank_channel import ExpertCopy
+from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
+from workers.model.attention.split_latents import SplitLatentAttention
 from workers.model.decoder import Decoder, load_decoder
+from workers.model.latent_split import LatentSplit
 from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
-from workers.model.sizes import held_experts, kv_heads
+from workers.model.sizes import held_experts, kv_heads, layer_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.expert_copier import ExpertCopier
@@ -43,6 +46,7 @@ class ParallelCase(msgspec.Struct, frozen=True):
     every step takes the next chunk, or the next token, of every sequence. Layers are cut at `stages`, and
     experts into `ep` parts. Ranks have `num_slots` for copies of experts in each layer, which `orders[step]`
     change before a step, each (layer, part, slot, expert).
+    With `splits_latents` ranks divide latents by the tokens of blocks.
     Rank r leaves its results in `output_dir`/r.safetensors."""
 
     name: str
@@ -56,6 +60,8 @@ class ParallelCase(msgspec.Struct, frozen=True):
     ep: int = 1
     num_slots: int = 0
     orders: list[list[tuple[int, int, int, int]]] = []
+    block_tokens: int = BLOCK_TOKENS
+    splits_latents: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -66,7 +72,9 @@ class ParallelCase(msgspec.Struct, frozen=True):
         """Block tables, the blocks of the sequences interleaved."""
         most = max(len(prompt) for prompt in self.prompts) + self.num_steps
         count = len(self.prompts)
-        return [[at * count + number for at in range(-(-most // BLOCK_TOKENS))] for number in range(count)]
+        return [
+            [at * count + number for at in range(-(-most // self.block_tokens))] for number in range(count)
+        ]
 
 
 def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
@@ -85,8 +93,11 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
         min(end, cells.num_layers),
     )
     num_blocks = sum(len(table) for table in case.tables)
-    kv = torch.zeros(num_blocks, num_layers - first, cells.num_kinds, num_cells, BLOCK_TOKENS, cells.width)
-    attention = attention_over(decoder, kv)
+    num_tokens = case.block_tokens // (case.tp if case.splits_latents else 1)
+    kv = torch.zeros(num_blocks, num_layers - first, cells.num_kinds, num_cells, num_tokens, cells.width)
+    attention = (
+        _split_attention(decoder, kv, groups, case) if case.splits_latents else attention_over(decoder, kv)
+    )
     positions = [0] * len(case.prompts)
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     logits: list[Tensor] = []
@@ -98,7 +109,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
             groups.expect_tokens(step, len(case.prompts))
         counts = [chunks[step] if step < len(chunks) else 1 for chunks in case.chunks]
         spans = [SequenceSpan(*span) for span in zip(positions, counts, case.tables, strict=True)]
-        plan = attention.plan(with_state_tables(decoder, StepInput.of(spans, BLOCK_TOKENS)))
+        plan = attention.plan(with_state_tables(decoder, StepInput.of(spans, case.block_tokens)))
         if groups.is_first_stage:
             hidden = decoder.embed(_inputs(case, positions, counts, chosen))
         else:
@@ -123,6 +134,14 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     results["exchanged"] = torch.tensor(groups.num_exchanged_bytes)
     results |= _tokens_of_experts(decoder)
     return results | ({"logits": torch.cat(logits)} if groups.is_last_stage else {})
+
+
+def _split_attention(
+    decoder: Decoder, kv: Tensor, groups: RankGroups, case: ParallelCase
+) -> SplitLatentAttention:
+    num_heads = [len(layer_heads(decoder.config, 0, rank, case.tp).queries) for rank in range(case.tp)]
+    split = LatentSplit(case.block_tokens, case.tp)
+    return SplitLatentAttention(decoder.attention_shape, kv, choose_attention, split, num_heads, groups)
 
 
 def form(case: ParallelCase, store: Store | None, rank: int) -> RankGroups:

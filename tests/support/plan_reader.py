@@ -102,7 +102,7 @@ class ExpectedSlots:
         self._windows = {
             sequence.slot: [
                 {index: it.block(index) for index in range(it.first, it.end) if it.has(index)}
-                for it in sequence.windows
+                for it in sequence.group_tables
             ]
             for sequence in named
         }

@@ -126,14 +126,14 @@ class ReplicaHarness:
         self.clock = ManualClock(100.0)
         self.rates = StepRates(decode_step_s=1.0)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, shares)
-        self.window_pools = groups.pools()
+        self.group_pools = groups.pools(self.pool)
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
             self.pool,
             eos_token_ids=(END,),
             max_context_tokens=MAX_CONTEXT,
             num_offload_blocks=num_offload_blocks,
-            windows=self.window_pools,
+            group_pools=self.group_pools,
         )
         self.rank = HashRank(groups.memory(BLOCK_TOKENS))
         self.ranks = FakeRanks()
@@ -148,7 +148,7 @@ class ReplicaHarness:
         self.table = RequestTable(self.gateways, control)
         self.kv_sender = KvSender(
             sends=SendTable(
-                TransferConfig(), BLOCK_TOKENS, num_ranks, [pool.has_states for pool in self.window_pools]
+                TransferConfig(), BLOCK_TOKENS, num_ranks, [pool.has_states for pool in self.group_pools]
             ),
             scheduler=self.scheduler,
             requests=self.table,
@@ -159,7 +159,7 @@ class ReplicaHarness:
             faults=Faults(),
         )
         self.kv_receiver = KvReceiver(
-            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks, self.window_pools),
+            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks, self.group_pools),
             block_tokens=BLOCK_TOKENS,
             vocab_size=VOCABULARY,
             scheduler=self.scheduler,
@@ -423,10 +423,10 @@ class Side:
     def check(self) -> None:
         replica = self.replica
         replica.pool.check()
-        for window in replica.window_pools:
+        for window in replica.group_pools:
             window.check()
         landings = replica.kv_receiver.landings
-        replica.scheduler.check(landings.num_references, landings.num_window_references)
+        replica.scheduler.check(landings.num_references, landings.num_group_references)
         replica.kv_receiver.landings.check()
 
 
@@ -537,7 +537,7 @@ class MigrationPair:
             side.check()
             replica = side.replica
             assert replica.pool.num_references == replica.pool.num_quarantined == 0
-            assert not any(it.num_references or it.num_quarantined for it in replica.window_pools)
+            assert not any(it.num_references or it.num_quarantined for it in replica.group_pools)
             left = (len(replica.table), len(replica.migration), replica.kv_sender.sends.num_active)
             assert left == (0, 0, 0), f"{side.identity.replica_id}: {left}"
             assert replica.kv_receiver.landings.num_open == replica.kv_receiver.landings.num_waiting == 0

@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from group_kv import GroupKv, GroupRow, GroupSizes
+from group_kv import GroupKv, GroupRow, GroupSizes, StateKv
 from plan_reader import ExpectedSlots, PlanReader, Work
 
 from kvtransfer.blocks.keys import extend_keys
@@ -27,10 +27,18 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import ServiceClass
 from workers.config import EngineConfig
 from workers.messages.link import HandOverTarget, SampleState, Submission
-from workers.messages.rank_channel import EntryEmbedding, EntryLogprobs, StepPlan, StepReport
+from workers.messages.rank_channel import (
+    STATE_LOST,
+    EntryEmbedding,
+    EntryLogprobs,
+    FailedEntry,
+    StepPlan,
+    StepReport,
+)
 from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.sequence import Sequence as SchedulerSequence
 from workers.scheduler.step import StepOutcome
 
 NO_LIMITS = GroupShares()
@@ -120,7 +128,7 @@ class StagedEngine:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
         sizes = GroupSizes(self.windows, self.states)
-        self.window_pools = sizes.pools()
+        self.group_pools = sizes.pools(self.pool)
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -130,10 +138,10 @@ class StagedEngine:
             attention_ratio=self.attention_ratio,
             num_offload_blocks=self.num_offload_blocks,
             has_store=self.has_store,
-            windows=self.window_pools,
+            group_pools=self.group_pools,
         )
         self.stages = [Stage(self.num_blocks, sizes.memory(BLOCK_TOKENS)) for _ in range(self.num_stages)]
-        self.window_blocks_of_landings = [0] * sizes.num_groups
+        self.group_blocks_of_landings = [0] * sizes.num_groups
         self.steps: deque[Step] = deque()
         self.blocks_of_landings: list[int] = []
         self.step = 0
@@ -145,6 +153,8 @@ class StagedEngine:
         self._slot_to_start: dict[int, int] = {}  # the last token that the slot was started with
         self._reader = PlanReader(sizes.num_groups)
         self._step_to_works: dict[int, list[Work]] = {}
+        # Those whose states were lost, until they are freed, as `workers.rank.containment` has it.
+        self._lost_slots: set[int] = set()
 
     def works(self, plan: StepPlan) -> list[Work]:
         """Return what a plan that was made here lets each sequence compute, its entries and then its
@@ -169,6 +179,9 @@ class StagedEngine:
         expected = ExpectedSlots(self.scheduler)
         expected.check(self._reader.tables, self._reader.positions)
         expected.check_windows(self._reader.windows)
+        issued = self.scheduler._issued[-1]  # others are out that named a request before it was suspected
+        has_suspect = any(it.request.submission.suspect for it in issued.sequences)
+        assert issued.is_isolated == has_suspect
         self._step_to_works[plan.step] = works
         for slot in plan.started_slots:
             self._slot_to_planned.pop(slot, None)
@@ -182,11 +195,29 @@ class StagedEngine:
         self.steps.append(Step(plan, works))
         return True
 
-    def settle(self, now: float) -> StepOutcome:
+    def oldest_works(self) -> list[tuple[Work, SchedulerSequence]]:
+        """Return what the oldest plan lets each sequence compute."""
+        step = self.steps[0]
+        (issued,) = (it for it in self.scheduler._issued if it.step == step.plan.step)
+        return list(zip(step.works, issued.sequences, strict=True))
+
+    def losable_slots(self) -> list[int]:
+        """Return the slots of the oldest plan whose states an attempt that fails may change, and whose
+        requests survive that: those that read and write one block, and are not handed over."""
+        return [
+            work.slot
+            for work, sequence in self.oldest_works()
+            if self.states and not sequence.request.decodes_remotely
+            if 0 < work.start % BLOCK_TOKENS <= BLOCK_TOKENS - work.num_tokens
+        ]
+
+    def settle(self, now: float, lost_slots: Collection[int] = ()) -> StepOutcome:
+        """Settle the oldest plan, with which these slots lose their states."""
         step = self.steps[0]
         while step.num_stages_done < self.num_stages:
             assert self.advance(step.num_stages_done), "the oldest plan waits for nothing"
         self.steps.popleft()
+        failed = self._lose(step, lost_slots)
         report = StepReport(
             step.plan.step,
             step.packed,
@@ -198,8 +229,29 @@ class StagedEngine:
                 for index, entry in enumerate(step.plan.entries)
                 if entry.pools
             ),
+            failed=failed,
         )
         return self.scheduler.settle(report, now)
+
+    def _lose(self, step: Step, lost_slots: Collection[int]) -> tuple[FailedEntry, ...]:
+        """Return the plan's sequences whose states are lost: `lost_slots`, and those that were lost before.
+        Their tokens are wrong, and so are their blocks, unless a plan that is out finds them there."""
+        self._lost_slots -= set(step.plan.free_slots)
+        failed: list[FailedEntry] = []
+        for index, work in enumerate(step.works):
+            if work.slot not in lost_slots and work.slot not in self._lost_slots:
+                continue
+            self._lost_slots.update((work.slot, *work.sample_slots))
+            failed.append(FailedEntry(index, "lost", STATE_LOST))
+            step.sampled |= dict.fromkeys(work.sample_slots, 0)
+            last = (work.start + work.num_tokens - 1) // BLOCK_TOKENS
+            named = {later.slot for other in self.steps for later in other.works}
+            if named.isdisjoint((work.slot, *work.sample_slots)):
+                for stage in self.stages:
+                    for memory, table in zip(stage.groups, work.windows, strict=True):
+                        if isinstance(memory, StateKv):
+                            memory.spoil(table[last])
+        return tuple(failed)
 
     def advance(self, number: int) -> bool:
         """Run the next plan at this stage; False when it has none, or waits for a token."""
@@ -268,10 +320,10 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
-        requests = {it.request for plan in self.scheduler._issued for it in plan.sequences}
-        is_alone = len(requests) == 1
-        assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
-        self.scheduler.check(len(self.blocks_of_landings), self.window_blocks_of_landings)
+        issued = self.scheduler._issued
+        requests = {it.request for plan in issued for it in plan.sequences}
+        assert len(requests) == 1 or not any(it.is_isolated for it in issued), "a suspect is not alone"
+        self.scheduler.check(len(self.blocks_of_landings), self.group_blocks_of_landings)
         for step in self.steps:
             named = {
                 block
@@ -285,7 +337,7 @@ class StagedEngine:
 
     def _check_windows(self, step: Step) -> None:
         """Assert that no block that a plan which is out reads in a group behind the first is free."""
-        for group, (pool, memory) in enumerate(zip(self.window_pools, self.stages[0].groups, strict=True), 1):
+        for group, (pool, memory) in enumerate(zip(self.group_pools, self.stages[0].groups, strict=True), 1):
             named = {copy.src_block for copy in step.plan.copies if copy.group == group}
             for entry in step.works:
                 end = entry.start + entry.num_tokens
@@ -392,7 +444,7 @@ def finish(side: StagedEngine) -> dict[tuple[str, int], list[int]]:
         side.check()
     assert side.scheduler.is_idle
     assert side.pool.num_referenced == 0
-    assert not any(pool.num_references for pool in side.window_pools)
+    assert not any(pool.num_references for pool in side.group_pools)
     return outputs
 
 

@@ -309,4 +309,4 @@ def under_way(replica: Replica) -> dict[str, Any]:
 def nothing_is_left(replica: Replica) -> Callable[[], bool]:
     """Return whether a replica references no block of any group."""
     scheduler = replica.core.scheduler
-    return lambda: scheduler.is_idle and scheduler.life.num_window_references == 0
+    return lambda: scheduler.is_idle and scheduler.life.num_group_references == 0

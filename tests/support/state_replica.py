@@ -16,10 +16,10 @@ from patience import WAIT_S
 from trust_files import TRUST
 
 from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.group_prefix import Prefix, match_prefix
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool
-from kvtransfer.blocks.windows import Prefix, match_prefix
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import STATE_WINDOW, CompatibilityRecord, KvGroup, ReplicaIdentity, Shard
@@ -27,8 +27,8 @@ from kvtransfer.store.messages.store_orders import StoreReport
 from kvtransfer.store.worker import StoreWorker
 from kvtransfer.transfer_orders import TransferSettings
 from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.step import FinishedBlock, LoadNeed, StepRates
-from workers.scheduler.window_pool import WindowPool
 from workers.store_connector.connector import StoreConnector
 from workers.store_connector.engine_parts import EngineParts
 
@@ -92,7 +92,7 @@ class StateReplica:
     def __init__(self, store: str, *shards: Shard) -> None:
         """`store` is the owner's socket."""
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
-        self.states = WindowPool(STATE_WINDOW, NUM_STATES)
+        self.states = GroupPool(STATE_WINDOW, NUM_STATES)
         self.rates = StepRates()
         self.counts = FakeCounts()
         self.config = SimpleNamespace(max_loading=4, write_queue=256)
@@ -134,7 +134,7 @@ class StateReplica:
         self.pool.check()
         self.states.check()
         assert self.pool.num_references == self.connector.num_references
-        assert (self.states.num_references,) == self.connector.num_window_references
+        assert (self.states.num_references,) == self.connector.num_group_references
 
     async def until(self, condition: Any, what: str) -> None:
         """Pump until it holds."""

@@ -34,8 +34,9 @@ def unpacked(folder: Path) -> dict[str, Tensor]:
                 codes = codes - zeros.repeat(codes.shape[1] // zeros.shape[1], 1)
             found[name] = _values(codes, scales)
         elif f"{name}_scale" in tensors:
-            assert tensor.dtype == torch.int8
-            found[name] = _values(tensor.numpy().astype(np.int64), tensors[f"{name}_scale"])
+            is_float = group["weights"]["type"] == "float"
+            assert tensor.dtype == (torch.float8_e4m3fn if is_float else torch.int8)
+            found[name] = _values(tensor.double().numpy(), tensors[f"{name}_scale"])
         elif not name.endswith(("_scale", "_shape", "_zero_point")):
             found[name] = tensor
     return found
@@ -61,6 +62,6 @@ def _digits(words: Tensor, num_bits: int, num_columns: int) -> np.ndarray[Any, n
     return np.stack(columns, -1).reshape(len(words), -1)[:, :num_columns]
 
 
-def _values(codes: np.ndarray[Any, np.dtype[np.int64]], scales: Tensor) -> Tensor:
+def _values(codes: np.ndarray[Any, np.dtype[Any]], scales: Tensor) -> Tensor:
     wide = scales.double().numpy().repeat(codes.shape[1] // scales.shape[1], 1)
     return torch.from_numpy(codes * wide).to(scales.dtype)

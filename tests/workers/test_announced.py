@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from slow_cases import examples
 
 from workers.store_connector import announced
 from workers.store_connector.announced import ANNOUNCED_S, AnnouncedPrompts
@@ -115,7 +116,9 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announced, "MAX_KEY_BYTES", MAX_KEY_BYTES)
 
 
-AnnouncedMachine.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=40)
+AnnouncedMachine.TestCase.settings = settings(
+    deadline=None, max_examples=examples(80), stateful_step_count=40
+)
 TestAnnounced = AnnouncedMachine.TestCase
 
 

@@ -9,6 +9,7 @@ import pytest
 from engine_fakes import HALVES, KEYS, FakeControl, Wires
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.group_shares import GroupShares
@@ -445,7 +446,7 @@ def test_what_is_withdrawn_before_it_moves_does_not() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_every_load_ends_once_and_leaks_nothing(data: st.DataObject) -> None:
     harness = LoadingHarness(num_blocks=24)
     num_needs = data.draw(st.integers(1, 3))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
+from kvtransfer.blocks.group_prefix import match_prefix
 from kvtransfer.blocks.keys import state_key
-from kvtransfer.blocks.windows import match_prefix
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
@@ -14,7 +15,7 @@ from kvtransfer.store.messages.engine_session import TierEvents
 from router.radix import InStore, PrefixTree
 from workers.replica.block_marks import BlockMarks
 from workers.scheduler.block_pool import ROOT, BlockPool
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 from workers.store_connector.tier_view import TierView
 
 BLOCK_TOKENS = 4
@@ -33,7 +34,7 @@ class _Reporter:
 
     def __init__(self, window: int, view: TierView | None = None) -> None:
         self.pool = BlockPool(16, BLOCK_TOKENS)
-        self.windows = WindowPool(window, 16)
+        self.windows = GroupPool(window, 16)
         self.marks = BlockMarks([self.windows], BLOCK_TOKENS, view)
         self.tree = PrefixTree(ManualClock(), 5.0)
         self.tree.add_replica(REPLICA)
@@ -71,7 +72,7 @@ class _Reporter:
         return len(match_prefix(self.pool, [self.windows], KEYS, BLOCK_TOKENS).block_ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(window=st.sampled_from([2, 5, 6, 12]), drawn=st.lists(actions, max_size=25))
 def test_the_router_believes_in_exactly_what_a_sequence_finds(
     window: int, drawn: list[tuple[str, int]]

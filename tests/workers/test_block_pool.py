@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slow_cases import examples
 
 from kvtransfer.common.group_shares import GroupShares
 from workers.errors import OutOfBlocksError
@@ -293,7 +294,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert parents == {key: parent for key, (_, parent) in model.index.items()}
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 

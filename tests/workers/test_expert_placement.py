@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from slow_cases import examples
 
 from workers.model.experts.expert_placement import ExpertPlacement, PlacementRules, Swap
 
@@ -113,7 +114,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
 
 TestPlacement = PlacementMachine.TestCase
-TestPlacement.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPlacement.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 def test_experts_that_are_chosen_nearly_as_often_do_not_change_places() -> None:

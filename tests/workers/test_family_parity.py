@@ -19,22 +19,27 @@ from workers.model.families.known_families import FAMILIES, NAME_TO_FAMILY
 pytestmark = uses_compiler
 
 CPU = torch.device("cpu")
+Endings = tuple[str, ...]
 PROMPT_TOKENS = 70
 
 
-def _on_both(cases: Iterable[str], *, fast_by_torch: str) -> list[Any]:
-    """Return the cases by the kernels, where the second shape of a family is slow, and by torch, where only
-    those that end so are fast: torch computes every shape alike."""
-    by_torch = [(case, () if case.endswith(fast_by_torch) else pytest.mark.slow) for case in cases]
-    by_kernels = [(case, [pytest.mark.slow] if case.endswith("-2") else []) for case in cases]
+def _on_both(cases: Iterable[str], *, fast_by_kernels: Endings, fast_by_torch: Endings) -> list[Any]:
+    """Return the cases by the kernels and by torch. Those that end otherwise are slow."""
+    by_both = [("kernels", fast_by_kernels, [needs_compiler]), ("torch", fast_by_torch, [])]
     return [
-        *(pytest.param(case, "kernels", marks=[needs_compiler, *marks]) for case, marks in by_kernels),
-        *(pytest.param(case, "torch", marks=marks) for case, marks in by_torch),
+        pytest.param(case, name, marks=[*marks, *([] if case.endswith(fast) else [pytest.mark.slow])])
+        for name, fast, marks in by_both
+        for case in cases
     ]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("case", "backend"), _on_both(CASES, fast_by_torch="-1"), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    # Each family by both, with another of its shapes.
+    _on_both(CASES, fast_by_kernels=("-1", "-4"), fast_by_torch=("-3",)),
+    indirect=["backend"],
+)
 def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     write_family_checkpoint(tmp_path, **CASES[case])
     prompt = tokens_of(1, PROMPT_TOKENS)
@@ -60,8 +65,19 @@ _ROUNDED = [
 ]
 
 
+# Where layers round: norms before, after and of rows, caps, gates, scales, latents, experts and states.
+_FAST_ROUNDED = (
+    *("llama-1", "gemma2-1", "gemma3_text-1", "granite-1", "olmo2-1", "cohere2-1", "apertus-1"),
+    *("gpt_oss-3", "qwen3_moe-3", "deepseek_v3-3", "lfm2-1"),
+)
+
+
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("case", "backend"), _on_both(_ROUNDED, fast_by_torch="a-1"), indirect=["backend"])
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    _on_both(_ROUNDED, fast_by_kernels=_FAST_ROUNDED, fast_by_torch=("llama-1",)),
+    indirect=["backend"],
+)
 def test_bfloat16_is_as_close_to_float32_as_transformers(case: str, tmp_path: Path) -> None:
     """The error of rounding activations may be 1.5 times transformers' own."""
     write_family_checkpoint(tmp_path, **(CASES[case] | {"dtype": "bfloat16"}))

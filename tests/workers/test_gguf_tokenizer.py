@@ -12,6 +12,7 @@ import pytest
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from tokenizers import (
     AddedToken,
     Regex,
@@ -122,7 +123,7 @@ PIECES = st.one_of(
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=TEXTS)
 @example(text="It's 1234567 <|begin|> x<think>\n\n  y")
 def test_byte_level_ids_and_texts_are_the_original_s(byte_level: _Pair, text: str) -> None:
@@ -189,7 +190,7 @@ def pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return _Pair(original, _read(path)[0])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=TEXTS)
 @example(text="</s> hello<s>world \U0001f9d1")
 def test_ids_of_scored_pieces_are_the_original_s(pieces: _Pair, text: str) -> None:
@@ -236,7 +237,7 @@ def gemma4_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return original, path
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=st.lists(PIECES | st.sampled_from([*CONTROLS, *MARKERS, "\n\n\n"]), max_size=12).map("".join))
 @example(text="<|turn>user\n\n\n\n Héllo  \U0001f9d1<turn|>\n<|channel>x<channel|>")
 @pytest.mark.slow

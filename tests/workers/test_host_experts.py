@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
+from slow_cases import examples
 from torch import Tensor
 
 from workers.model.experts.expert_products import ExpertWeights, TorchExperts
@@ -72,7 +73,7 @@ def check_equal(actual: Tensor, weights: ExpertWeights, x: Tensor, routing: Rout
     assert torch.allclose(actual.float(), expected.float(), rtol=0, atol=unit * scale)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_parts_add_up_to_the_experts_wherever_each_is(data: st.DataObject) -> None:
     """With all on one side, experts of -1, and after swaps."""

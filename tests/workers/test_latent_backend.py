@@ -22,6 +22,7 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.attention.latent_backend import LatentAttention
+from workers.model.attention.quantized_kv import Quantized, widened
 from workers.model.head_products import HeadProducts, PackedHeads, TorchHeads, make_head_products
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.latent_heads import LatentHeads
@@ -54,7 +55,7 @@ ALIGNED = st.builds(
     st.just(0),
     st.sampled_from([14, 30, 46, 62]),
     st.sampled_from([6, 14, 30]),
-    st.just(2),
+    st.sampled_from([2, 18]),
     st.integers(1, 8),
 )
 CASES = st.builds(
@@ -69,40 +70,77 @@ CASES = st.builds(
 class Drawn:
     """The latents and queries of a case. Blocks lie in random places, and what no token wrote is NaN."""
 
-    def __init__(self, case: DrawnWork, dtype: torch.dtype) -> None:
-        self.case, self.dtype = case, dtype
+    def __init__(self, case: DrawnWork, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+        """With a `kv_dtype` the KV has 8 bits, and `latents` are as it keeps them."""
+        self.case, self.dtype, self.kv_dtype = case, dtype, kv_dtype
         latent, num_heads = case.latent, case.num_heads
         self.generator = generator = torch.Generator().manual_seed(case.seed)
         num_blocks = sum(-(-(start + count) // BLOCK) for start, count in case.work)
         free = torch.randperm(num_blocks + 1, generator=generator).tolist()
-        self.kv = torch.full((num_blocks + 1, 2, 1, 1, BLOCK, latent.width), float("nan"), dtype=dtype)
+        shape = num_blocks + 1, 2, 1, 1, BLOCK
+        if kv_dtype is None:
+            self.kv = torch.full((*shape, latent.width), float("nan"), dtype=dtype)
+        else:
+            self.kv = torch.full((*shape, latent.width + 8), 0x7F, dtype=torch.uint8).view(kv_dtype)
         rows = num_heads * latent.expanded_dim, latent.kv_lora_rank
         self.expansion = (torch.randn(rows, generator=generator) * latent.kv_lora_rank**-0.5).to(dtype)
         self.spans, self.latents, self.qkv = [], [], []
         for start, count in case.work:
             table = [free.pop() for _ in range(-(-(start + count) // BLOCK))]
             latents = self._random(start + count, latent.width)
+            if kv_dtype is not None:
+                latents[:, latent.kv_lora_rank :] *= 3
             for position in range(start):
-                self.kv[table[position // BLOCK], 1, 0, 0, position % BLOCK] = latents[position]
+                self._keep(table[position // BLOCK], position % BLOCK, latents[position])
             self._clear(table, start)
             queries = self._random(count, num_heads * latent.head_dim)
             self.qkv.append(torch.cat((queries, latents[start:]), 1))
-            self.latents.append(latents)
+            self.latents.append(self._as_kept(latents))
             self.spans.append(SequenceSpan(start, count, table))
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, generator=self.generator).to(self.dtype)
 
+    def _parts(self, latents: Tensor) -> list[Quantized]:
+        assert self.kv_dtype is not None
+        parts = torch.split(latents, list(self.case.latent.parts), -1)
+        return [Quantized.of(part, self.kv_dtype) for part in parts]
+
+    def _keep(self, block: int, offset: int, row: Tensor) -> None:
+        """Put what an earlier step has written."""
+        head = self.kv[block, 1, 0, 0]
+        if self.kv_dtype is None:
+            head[offset] = row
+            return
+        latents, rotated = self._parts(row)
+        data, width = head.flatten().view(torch.uint8), self.case.latent.width
+        elements = torch.cat((latents.elements.view(torch.uint8), rotated.elements.view(torch.uint8)))
+        data[offset * width : (offset + 1) * width] = elements
+        scales = data[BLOCK * width :].view(torch.float32)
+        scales[offset], scales[BLOCK + offset] = latents.scales, rotated.scales
+
+    def _as_kept(self, latents: Tensor) -> Tensor:
+        if self.kv_dtype is None:
+            return latents
+        return torch.cat([part.floats() for part in self._parts(latents)], -1)
+
     def _clear(self, table: list[int], start: int) -> None:
         """Leave zeros behind the tokens of a block that was begun, as earlier steps do."""
         if start % BLOCK:
-            self.kv[table[start // BLOCK], 1, 0, 0, start % BLOCK :] = 0
+            head = self.kv[table[start // BLOCK], 1, 0, 0]
+            if self.kv_dtype is None:
+                head[start % BLOCK :] = 0
+            else:
+                data, width = head.flatten().view(torch.uint8), self.case.latent.width
+                data[start % BLOCK * width : BLOCK * width] = 0
+                data[BLOCK * width :].view(torch.float32).view(2, BLOCK)[:, start % BLOCK :] = 0
 
     def attend(self, name: str, host: HostKv | None = None, *, is_deterministic: bool = False) -> Tensor:
         """Attend by the backend of this name, where it serves rows of this width."""
         latent, num_heads = self.case.latent, self.case.num_heads
         still = Rotation(torch.zeros(latent.qk_rope_head_dim // 2))
-        shape = AttentionShape(num_heads, (0, 0), (still,), latent.head_dim**-0.5, latent=latent)
+        scale = latent.head_dim**-0.5
+        shape = AttentionShape(num_heads, (0, 0), (still,), scale, latent=latent, dtype=self.dtype)
         known = name if latent.width % 16 == 0 or name == "torch" else "torch"
 
         def make(shape: AttentionShape, kv: Tensor) -> object:
@@ -148,6 +186,39 @@ def test_it_equals_a_loop_over_heads(name: str, dtype: torch.dtype, case: DrawnW
     check(drawn.attend(name), expected)
     drawn.kv.copy_(before)
     check(drawn.attend(name, is_deterministic=True), expected)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=15)
+@given(case=CASES)
+def test_latents_of_8_bits_are_read_as_they_were_rounded(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype, case: DrawnWork
+) -> None:
+    """In all forms; and what a step has written is read by the next as what it was rounded to."""
+    drawn = Drawn(case, dtype, kv_dtype)
+    before, expected = drawn.kv.clone(), drawn.expected()
+    check(drawn.attend(name), expected)
+    written = drawn.kv.clone()
+    drawn.kv.copy_(before)
+    check(drawn.attend(name, is_deterministic=True), expected)
+    for table, latents in (
+        (span.block_ids, its) for span, its in zip(drawn.spans, drawn.latents, strict=True)
+    ):
+        for block, rows in zip(table, torch.split(latents, BLOCK), strict=True):
+            head = widened(written[block, 1, 0, 0], case.latent.parts)
+            torch.testing.assert_close(head[: len(rows)], rows, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_latent_of_zeros_hides_no_rotated_part(name: str, dtype: torch.dtype) -> None:
+    case = DrawnWork(LatentShape(0, 48, 14, 16, 8), 2, [(20, 1)], 5)
+    drawn = Drawn(case, dtype, torch.int8)
+    drawn.qkv[0][:, -64:-16] = 0
+    drawn.latents[0][-1, :48] = 0
+    check(drawn.attend(name), drawn.expected())
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -9,6 +9,7 @@ from group_kv import NO_GROUPS, GroupSizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_harness import MigrationPair, Side, Stream
+from slow_cases import examples
 from staged_engine import BLOCK_TOKENS
 
 from kvtransfer.common.group_shares import GroupShares
@@ -334,7 +335,7 @@ def test_whatever_happens_every_stream_gets_its_tokens(
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS, shares=SHARES)
 def test_whatever_happens_for_long(
     data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int, shares: GroupShares
@@ -352,7 +353,7 @@ def test_whatever_happens_every_stream_has_what_its_groups_need(
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(data=st.data(), num_blocks=NUM_BLOCKS, groups=GROUPS)
 def test_whatever_happens_for_long_to_groups(
     data: st.DataObject, num_blocks: tuple[int, int], groups: GroupSizes

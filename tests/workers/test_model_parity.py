@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from optional_programs import uses_compiler
+from optional_programs import needs_compiler, uses_compiler
 from paged_model import (
     BLOCK_TOKENS,
     PagedModel,
@@ -21,6 +21,7 @@ from paged_model import (
     reference_of,
     tokens_of,
 )
+from slow_cases import slow_rows_but
 from torch import Tensor
 
 from workers.model.attention.interface import SequenceSpan, StepInput
@@ -141,9 +142,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPE = {"vocab_size": 211, "eos_token_id": None}
+# What torch computes by code of its own: rotary embeddings, windows, scales and biases. The rest is slow.
+FAST_BY_TORCH = (
+    *("llama-gqa", "llama-llama3-rope", "mistral-window-24", "qwen2-layer-types", "qwen3-yarn"),
+    *("granite-scaled", "phi3-window-mha", "seed-oss-output-bias"),
+)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *(pytest.param(case, "kernels", marks=needs_compiler) for case in CASES),
+        *slow_rows_but(((case, "torch") for case in CASES), *((case, "torch") for case in FAST_BY_TORCH)),
+    ],
+    indirect=["backend"],
+)
 def test_logits_and_greedy_tokens_equal_transformers(case: str, make_checkpoint: MakeCheckpoint) -> None:
     model_dir = make_checkpoint(**(SHAPE | CASES[case]))
     reference, prompt = reference_of(model_dir), tokens_of(1)

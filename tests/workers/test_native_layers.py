@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 from compiled_kernels import TILED_KERNELS, kernels_of
 from dense_sinks import register
 from optional_programs import needs_compiler
+from slow_cases import slow_rows_but
 
 from workers.model import native
 from workers.model.attention.cpu_backend import CpuAttention
@@ -116,7 +118,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native, "load", lambda: found)
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -125,7 +127,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels", "threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    slow_rows_but(
+        itertools.product([torch.float32, torch.bfloat16], [1, 3]), (torch.float32, 1), (torch.bfloat16, 3)
+    ),
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_in_one_call_is_its_parts(
     family: str, dtype: torch.dtype, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from compiled_kernels import KERNELS, kernels_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional_programs import needs_compiler
+from slow_cases import examples
 
 from workers.model.experts.make_experts import choose
 from workers.model.experts.native_routing import choose_by
@@ -49,7 +50,7 @@ def rules(draw: st.DrawFn) -> RouterRule:
 
 
 @builds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     rule=rules(),
     num_values=st.sampled_from([1, 2, 5, 12]),

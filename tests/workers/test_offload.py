@@ -10,7 +10,8 @@ import pytest
 import torch
 from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed, submitted
 
-from workers.config import EngineConfig, KvDtype
+from kvtransfer.config import KvDtype
+from workers.config import EngineConfig
 from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, OffloadMode

@@ -15,7 +15,7 @@ from workers.errors import CheckpointError
 from workers.messages.rank_channel import StageCost
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.router_rule import RouterRule
-from workers.model.layer_shapes import HeadShape, LayerShapes
+from workers.model.layer_shapes import HeadShape, KvCells, LayerShapes
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import (
     equal_stages,
@@ -140,10 +140,12 @@ def _of_two_sizes(num_kv_heads: int, full: HeadShape, num_shared: int = 0) -> Mo
 
 
 def test_cells_hold_the_heads_of_every_kind_at_equal_distances() -> None:
-    assert TINY.kv_cells == (TINY.num_layers, TINY.num_kv_heads, TINY.head_dim, 2)
-    assert _of_two_sizes(16, HeadShape(4, 64)).kv_cells == (12, 4, 128, 2)
-    assert _of_two_sizes(1, HeadShape(1, 64), 6).kv_cells == (6, 1, 64, 2)
-    assert _of_two_sizes(4, HeadShape(2, 24)).kv_cells == (12, 2, 192, 2)
+    """And a part of a cell is of one head, of whatever kind."""
+    size = TINY.head_dim
+    assert TINY.kv_cells == KvCells(TINY.num_layers, TINY.num_kv_heads, (size,))
+    assert _of_two_sizes(16, HeadShape(4, 64)).kv_cells == KvCells(12, 4, (32,) * 4)
+    assert _of_two_sizes(1, HeadShape(1, 64), 6).kv_cells == KvCells(6, 1, (32,) * 2)
+    assert _of_two_sizes(4, HeadShape(2, 24)).kv_cells == KvCells(12, 2, (8,) * 24)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

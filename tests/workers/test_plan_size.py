@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from slow_cases import examples
 from staged_engine import VOCABULARY, ask, engine, pack, right, unpack
 
 from kvtransfer.codec import MAX_FRAME_BYTES
@@ -174,7 +175,7 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sampling=st.builds(
         SamplingParams,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from staged_engine import StagedEngine, ask, engine, finish, right, step, unpack
 
 from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
@@ -25,7 +26,7 @@ def test_classes_go_first_by_their_delays() -> None:
     assert order == ["interactive", "standard", "batch"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.sampled_from(SERVICE_CLASSES), st.integers(0, 3), st.floats(0.0, 400.0)),
@@ -109,7 +110,7 @@ def test_a_paused_batch_that_has_waited_too_long_gets_a_tenth_of_the_steps() -> 
     finish(side)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(

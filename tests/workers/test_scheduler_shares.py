@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, step
 
 from kvtransfer.common.group_shares import GroupShares, ShareClaim
@@ -48,7 +49,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(flood=REQUESTS, others=REQUESTS, num_steps=st.integers(0, 8), num_offload=st.sampled_from([0, 0, 9]))
 def test_a_flood_holds_back_nobody_else(
     flood: list[tuple[int, int, int]],
@@ -333,7 +334,7 @@ def slots_of(side: StagedEngine, group: str) -> int:
     return sum(it.slot >= 0 and it.sharing_group == group for it in life._sequences())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     max_sequences=st.integers(2, 9),
     share=st.sampled_from([0.01, 0.3, 0.5, 0.99]),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from staged_engine import (
-    BLOCK_TOKENS,
     StagedEngine,
     ask,
     engine,
@@ -19,9 +18,8 @@ from staged_engine import (
 )
 
 from workers.errors import OutOfBlocksError
-from workers.messages.rank_channel import STATE_LOST, FailedEntry, StepReport
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.step import StepOutcome
-from workers.scheduler.window_pool import WindowPool
 
 LONG = [number % 20 + 1 for number in range(23)]
 
@@ -116,8 +114,26 @@ def test_few_states_preempt_and_end_all_the_same(num_blocks: int) -> None:
     assert finish(side) == {(it.request_id, 0): right(it) for it in asked}
 
 
+def test_a_long_beginning_outlasts_ends_of_short_prompts() -> None:
+    side, other = states(num_blocks=8), [*LONG[:10], *[3] * 10]
+    run_prompt(side, "a", LONG, 10, 20)
+    for number in range(6):
+        run_prompt(side, f"short {number}", [20, number, 20, 20, 20])
+    assert run_prompt(side, "b", other, 10, 18)[0] == (8, 16)
+
+
+def test_the_next_turn_is_worth_what_the_one_before_is_not_there_for() -> None:
+    """The second turn passes the end of the first, which goes then: without its own end, all is computed."""
+    side = states()
+    run_prompt(side, "a", LONG)
+    run_prompt(side, "b", [*LONG, 5, 5, 5, 5])
+    (pool,) = side.group_pools
+    worths = sorted(pool.worth(block) for key in pool.keys if (block := pool.find(key)) is not None)
+    assert worths[-1] == 6
+
+
 def test_passed_states_go_first_and_kept_ones_by_use() -> None:
-    pool = WindowPool(2, 3, has_states=True)
+    pool = GroupPool(2, 3, has_states=True)
     blocks = pool.allocate(3)
     for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
         pool.register(block, key, "")
@@ -136,21 +152,9 @@ def test_passed_states_go_first_and_kept_ones_by_use() -> None:
 
 
 def lose(side: StagedEngine, *names: str) -> StepOutcome:
-    """Report the oldest plan: the states of these requests have changed, and nobody knows how."""
-    oldest = side.steps[0]
-    while oldest.num_stages_done < side.num_stages:
-        assert side.advance(oldest.num_stages_done)
-    side.steps.popleft()
-    (issued,) = [it for it in side.scheduler._issued if it.step == oldest.plan.step]
-    lost = [index for index, it in enumerate(issued.sequences) if it.request.key[0] in names]
-    for index in lost:
-        work = oldest.works[index]
-        oldest.sampled |= dict.fromkeys(work.sample_slots, 0)
-        last = work.windows[0][(work.start + work.num_tokens - 1) // BLOCK_TOKENS]
-        for stage in side.stages:
-            stage.groups[0].kv[last, 0] = -1
-    failed = tuple(FailedEntry(index, "lost", STATE_LOST) for index in lost)
-    outcome = side.scheduler.settle(StepReport(oldest.plan.step, oldest.packed, 0.0, 0.0, failed=failed), 0.0)
+    """Settle the oldest plan: the states of these requests have changed, and nobody knows how."""
+    lost = [work.slot for work, sequence in side.oldest_works() if sequence.request.key[0] in names]
+    outcome = side.settle(0.0, lost)
     side.check()
     return outcome
 
@@ -203,21 +207,9 @@ def test_plans_that_are_out_lose_it_too(num_stages: int) -> None:
     while side.plan(0.0) and len(side.steps) < 2:
         pass
     while side.steps:
-        assert not lose(side, "a").failures if len(side.steps) == 1 else _report_lost(side)
+        assert not lose(side, "a").failures
     told += finish(side)["a", 0]
     assert told == right(submission)
-
-
-def _report_lost(side: StagedEngine) -> bool:
-    """Report the oldest plan's only entry as lost, with another plan out that still finds its state."""
-    oldest = side.steps[0]
-    while oldest.num_stages_done < side.num_stages:
-        assert side.advance(oldest.num_stages_done)
-    side.steps.popleft()
-    failed = (FailedEntry(0, "lost", STATE_LOST),)
-    outcome = side.scheduler.settle(StepReport(oldest.plan.step, oldest.packed, 0.0, 0.0, failed=failed), 0.0)
-    side.check()
-    return not outcome.failures
 
 
 def test_samples_that_lose_their_states_are_computed_again() -> None:

@@ -30,6 +30,7 @@ from sentencepiece_files import (
     model_bytes,
     write_model,
 )
+from slow_cases import examples
 from tokenizers import Tokenizer
 from transformers import GemmaTokenizer, LlamaTokenizer
 from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
@@ -132,7 +133,7 @@ def _num_splits(text: str, texts: Sequence[str]) -> int:
 TEXTS = st.lists(st.sampled_from([*"abc ", "  ", "é", "日", "ab", "cab"]), max_size=14).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pieces=_bpe_pieces(), text=TEXTS, prefix=st.booleans(), collapse=st.booleans(), has_bytes=st.booleans()
 )
@@ -154,7 +155,7 @@ def test_pairs_are_merged_as_sentencepiece_merges_them(
     assert _ids(folder, text) == _spelled(symbols, every, has_bytes=has_bytes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     scores=st.lists(st.floats(-20, -0.125, width=32), min_size=12, max_size=12, unique=True),
     texts=st.lists(st.text("abc" + MARK, min_size=2, max_size=4), min_size=8, max_size=8, unique=True),
@@ -282,7 +283,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return _converted(folder), theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=SENTENCES)
 @example(text="the cat<|user|> sat</s>on <tool>  a mat <s>the")
 @example(text=" the  cat\n\n🧑‍🚀")
@@ -394,7 +395,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(case: str, tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -40,6 +40,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from llguidance import LLParserLimits
+from slow_cases import examples
 
 from workers.errors import GrammarRefusedError
 from workers.grammar_limits import parser_limits
@@ -173,7 +174,7 @@ def test_every_schedule_has_the_masks_of_trying_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Schedules, "grammars", [small_grammars(tmp_path) for _ in range(2)])
-    how = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    how = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
     run_state_machine_as_test(Schedules, settings=how)
 
 

@@ -7,9 +7,9 @@ from staged_engine import ask
 
 from workers.config import EngineConfig
 from workers.messages.link import MAX_MESSAGE_ENDS
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.sequence import Request, Sequence
 from workers.scheduler.snapshot_policy import SnapshotPolicy
-from workers.scheduler.window_pool import WindowPool
 
 BLOCK_TOKENS = 16
 
@@ -58,7 +58,7 @@ def test_the_last_message_ends_the_prompt_unless_that_is_far() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "most"), [(30, 1), (180, 1), (190, 2), (10_000, MAX_MESSAGE_ENDS)])
 def test_the_budget_grows_with_the_blocks_of_a_sequence(num_blocks: int, most: int) -> None:
-    pools = [WindowPool(64, 500), WindowPool(2, num_blocks, has_states=True)]
+    pools = [GroupPool(64, 500), GroupPool(2, num_blocks, has_states=True)]
     policy = SnapshotPolicy.of_replica(BLOCK_TOKENS, EngineConfig(max_sequences=10), pools)
     prompt = sequence(100 * MAX_MESSAGE_ENDS + 200, *range(100, 100 * MAX_MESSAGE_ENDS + 100, 100))
     assert len(wanted(policy, prompt)) == most + 1

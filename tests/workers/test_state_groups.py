@@ -56,7 +56,7 @@ class PoisonedStates(LocalEngine):
 
     def step(self) -> StepOutcome | None:
         outcome = super().step()
-        for number, pool in enumerate(self.window_pools):
+        for number, pool in enumerate(self.group_pools):
             for runner in self.runners:
                 runner.window_kvs[number][pool._free] = float("nan")
         return outcome
@@ -107,7 +107,7 @@ def run(
     config: EngineConfig = CONFIG,
 ) -> LocalEngine:
     engine = PoisonedStates(model_dir, config, num_blocks, tp=tp, stages=stages, queue=queue)
-    (pool,) = engine.window_pools
+    (pool,) = engine.group_pools
     assert pool.has_states
     check(model_dir, engine, REQUESTS)
     again = [
@@ -175,7 +175,7 @@ def test_log_probabilities_are_the_same_bit_for_bit_behind_a_snapshot(model_dir:
     again, found = run("again", prompt)
     assert (first, again) == (0, 144)
     assert found == whole
-    for pool in engine.window_pools:
+    for pool in engine.group_pools:
         pool.purge(None)
     engine.scheduler.config = engine.scheduler.config.model_copy(update={"max_batch_tokens": 23})
     third, recomputed = run("third", prompt)

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.scheduler.step import pack_ids
@@ -209,7 +210,7 @@ def test_coefficients_are_never_negative_and_always_numbers(
     st.lists(st.lists(st.floats(-1, 1), min_size=3, max_size=3), min_size=4, max_size=8),
     st.lists(st.floats(-1, 1), min_size=3, max_size=3),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_fit_is_the_best_that_is_not_negative(rows: list[list[float]], moments: list[float]) -> None:
     """Against projected descent, which only ever walks downhill and within what is allowed."""
     matrix = [

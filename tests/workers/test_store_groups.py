@@ -11,9 +11,10 @@ from engine_fakes import HALVES, FakeControl, FakeCounts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
+from kvtransfer.blocks.group_prefix import Prefix, first_needed_block, match_prefix
 from kvtransfer.blocks.keys import extend_keys, state_key
-from kvtransfer.blocks.windows import Prefix, first_needed_block, match_prefix
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import STATE_WINDOW
 from kvtransfer.store.messages.engine_session import (
@@ -39,8 +40,8 @@ from kvtransfer.store.messages.store_orders import (
     StoreRead,
 )
 from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.step import FinishedBlock, LoadNeed, StepRates
-from workers.scheduler.window_pool import WindowPool
 from workers.store_connector.announced import AnnouncedPrompts
 from workers.store_connector.block_loader import BlockLoader
 from workers.store_connector.block_saver import BlockSaver, StateRecords
@@ -116,11 +117,11 @@ class StoreGroups(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
-        self.windows = [WindowPool(WINDOW, NUM_OTHERS)] if self.has_window else []
-        self.states = WindowPool(STATE_WINDOW, NUM_OTHERS, has_states=True)
+        self.windows = [GroupPool(WINDOW, NUM_OTHERS)] if self.has_window else []
+        self.states = GroupPool(STATE_WINDOW, NUM_OTHERS, has_states=True)
         # The groups in their order: KV, windows, states.
         self.others = [*self.windows, self.states]
-        self.pools: list[BlockPool | WindowPool] = [self.pool, *self.others]
+        self.pools: list[BlockPool | GroupPool] = [self.pool, *self.others]
         self.device: list[dict[int, Content]] = [{} for _ in range(1 + len(self.others))]
         self.owner, self.clock, self.counts = ModelOwner(), ManualClock(), FakeCounts()
         self.sent: deque[Any] = deque()
@@ -174,7 +175,7 @@ class StoreGroups(RuleBasedStateMachine):
         self.saver.finished(finished)
         self.pool.release(block_ids)
 
-    def _keep(self, number: int, pool: WindowPool, key: bytes) -> None:
+    def _keep(self, number: int, pool: GroupPool, key: bytes) -> None:
         (block_id,) = pool.allocate(1)
         self.device[number][block_id] = (number, key)
         pool.register(block_id, key, "g")
@@ -328,7 +329,7 @@ class StoreGroups(RuleBasedStateMachine):
         for pool in self.pools:
             pool.check()
         assert self.pool.num_references == self.saver.num_references + self.loader.num_references
-        held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)
+        held = zip(self.saver.num_group_references, self.loader.num_group_references, strict=True)
         assert [pool.num_references for pool in self.others] == [sum(both) for both in held]
 
     def teardown(self) -> None:
@@ -341,7 +342,7 @@ class StoreThreeGroups(StoreGroups):
     has_window = True
 
 
-StoreGroups.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+StoreGroups.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 StoreThreeGroups.TestCase.settings = StoreGroups.TestCase.settings
 TestStoreGroups = StoreGroups.TestCase
 TestStoreThreeGroups = StoreThreeGroups.TestCase

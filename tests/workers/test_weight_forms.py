@@ -67,6 +67,22 @@ def test_rounding_takes_the_nearest_codes(name: str, most: float) -> None:
     assert not values[3].any()
 
 
+def test_scales_of_int4_have_both_signs() -> None:
+    """The value of the largest magnitude becomes -8, or nearly so. Scales above zero bring values above zero
+    to 7 at most: by a search of these, more is lost."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
+    form = WeightForm("int4").rounded
+    assert form is not None
+    found = rounded(weight, form)
+    assert found is not None
+    assert 0.2 < float((found.scales < 0).float().mean()) < 0.8
+    grouped = weight.view(64, -1, 32)
+    divisors = torch.linspace(6.5, 10, 36).view(-1, 1, 1, 1)
+    scales = grouped.abs().amax(-1, keepdim=True) / divisors
+    least = ((grouped / scales).round().clamp(-8, 7) * scales - grouped).square().sum(-1).amin(0).sum()
+    assert float((found.dequantized() - weight).square().sum()) < 0.93 * float(least)
+
+
 def test_groups_that_are_not_whole_are_not_rounded() -> None:
     assert rounded(torch.randn(4, 48), StoredFormat(Layout.PACKED, CodeType.INT4, 32)) is None
 
@@ -236,9 +252,16 @@ def test_the_identity_of_kv_has_the_form_of_weights(source: Path, tmp_path: Path
     quantize(source, tmp_path, FORMATS["awq"])
     scheme = read_model_config(tmp_path).quantization
     found = [
-        WeightForm(name).identity(scheme, "bfloat16", "cpu") for name in ("auto", "bf16", "int8", "int4")
+        WeightForm(name).identity(scheme, "bfloat16", "cpu")
+        for name in ("auto", "bf16", "int8", "int4", "fp8")
     ]
-    assert found == ["int4 group 32", "bfloat16", "int8, rounded", "int4 group 32 and int8, rounded"]
+    assert found == [
+        "int4 group 32",
+        "bfloat16",
+        "int8, rounded",
+        "int4 group 32 and int8, rounded in way 2",
+        "fp8 and int8, rounded",
+    ]
     assert AS_STORED.identity(None, "bfloat16", "cuda") == "bfloat16"
 
 

@@ -72,7 +72,7 @@ class PoisonedEngine(LocalEngine):
 
     def step(self) -> StepOutcome | None:
         outcome = super().step()
-        for number, pool in enumerate(self.window_pools):
+        for number, pool in enumerate(self.group_pools):
             self.most_used = max(self.most_used, pool.num_total - pool.num_free)
             for runner in self.runners:
                 kv = runner.window_kvs[number]
@@ -133,11 +133,11 @@ def run(
     engine = PoisonedEngine(
         model_dir, config, num_blocks, tp=tp, stages=stages, has_windows=has_windows, queue=queue
     )
-    assert bool(engine.window_pools) == has_windows
+    assert bool(engine.group_pools) == has_windows
     outputs = engine.run(REQUESTS) | {
         (f"later {key[0]}", key[1]): it for key, it in engine.run(LATER).items()
     }
-    for pool in engine.window_pools:
+    for pool in engine.group_pools:
         of_sequence = -(-WINDOW // BLOCK) + 2
         assert pool.num_total < num_blocks
         assert (

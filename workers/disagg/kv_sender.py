@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import ReplicaIdentity, WindowBlocks
+from kvtransfer.messages import BlockSpan, ReplicaIdentity
 from kvtransfer.peer_messages import LandingAbort, LandingGrant, LandingRefusal, LandingRequest, LandingResult
 from kvtransfer.protocol.actions import (
     Granted,
@@ -138,7 +138,7 @@ class KvSender:
         key: RequestKey,
         num_tokens: int,
         block_ids: tuple[int, ...],
-        windows: tuple[WindowBlocks, ...] = (),
+        windows: tuple[BlockSpan, ...] = (),
     ) -> None:
         """Push the whole blocks of the first `num_tokens` tokens that are not yet pushed; `windows` are those
         that the sequence has in each group of layers behind the first."""

@@ -349,10 +349,9 @@ class Peers:
             raise IncompatibleError("the peer did not introduce its ranks in order")
         if not 0 < len(hello.ranks) <= _MAX_RANKS:
             raise IncompatibleError(f"the peer has {len(hello.ranks)} ranks; 1 to {_MAX_RANKS} are possible")
-        model = Shard(0, ours.num_layers, 0, ours.num_kv_heads)
         for item in hello.ranks:
-            if intersect(item.shard, model) != item.shard:
-                raise IncompatibleError(f"rank {item.rank} of the peer holds {item.shard} of {model}")
+            if intersect(item.shard, ours.shard) != item.shard:
+                raise IncompatibleError(f"rank {item.rank} of the peer holds {item.shard} of {ours.shard}")
 
     def send_to_writer(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """Send a message to a replica that writes here; dropped when its link is gone."""
@@ -369,9 +368,8 @@ class Peers:
         if self._compatibility.is_given_on:
             targets = landing_shards(targets)
         pieces = plan_pieces([(item.rank, item.shard) for item in writer], targets)
-        model = Shard(0, self._compatibility.num_layers, 0, self._compatibility.num_kv_heads)
         layouts = [
-            BlockLayout.of(self._compatibility, model, group)
+            BlockLayout.of(self._compatibility, self._compatibility.shard, group)
             for group in range(len(self._compatibility.groups) or 1)
         ]
         return [[it for it in pieces if layout.num_layers(it.piece)] for layout in layouts]

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
-from workers.model.attention.interface import kv_shape
-from workers.model.attention.quantized_kv import Quantized, is_quantized, quantized_parts
+from workers.model.attention.quantized_kv import is_quantized
+from workers.model.scaled_heads import ScaledHeads
 from workers.rank.model_runner import ModelRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket
 
@@ -79,14 +79,14 @@ class EngineDriver:
 
     def fill_kv(self) -> None:
         """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
-        kv = self.runner.kv
-        shape = (*kv.shape[1:5], kv_shape(kv).head_dim)
-        drawn = torch.randn(shape, generator=self._generator).to(kv.device)
-        parts = [(kv, drawn)]
-        if is_quantized(kv):
-            parts = list(zip(quantized_parts(kv), Quantized.of(drawn, kv.dtype), strict=True))
-        for target, numbers in parts:
-            target.copy_(numbers.to(target.dtype).expand_as(target))
+        kv, cells = self.runner.kv, self.runner.config.kv_cells
+        drawn = torch.randn((*kv.shape[1:5], cells.width), generator=self._generator).to(kv.device)
+        if not is_quantized(kv):
+            kv.copy_(drawn.to(kv.dtype).expand_as(kv))
+            return
+        block = kv.new_empty(kv.shape[1:])
+        ScaledHeads(cells.parts, kv.dtype, drawn.dtype, kv.shape[4]).quantize(drawn, block)
+        kv.copy_(block.expand_as(kv))
 
     @contextmanager
     def started(self, last_tokens: Sequence[bytes], num_total: int) -> Iterator[None]:

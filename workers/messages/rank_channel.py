@@ -79,6 +79,10 @@ class RankSpec(Message, frozen=True):
     state_snapshots: int | None = None
     # The form of weights in products, as a pool's `weight_dtype`.
     weight_dtype: str = "auto"
+    # As `store.kv_dtype`; "auto" also where the replica has no store.
+    store_kv_dtype: str = "auto"
+    # As `engine.latent_kv`.
+    latent_kv: str = "replicated"
 
     @property
     def num_ranks(self) -> int:

@@ -49,10 +49,15 @@ class LatentShape(NamedTuple):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def parts(self) -> tuple[int, int]:
+        """The columns of the two parts of a token's row in the KV: its normed latent, and the rotated part of
+        keys that all heads share."""
+        return self.kv_lora_rank, self.qk_rope_head_dim
+
+    @property
     def width(self) -> int:
-        """The columns that the KV has for a token: its normed latent, and the rotated part of keys that all
-        heads share."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """The columns that the KV has for a token."""
+        return sum(self.parts)
 
     def saving(self, num_heads: int) -> float:
         """Return how many times as much KV of a token would be with keys and values of each head."""

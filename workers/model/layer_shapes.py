@@ -54,12 +54,19 @@ ALIKE = LayerShapes()
 
 class KvCells(NamedTuple):
     """The KV of a model: the layers that have keys and values of their own, the cells of each, and the
-    elements of a cell for a token; and the kinds of cells, 2 for keys and values, 1 for latents of both."""
+    elements of a cell for a token; the `parts` of these that have a scale each where KV has 8 bits, which is
+    one for each head, or for a latent and the rotated part of keys beside it; and the kinds of cells, 2 for
+    keys and values, 1 for latents of both."""
 
     num_layers: int
     num_cells: int
-    width: int
+    parts: tuple[int, ...]
     num_kinds: int = 2
+
+    @property
+    def width(self) -> int:
+        """The elements of a cell for a token."""
+        return sum(self.parts)
 
     @staticmethod
     def of(num_layers: int, kinds: Iterable[HeadShape]) -> KvCells:
@@ -68,7 +75,8 @@ class KvCells(NamedTuple):
         known = list(kinds)
         num_cells = math.gcd(*(kind.num_kv_heads for kind in known))
         widths = (kind.num_kv_heads // num_cells * kind.head_dim for kind in known)
-        return KvCells(num_layers, num_cells, math.lcm(*widths))
+        size = math.gcd(*(kind.head_dim for kind in known))
+        return KvCells(num_layers, num_cells, (size,) * (math.lcm(*widths) // size))
 
 
 def kv_sources(windows: Sequence[int], num_shared: int) -> tuple[int, ...]:

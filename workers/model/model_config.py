@@ -142,7 +142,7 @@ class ModelConfig:
         """How the KV is laid out."""
         heads, full = HeadShape(self.num_kv_heads, self.head_dim), self.layer_shapes.full_heads
         if self.latent is not None:
-            return KvCells(self.num_layers, 1, self.latent.width, num_kinds=1)
+            return KvCells(self.num_layers, 1, self.latent.parts, num_kinds=1)
         if full is None:
             return KvCells.of(self._num_own_kv, (heads,))
         windows = set(self.sliding_windows[: self._num_own_kv])

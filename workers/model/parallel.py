@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workers.model.decoder import Decoder
 from workers.model.decoder_layer import DecoderLayer
+from workers.model.exchange_sizes import ExchangeSizes
 from workers.model.expert_rows import RowExchange, RowProducts, routed_row_bytes, row_parts
 from workers.model.experts.mixture import Mixture
 from workers.model.layer_products import AddedProduct, ParallelSum, Product
@@ -47,16 +48,6 @@ class _Exchange(NamedTuple):
     num_rows: int
 
 
-class _Sizes(NamedTuple):
-    """The rows that a rank sends to each rank in an exchange, and receives from each (None: as many as they
-    send), and their columns and dtype; None: the model's."""
-
-    sent: list[int]
-    received: list[int] | None
-    num_columns: int
-    dtype: torch.dtype | None = None
-
-
 class Unfinished:
     """Counts the collectives of a stage's computation, so that a rank whose computation failed can complete
     the collectives that the others wait for. Wraps the stage's real `collectives` and takes their place in
@@ -68,19 +59,29 @@ class Unfinished:
         self.shares_memory = collectives.shares_memory
         self._decoder = decoder
         self._widths = [len(part(decoder.config.vocab_size, rank, self.tp)) for rank in range(self.tp)]
-        self._expected: list[_Sum | _Exchange] = []
+        self._expected: list[_Sum | _Exchange | ExchangeSizes] = []
         # How many rows this rank has received from each in the last exchange, and sent to each.
         self._num_received: list[int] = []
         self._num_sent: list[int] = []
         self._num_sampled = 0
 
-    def begin(self, num_rows: int, num_sampled: int, *, embeds: bool = True) -> None:
+    def begin(
+        self,
+        num_rows: int,
+        num_sampled: int,
+        *,
+        embeds: bool = True,
+        attention: Sequence[ExchangeSizes] = (),
+    ) -> None:
         """Begin a computation of `num_rows` tokens: the embedding on the first stage, unless that is left
-        out, the layers, and on the last stage the head for `num_sampled`, if any."""
+        out, the layers, each with these exchanges of its `attention`, and on the last stage the head for
+        `num_sampled`, if any."""
         if self.tp == 1:
             return
         decoder, config = self._decoder, self._decoder.config
-        self._expected = [it for layer in decoder.layers for it in self._of_layer(layer, num_rows)]
+        self._expected = [
+            it for layer in decoder.layers for it in (*attention, *self._of_layer(layer, num_rows))
+        ]
         if embeds and decoder.embedding is not None:
             products = _Sum(num_rows, config.hidden_size)
             inputs = _Sum(num_rows, config.num_layers * config.layer_shapes.input_size)
@@ -120,7 +121,10 @@ class Unfinished:
     def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[Tensor]:
         """Exchange rows as the stage does, and count it."""
         expected = self._expected[-1]
-        assert isinstance(expected, _Exchange), f"an exchange where the others have {expected}"
+        assert not isinstance(expected, _Sum), f"an exchange where the others have {expected}"
+        if isinstance(expected, ExchangeSizes):
+            found_rows = list(map(len, parts)), parts[0].shape[1]
+            assert found_rows == (list(expected.sent), expected.num_columns), f"{found_rows}, not {expected}"
         found = self._collectives.exchange(parts, num_rows)
         self._expected.pop()  # not before: it may lack memory, and sends nothing then
         self._num_sent, self._num_received = list(map(len, parts)), list(map(len, found))
@@ -136,8 +140,8 @@ class Unfinished:
         """Contribute zeros, of the dtype and device of `like`, where the others still expect this rank."""
         while self._expected:
             missing = self._expected[-1]
-            if isinstance(missing, _Exchange):
-                sizes = self._sizes(missing, like)
+            if not isinstance(missing, _Sum):
+                sizes = missing if isinstance(missing, ExchangeSizes) else self._sizes(missing, like)
                 shapes = [(count, sizes.num_columns) for count in sizes.sent]
                 self.exchange([like.new_zeros(it, dtype=sizes.dtype) for it in shapes], sizes.received)
             else:
@@ -146,7 +150,7 @@ class Unfinished:
             own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]), dtype=torch.float32)
             self.gather_columns(own, self._widths)
 
-    def _sizes(self, missing: _Exchange, like: Tensor) -> _Sizes:
+    def _sizes(self, missing: _Exchange, like: Tensor) -> ExchangeSizes:
         """Return the sizes of an exchange to which this rank contributes nothing."""
         hidden_size, mixture = self._decoder.config.hidden_size, self._decoder.config.mixture
         assert mixture is not None
@@ -154,14 +158,14 @@ class Unfinished:
         own = [of_ranks[self.tp_rank]] * self.tp
         match missing.kind:
             case "partial sums":
-                return _Sizes(of_ranks, own, hidden_size)
+                return ExchangeSizes(of_ranks, own, hidden_size)
             case "rows":
                 width = routed_row_bytes(hidden_size, mixture.rule.num_chosen, like.element_size())
-                return _Sizes([0] * self.tp, None, width, torch.uint8)
+                return ExchangeSizes([0] * self.tp, None, width, torch.uint8)
             case "results":
-                return _Sizes(self._num_received, self._num_sent, hidden_size)
+                return ExchangeSizes(self._num_received, self._num_sent, hidden_size)
             case "hidden states":
-                return _Sizes(own, of_ranks, hidden_size)
+                return ExchangeSizes(own, of_ranks, hidden_size)
 
 
 def parallelize(decoder: Decoder, collectives: Collectives) -> None:

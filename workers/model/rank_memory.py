@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.families.family import TensorTraits
+from workers.model.latent_shape import LatentShape
+from workers.model.latent_split import MOST_EXCHANGED_BYTES, queried_row_bytes
 from workers.model.model_config import ModelConfig, read_header, read_model_config, weight_files
 from workers.model.quantization.stored_format import (
     MXFP4,
@@ -92,7 +94,7 @@ class RankShape:
     """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
     parts of each, of the embedding and of the head; experts are split into `ep` parts by their numbers. The
     CPU computes `expert_offload` experts of each layer, and the rank has slots for copies of `expert_copies`
-    more."""
+    more. With `splits_latents` it keeps its part of the tokens of each block of latents, in place of all."""
 
     model: ModelConfig
     first_layer: int
@@ -102,6 +104,7 @@ class RankShape:
     ep: int = 1
     expert_offload: int = 0
     expert_copies: int = 0
+    splits_latents: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -129,10 +132,12 @@ class RankShape:
         return len(layer_heads(self.model, self.first_layer, self.tp_rank, self.tp).queries)
 
     def kv_token_bytes(self, item_bytes: int) -> int:
-        """Return the size of one token's keys and values, or latents of both."""
+        """Return the size of one token's keys and values, or latents of both, which is the mean of all tokens
+        where ranks divide these."""
         cells, layers = self.model.kv_cells, range(self.first_layer, self.first_layer + self.num_kv_layers)
         num_layers = sum(map(self.model.has_attention, layers))
-        return cells.num_kinds * num_layers * self.num_kv_cells * cells.width * item_bytes
+        num_items = cells.num_kinds * num_layers * self.num_kv_cells * cells.width
+        return num_items * item_bytes // (self.tp if self.splits_latents else 1)
 
 
 class _TensorSize(NamedTuple):
@@ -418,6 +423,8 @@ def activation_bytes(
     rows = max_batch_tokens * row
     if model.latent is not None:
         rows += model.latent.most_expanded_bytes(rank.num_heads, model.max_context_tokens, item_bytes)
+        if rank.splits_latents and rank.tp > 1:
+            rows += _exchanged_bytes(model, model.latent, item_bytes, max_batch_tokens)
     if not rank.is_last_stage:
         return rows
     num_sampled = min(max_sequences, max_batch_tokens)
@@ -425,6 +432,15 @@ def activation_bytes(
     num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
     read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
     return rows + max(num_sampled * logits, num_read * read)
+
+
+def _exchanged_bytes(model: ModelConfig, latent: LatentShape, item_bytes: int, max_batch_tokens: int) -> int:
+    """Return what ranks that divide latents hold of others' at a time: queries and results of some rows, or
+    the latents of a context."""
+    sizes = latent.width, latent.kv_lora_rank, item_bytes
+    row = queried_row_bytes(model.num_heads, *sizes)
+    queried = min(max_batch_tokens * row, max(MOST_EXCHANGED_BYTES, row))
+    return max(queried, model.max_context_tokens * latent.width * item_bytes)
 
 
 def _mixture_row_bytes(rank: RankShape, shape: MixtureShape, item_bytes: int, *, is_on_cuda: bool) -> int:

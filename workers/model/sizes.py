@@ -361,7 +361,7 @@ class ModelWork:
     ) -> None:
         """`item_bytes` is the size of one KV value unless `kv_dtype` has another, and of one weight unless
         the form of `weights` is given."""
-        form = KvForm.of(kv_dtype, item_bytes)
+        form = KvForm.of(kv_dtype, item_bytes, len(config.kv_cells.parts))
         of_weight = weights or WeightBytes.of_floats(item_bytes)
         layers = [_LayerWork.of(config, layer, form) for layer in range(config.num_layers)]
         inputs = config.num_layers * config.layer_shapes.input_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -67,6 +67,8 @@ class TensorFiles:
         self.read: set[str] = set()
         # The names of those that other ranks read.
         self.left: set[str] = set()
+        # What is read in place of the tensors of these names.
+        self._replaced: Mapping[str, Tensor] = {}
         self._dir = model_dir
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}
@@ -89,6 +91,10 @@ class TensorFiles:
         files = copy.copy(self)
         files.device = torch.device("cpu")
         return files
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read these, of the same shapes, in place of the tensors of their names."""
+        self._replaced = tensors
 
     @property
     def num_bytes(self) -> int:
@@ -216,5 +222,5 @@ class TensorFiles:
                 f"{file}: tensor {name} has dtype {stored.get_dtype()}, not {supported}; "
                 "take the checkpoint in 16 or 32 bits"
             )
-        tensor: Tensor = opened.get_tensor(name)
+        tensor: Tensor = self._replaced[name] if name in self._replaced else opened.get_tensor(name)
         return tensor

@@ -4,6 +4,7 @@ where they are packed."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -210,6 +211,10 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read these, of the same shapes, in place of the tensors of their names."""
+        self._files.replace(tensors)
 
     @property
     def dtype(self) -> torch.dtype:

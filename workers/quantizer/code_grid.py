@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workers.quantizer.target import QuantizationTarget
+
 # By how many steps the values of a group may be apart: fewer than there are clip the ends.
 _NUM_STEPS = (11.0, 12.0, 13.0, 13.5, 14.0, 14.5, 15.0, 15.5)
 # Zero points that are tried, as distances from the one that fits the smallest value.
@@ -21,13 +23,10 @@ class CodeGrid(NamedTuple):
     scales: Tensor
     zeros: Tensor | None
 
-    def nearest(self, grouped: Tensor, largest: int) -> Tensor:
-        """Return the codes, in float32, of `grouped` [num_outputs, num_groups, group]: the smallest is
-        `-largest - 1`."""
-        codes = (grouped / self.scales.float()[..., None]).round_()
-        if self.zeros is not None:
-            codes.add_(self.zeros[..., None])
-        return codes.clamp_(-largest - 1, largest)
+    def nearest(self, grouped: Tensor, target: QuantizationTarget) -> Tensor:
+        """Return the codes, in float32, of `grouped` [num_outputs, num_groups, group]."""
+        steps = grouped / self.scales.float()[..., None]
+        return nearest_code(steps if self.zeros is None else steps.add_(self.zeros[..., None]), target)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return what codes mean, float32 [num_outputs, num_groups, group]."""
@@ -35,13 +34,23 @@ class CodeGrid(NamedTuple):
         return steps * self.scales.float()[..., None]
 
 
+def nearest_code(steps: Tensor, target: QuantizationTarget) -> Tensor:
+    """Round float32 numbers of steps, in place, to the nearest codes of the target."""
+    if target.is_float:
+        return steps.copy_(steps.clamp_(-target.largest, target.largest).to(torch.float8_e4m3fn))
+    return steps.round_().clamp_(-target.largest - 1, target.largest)
+
+
 def least_error_grid(
-    grouped: Tensor, largest: int, stored: Callable[[Tensor], Tensor], importance: Tensor | None = None
+    grouped: Tensor,
+    target: QuantizationTarget,
+    stored: Callable[[Tensor], Tensor],
+    importance: Tensor | None = None,
 ) -> CodeGrid:
     """Return the grid with zero points that has the least square error for float32 `grouped` [num_outputs,
     num_groups, group], each input counting by its `importance` [num_groups, group]; scales are as they are
     `stored`. A group always has zero in its range."""
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    low, high, largest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0), target.largest
     least = torch.full_like(low, torch.inf)
     scales, zeros = stored(torch.empty_like(low)), torch.empty_like(low, dtype=torch.int8)
     for num_steps in _NUM_STEPS:
@@ -51,7 +60,7 @@ def least_error_grid(
         for shift in _SHIFTS:
             shifted = (first + shift).clamp_(-largest - 1, largest).to(torch.int8)
             grid = CodeGrid(found, shifted)
-            squares = grid.values(grid.nearest(grouped, largest)).sub_(grouped).square_()
+            squares = grid.values(grid.nearest(grouped, target)).sub_(grouped).square_()
             error = (squares if importance is None else squares.mul_(importance)).sum(-1)
             is_better = error < least
             least = torch.where(is_better, error, least)

@@ -12,11 +12,11 @@ from workers.quantizer.rounded_inputs import round_inputs
 from workers.quantizer.smoothing_factors import of_all_heads
 from workers.quantizer.smoothing_pairs import SharingHeads, SmoothingPair
 
-# How much of the range of inputs moves: a factor is `largest input ** alpha / largest weight ** (1 - alpha)`.
-_ALPHAS = (0.35, 0.5, 0.65, 0.8)
+# How much of the range of inputs moves: a factor is `magnitude ** alpha / largest weight ** (1 - alpha)`.
+_ALPHAS = (0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _LARGEST_CODE = 127.0
 _LEAST = 1e-5
-# Factors are 2 ** n of n to this magnitude.
+# Factors are 2 ** x of x to this magnitude.
 _LARGEST_EXPONENT = 8.0
 
 
@@ -24,7 +24,7 @@ def searched_factors(pair: SmoothingPair, sample: InputSample, weights: Sequence
     """Return the factors with which products of rounded inputs and weights change least; ones, if none are
     better. With heads there is a factor for each value, [num_kv_heads * head_dim]."""
     largest = torch.stack([it.abs().amax(0) for it in weights]).amax(0)
-    inputs, heads = sample.largest, pair.heads
+    inputs, heads = sample.magnitudes, pair.heads
     if heads is not None:
         largest, inputs = (_shared(it, heads) for it in (largest, inputs))
     best = torch.ones_like(inputs)
@@ -38,10 +38,10 @@ def searched_factors(pair: SmoothingPair, sample: InputSample, weights: Sequence
 
 
 def _factors(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Return factors by the largest magnitudes of inputs and of their weights, as powers of two."""
+    """Return factors by the magnitudes of inputs and the largest of their weights."""
     exponents = alpha * inputs.clamp(min=_LEAST).log2() - (1 - alpha) * weights.clamp(min=_LEAST).log2()
     exponents -= exponents.mean()  # what all inputs have in common changes nothing
-    return torch.exp2(exponents.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).round())
+    return torch.exp2(exponents.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
 
 
 def _error(factors: Tensor, heads: SharingHeads | None, inputs: Tensor, weights: Sequence[Tensor]) -> float:

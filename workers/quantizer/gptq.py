@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.quantizer.code_grid import CodeGrid
-from workers.quantizer.rounding import Rounded, best_grid, joined
+from workers.quantizer.code_descent import descended
+from workers.quantizer.code_grid import CodeGrid, nearest_code
+from workers.quantizer.rounding import Rounded, best_grid, joined, stored_codes
 from workers.quantizer.target import QuantizationTarget
 
 # Columns whose changes reach the later ones together.
@@ -35,10 +36,8 @@ class _Factors(NamedTuple):
 class InputProducts:
     """Sums up x xT of the inputs x of a product, float32 [num_inputs, num_inputs]."""
 
-    def __init__(self, num_inputs: int, upper: Tensor | None = None) -> None:
-        """Begin with nothing, or with the sums `upper`, which are overwritten: what they have below the
-        diagonal is passed over."""
-        self._upper = torch.zeros(num_inputs, num_inputs) if upper is None else upper
+    def __init__(self, num_inputs: int) -> None:
+        self._upper = torch.zeros(num_inputs, num_inputs)
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of some tokens, [num_tokens, num_inputs]."""
@@ -46,10 +45,6 @@ class InputProducts:
         for begin in range(0, wide.shape[1], _SUM_INPUTS):
             block = wide[:, begin : begin + _SUM_INPUTS]
             self._upper[begin : begin + _SUM_INPUTS, begin:].addmm_(block.t(), wide[:, begin:])
-
-    def divided(self, factors: Tensor) -> InputProducts:
-        """Return the sums for inputs that are divided by `factors` [num_inputs]."""
-        return InputProducts(len(factors), self._upper / torch.outer(factors, factors))
 
     @functools.cached_property
     def total(self) -> Tensor:
@@ -59,22 +54,31 @@ class InputProducts:
             return upper.add_(upper.triu(1).t())
 
     @functools.cached_property
+    def damped(self) -> Tensor:
+        """The sums with something on the diagonal, so that inputs that are always zero have some, too."""
+        damped, mean = self.total.clone(), float(self.total.diagonal().double().mean())
+        damped.diagonal().add_(_DAMPING * mean or 1.0)
+        return damped
+
+    @functools.cached_property
     def factors(self) -> _Factors:
         """The factors of these sums: products with the same inputs share them."""
-        diagonal = self.total.diagonal()
-        order = diagonal.argsort(descending=True, stable=True)
-        damped = self.total[order][:, order].double()
-        # Inputs that are always zero need some value, too.
-        damped.diagonal().add_(_DAMPING * float(diagonal.double().mean()) or 1.0)
-        return _Factors(order, _upper_of_inverse(damped).float())
+        order = self.total.diagonal().argsort(descending=True, stable=True)
+        return _Factors(order, _upper_of_inverse(self.damped[order][:, order].double()).float())
+
+    def solved(self, products: Tensor) -> Tensor:
+        """Return the float32 matrix [num_rows, num_inputs] whose products with these sums are `products`."""
+        order, upper = self.factors
+        ordered = products[:, order] @ upper.t() @ upper
+        return torch.empty_like(ordered).index_copy_(1, order, ordered)
 
 
 def gptq_rounded(
     weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
 ) -> Rounded:
     """Round a weight [num_outputs, num_inputs]. Scales are those of the groups before anything is rounded,
-    where large inputs count more. The squares that are returned are of the products with the inputs rather
-    than of the weights."""
+    where large inputs count more; those of 4 bits, and the codes of 4 bits and of FP8, are then chosen again.
+    The squares that are returned are of the products with the inputs rather than of the weights."""
     pieces = torch.split(weight, max(1, _PIECE_BYTES // (4 * weight.shape[1])))
     return joined([_rounded(rows.float(), inputs, target, dtype) for rows in pieces])
 
@@ -83,21 +87,29 @@ def _rounded(
     weight: Tensor, inputs: InputProducts, target: QuantizationTarget, dtype: torch.dtype
 ) -> Rounded:
     (num_outputs, num_inputs), total = weight.shape, inputs.total
-    order, upper = inputs.factors
     num_groups = target.num_groups(num_inputs)
     importance = total.diagonal().view(num_groups, -1)
     grid = best_grid(weight.view(num_outputs, num_groups, -1), target, dtype, importance)
+    codes = _gptq_codes(weight, grid, inputs, target)
+    if target.num_bits == 4 or target.is_float:
+        codes, grid = descended(weight, codes, grid, inputs.damped, target)
+    error = grid.values(codes.view(num_outputs, num_groups, -1)).view(num_outputs, -1).sub_(weight)
+    errors = _of_products(error, total), _of_products(weight, total)
+    return Rounded(stored_codes(codes, target), grid.scales, *errors, grid.zeros)
+
+
+def _gptq_codes(weight: Tensor, grid: CodeGrid, inputs: InputProducts, target: QuantizationTarget) -> Tensor:
+    """Return the codes, float32 [num_outputs, num_inputs]."""
+    order, upper = inputs.factors
+    num_inputs, num_groups = weight.shape[1], grid.scales.shape[1]
     # Columns as rows, whose values lie one after another.
-    left, codes = weight.t()[order].contiguous(), torch.empty(num_inputs, num_outputs)
-    columns = _Columns.of(grid, order, num_inputs // num_groups)
+    left = weight.t()[order].contiguous()
+    codes, columns = torch.empty_like(left), _Columns.of(grid, order, num_inputs // num_groups)
     for begin in range(0, num_inputs, _BLOCK):
         held = slice(begin, min(begin + _BLOCK, num_inputs))
         changes = _round_block(left[held], upper[held, held], columns.part(held), codes[held], target)
         left[held.stop :].addmm_(upper[held, held.stop :].t(), changes, alpha=-1)
-    found = torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
-    error = grid.values(found.view(num_outputs, num_groups, -1)).view(num_outputs, -1).sub_(weight)
-    errors = _of_products(error, total), _of_products(weight, total)
-    return Rounded(found.to(torch.int8), grid.scales, *errors, grid.zeros)
+    return torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
 
 
 class _Columns(NamedTuple):
@@ -125,7 +137,7 @@ def _round_block(
     changes = torch.empty_like(left)
     for column, values in enumerate(left):
         step, zero = columns.steps[column], columns.zeros[column]
-        code = (values / step).round_().add_(zero).clamp_(-target.largest - 1, target.largest)
+        code = nearest_code((values / step).add_(zero), target)
         codes[column] = code
         change = (values - (code - zero) * step) / upper[column, column]
         left[column:].addr_(upper[column, column:], change, alpha=-1)

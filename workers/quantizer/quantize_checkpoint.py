@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvtransfer.common.os_errors import os_reason
+from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import QuantizationError
 from workers.model.model_config import read_json, weight_files
 from workers.model.safetensors_stream import file_header, index_text
 from workers.quantizer.checkpoint_plan import CheckpointPlan, PlannedShard, PlannedTensor, SourceTensors
-from workers.quantizer.compressed_tensors import stored_tensors
+from workers.quantizer.compressed_tensors import stored_tensors, stored_values
 from workers.quantizer.rounding import Rounder
 from workers.quantizer.target import QuantizationTarget
 
@@ -74,13 +76,20 @@ class QuantizationJob:
                 plan = CheckpointPlan.of(source, self.target)
                 record = self._record()
                 self._check_space(plan, record)
-                for shard in plan.shards:
-                    self._write_shard(shard, source, record, rounder, _Done(plan, shard, progress))
+                missing = [shard for shard in plan.shards if not self._is_written(shard, record)]
+                for shard in plan.shards[: plan.shards.index(missing[-1]) + 1] if missing else ():
+                    done = _Done(plan, shard, progress)
+                    if shard in missing:
+                        self._write_shard(shard, source, record, rounder, done)
+                    else:
+                        self._follow_shard(shard, rounder, done)
                 self._write_small_files(config, plan)
                 source_bytes = sum(tensor.num_bytes for tensor in source.tensors)
         except OSError as error:
             reason = os_reason(error, has_path=True)
             raise QuantizationError(f"{self.out}: cannot be written: {reason}") from error
+        except (SafetensorError, PanicError) as error:
+            raise QuantizationError(f"{self.out}: what is written cannot be read: {error}") from error
         errors = {int(layer): error for shard in record.shards.values() for layer, error in shard.items()}
         return QuantizedFolder(dict(sorted(errors.items())), source_bytes, plan.num_bytes)
 
@@ -122,8 +131,6 @@ class QuantizationJob:
         self, shard: PlannedShard, source: SourceTensors, record: _Record, rounder: Rounder, done: _Done
     ) -> None:
         """Write a file under another name until it is whole."""
-        if self._is_written(shard, record):
-            return
         partial = self.out / f".{shard.name}.partial"
         layer_to_error = {}
         with partial.open("wb") as stream:
@@ -136,6 +143,25 @@ class QuantizationJob:
             os.fsync(stream.fileno())
         partial.replace(self.out / shard.name)
         record.add(shard.name, layer_to_error)
+
+    def _follow_shard(self, shard: PlannedShard, rounder: Rounder, done: _Done) -> None:
+        """Have the rounder take over the layers of a file that is written."""
+        with panics_as_errors, safe_open(str(self.out / shard.name), framework="pt", device="cpu") as written:
+            for layer, tensors in shard.layers():
+                if not any(it.is_quantized for it in tensors):
+                    continue
+
+                def values(tensors: Sequence[PlannedTensor] = tensors) -> dict[str, Tensor]:
+                    return {it.source.name: self._written_value(written, it) for it in tensors}
+
+                done.next(f"layer {layer}, which is written")
+                rounder.follow(layer, values)
+
+    def _written_value(self, written: Any, planned: PlannedTensor) -> Tensor:
+        stored: list[Tensor] = [written.get_tensor(it.name) for it in planned.stored]
+        if not planned.is_quantized:
+            return stored[0]
+        return stored_values(stored, self.target).to(stored[1].dtype)
 
     def _write_layer(
         self,

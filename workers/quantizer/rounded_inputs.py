@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from workers.model.decoder import Decoder
-from workers.quantizer.watched_layers import WatchedLinear
+from workers.quantizer.watched_product import WatchedLinear
 
 _LARGEST_CODE = 127.0
 _LEAST_SCALE = 1e-12
@@ -22,4 +22,6 @@ def round_product_inputs(decoder: Decoder) -> None:
     """Have the products of attention and feed-forward round their inputs. Those that do so by themselves
     compute the same as before."""
     for layer in decoder.layers:
-        layer.replace_products(lambda name, product: WatchedLinear(product, round_inputs))
+        layer.replace_products(
+            lambda name, product: WatchedLinear(product, lambda inputs, states: round_inputs(inputs))
+        )

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from workers.model.quantization.nearest_codes import least_error_scales
+from workers.model.quantization.nearest_codes import away_from_zero, least_error_scales
 from workers.quantizer.code_grid import CodeGrid, least_error_grid
 from workers.quantizer.target import QuantizationTarget
 
-# By what the largest magnitude of a group of codes of 4 bits may be divided for a scale.
-_DIVISORS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.5, 9.0, 9.5, 10.0)
+# By what the value of the largest magnitude in a group of codes of 4 bits may be divided for a scale. Mostly
+# it becomes the code -8, of which there is no opposite.
+_DIVISORS = (-7.5, -7.75, -8.0, -8.25, -8.5, -9.0, -9.5, -10.0, 7.0, 7.25, 7.5, 8.0)
 _LEAST_SCALE = 1e-8
 # Of one piece, as 32-bit floats.
 _PIECE_BYTES = 64 << 20
 
 
 class Rounded(NamedTuple):
-    """A weight as `codes` int8 [num_outputs, num_inputs] by the `scales` [num_outputs, num_groups] of its
-    groups, and the sums of the squares of what rounding changed and of the weight. `zeros` int8 [num_outputs,
-    num_groups] are the codes that mean zero; None: 0 does."""
+    """A weight as `codes`, int8 or float8_e4m3fn [num_outputs, num_inputs], by the `scales` [num_outputs,
+    num_groups] of its groups, and the sums of the squares of what rounding changed and of the weight. `zeros`
+    int8 [num_outputs, num_groups] are the codes that mean zero; None: 0 does."""
 
     codes: Tensor
     scales: Tensor
     squared_error: float
     squared_weight: float
     zeros: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Return what the codes mean, float32 [num_outputs, num_inputs]."""
+        grouped = self.codes.float().view(*self.scales.shape, -1)
+        return CodeGrid(self.scales, self.zeros).values(grouped).view(self.codes.shape)
 
 
 class Rounder(Protocol):
@@ -42,6 +49,10 @@ class Rounder(Protocol):
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         """Return what is stored for a tensor of the layer that is not rounded, of its shape and dtype."""
+
+    def follow(self, layer: int, values: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Take over a layer that an earlier run has rounded, in place of `begin_layer`. `values` reads the
+        values of its tensors, by their names in the model."""
 
 
 class NearestRounder:
@@ -60,6 +71,9 @@ class NearestRounder:
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
+
+    def follow(self, layer: int, values: Callable[[], Mapping[str, Tensor]]) -> None:
+        pass
 
 
 def joined(pieces: list[Rounded]) -> Rounded:
@@ -81,13 +95,13 @@ def best_grid(
     `dtype`: of 8 bits those that reach the largest magnitude, of 4 bits those with the least square error,
     each input counting by its `importance` [num_groups, group]."""
     if target.num_bits == 8:
-        return CodeGrid(_scale(grouped.abs().amax(-1) / target.largest, dtype), None)
+        return CodeGrid(stored_scale(grouped.abs().amax(-1) / target.largest, dtype), None)
 
     def stored(scales: Tensor) -> Tensor:
-        return _scale(scales, dtype)
+        return stored_scale(scales, dtype)
 
     if target.is_asymmetric:
-        return least_error_grid(grouped, target.largest, stored, importance)
+        return least_error_grid(grouped, target, stored, importance)
     scales = least_error_scales(grouped, target.largest, _DIVISORS, stored, importance)
     return CodeGrid(scales.to(dtype), None)
 
@@ -96,9 +110,9 @@ def _nearest(weight: Tensor, target: QuantizationTarget, dtype: torch.dtype) -> 
     num_outputs, num_inputs = weight.shape
     grouped = weight.view(num_outputs, target.num_groups(num_inputs), -1)
     grid = best_grid(grouped, target, dtype)
-    codes = grid.nearest(grouped, target.largest)
+    codes = grid.nearest(grouped, target)
     error = grid.values(codes) - grouped
-    found = codes.to(torch.int8).view(num_outputs, num_inputs)
+    found = stored_codes(codes.view(num_outputs, num_inputs), target)
     return Rounded(found, grid.scales, squared(error), squared(weight), grid.zeros)
 
 
@@ -107,8 +121,13 @@ def squared(values: Tensor) -> float:
     return float(values.double().square().sum())
 
 
-def _scale(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the dtype in which they are stored, before codes are taken by them. They stay above
+def stored_codes(codes: Tensor, target: QuantizationTarget) -> Tensor:
+    """Return codes in the dtype in which they are stored."""
+    return codes.to(torch.float8_e4m3fn if target.is_float else torch.int8)
+
+
+def stored_scale(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to the dtype in which they are stored, before codes are taken by them. They are never
     zero: float16 has numbers below the smallest normal one for them."""
     limits = torch.finfo(dtype)
-    return values.clamp(min=max(_LEAST_SCALE, limits.tiny * limits.eps)).to(dtype)
+    return away_from_zero(values, max(_LEAST_SCALE, limits.tiny * limits.eps)).to(dtype)

@@ -14,15 +14,14 @@ from workers.quantizer.smoothing_pairs import DividedRows, SharingHeads, Smoothi
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerFactors:
     """By the names of tensors: what the inputs of weights are multiplied by, float32 [num_inputs], and what
-    rows are divided by, float32 [num_rows]. All are powers of two, so that the model computes the same bits
-    as before, but for norms with an offset: of these, what is stored is rounded, and inputs make up for it.
+    rows are divided by, float32 [num_rows]. Norms are rounded as they are stored, and inputs make up for it.
     """
 
     columns: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, tuple[DividedRows, Tensor]] = dataclasses.field(default_factory=dict)
 
     def applied(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor with its factors, in float32 where it has columns, else in its dtype."""
+        """Return the tensor with its factors, in float32 where it has some."""
         if (divided := self.rows.get(name)) is not None:
             tensor = _divided(tensor, *divided)
         columns = self.columns.get(name)
@@ -30,16 +29,16 @@ class LayerFactors:
 
     @staticmethod
     def of(factored: Sequence[tuple[SmoothingPair, Tensor]], read: Callable[[str], Tensor]) -> LayerFactors:
-        """Apply the factors of each pair of a layer, powers of two; `read` gives its tensors."""
+        """Apply the factors of each pair of a layer; `read` gives its tensors."""
         columns: dict[str, Tensor] = {}
         rows: dict[str, tuple[DividedRows, Tensor]] = {}
         for pair, factors in factored:
             rows |= {divided.name: (divided, factors) for divided in pair.divided}
-            norm, of_columns = pair.divided[0], factors
+            first, of_columns = pair.divided[0], factors
             if pair.heads is not None:
                 of_columns = of_all_heads(factors, pair.heads)
-            elif norm.offset:
-                of_columns = _made_up(read(norm.name), norm, factors)
+            elif (stored := read(first.name)).dim() == 1:
+                of_columns = _made_up(stored, first, factors)
             columns |= dict.fromkeys(pair.weights, of_columns)
         return LayerFactors(columns, rows)
 
@@ -51,15 +50,15 @@ def of_all_heads(factors: Tensor, heads: SharingHeads) -> Tensor:
 
 
 def _divided(tensor: Tensor, divided: DividedRows, factors: Tensor) -> Tensor:
-    """Divide the rows of a tensor, in float32, and round to its dtype."""
+    """Divide the rows of a tensor, in float32."""
     wide = tensor.to(torch.float32, copy=True)
     rows = wide[divided.rows]
     rows.add_(divided.offset).div_(factors.view(-1, *[1] * (tensor.dim() - 1))).sub_(divided.offset)
-    return wide.to(tensor.dtype)
+    return wide
 
 
 def _made_up(stored: Tensor, norm: DividedRows, factors: Tensor) -> Tensor:
     """Return what inputs are multiplied by where the divided norm is rounded as it is stored."""
-    now = _divided(stored, norm, factors).float() + norm.offset
+    now = _divided(stored, norm, factors).to(stored.dtype).float() + norm.offset
     was = stored.float() + norm.offset
     return torch.where(now == 0, factors, was / now)

@@ -8,11 +8,19 @@ from typing import Any, Literal
 
 from workers.errors import QuantizationError
 
-TargetName = Literal["int8", "w8a8", "int4"]
-TARGETS: tuple[TargetName, ...] = ("int8", "w8a8", "int4")
+TargetName = Literal["int8", "w8a8", "int4", "fp8"]
+TARGETS: tuple[TargetName, ...] = ("int8", "w8a8", "int4", "fp8")
 
 _INT4_GROUP = 32
 _GROUP_STEP = 8
+_LARGEST_FP8 = 448
+# The formats of compressed-tensors.
+_FORMATS: dict[TargetName, str] = {
+    "int8": "pack-quantized",
+    "w8a8": "int-quantized",
+    "int4": "pack-quantized",
+    "fp8": "float-quantized",
+}
 # Of the specification that the folders follow.
 _VERSION = "0.12.0"
 
@@ -34,8 +42,8 @@ class QuantizationTarget:
         """Return the target of this name; `group` None: that which is usual. Raises `QuantizationError`."""
         if name not in TARGETS:
             raise QuantizationError(f"{name!r} is none of {', '.join(TARGETS)}")
-        if group is not None and name == "w8a8":
-            raise QuantizationError("w8a8 has one scale for each output; leave the group out")
+        if group is not None and name in ("w8a8", "fp8"):
+            raise QuantizationError(f"{name} has one scale for each output; leave the group out")
         if group is not None and (group < _GROUP_STEP or group % _GROUP_STEP):
             raise QuantizationError(f"a group of {group} inputs is no multiple of {_GROUP_STEP}")
         if is_asymmetric and name != "int4":
@@ -44,17 +52,24 @@ class QuantizationTarget:
             return QuantizationTarget("int4", 4, group or _INT4_GROUP, is_asymmetric=is_asymmetric)
         if name == "int8":
             return QuantizationTarget("int8", 8, group or 0)
+        if name == "fp8":
+            return QuantizationTarget("fp8", 8, 0)
         return QuantizationTarget("w8a8", 8, 0, quantizes_inputs=True)
 
     @property
     def is_packed(self) -> bool:
         """Whether codes lie several in a number of 32 bits."""
-        return not self.quantizes_inputs
+        return _FORMATS[self.name] == "pack-quantized"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are numbers of float8 (e4m3)."""
+        return self.name == "fp8"
 
     @property
     def largest(self) -> int:
-        """The largest code; the smallest is `-largest - 1`."""
-        return (1 << self.num_bits - 1) - 1
+        """The value of the largest code; the smallest of integers is `-largest - 1`."""
+        return _LARGEST_FP8 if self.is_float else (1 << self.num_bits - 1) - 1
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a weight [num_outputs, num_inputs] of this shape has whole groups."""
@@ -67,10 +82,10 @@ class QuantizationTarget:
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """Return the `quantization_config` of a model whose modules of the names `ignored` stay as they
         are."""
-        form = "pack-quantized" if self.is_packed else "int-quantized"
+        form = _FORMATS[self.name]
         weights: dict[str, Any] = {
             "num_bits": self.num_bits,
-            "type": "int",
+            "type": "float" if self.is_float else "int",
             "symmetric": not self.is_asymmetric,
             "strategy": "group" if self.group else "channel",
             "group_size": self.group or None,

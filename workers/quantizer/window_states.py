@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from workers.errors import QuantizationError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
-from workers.model.decoder import Decoder, load_decoder
+from workers.model.decoder import Decoder
 from workers.model.model_config import read_model_config
 from workers.model.sizes import last_stage_limit
-from workers.model.weights import ShardSpec
+from workers.model.weights import ShardSpec, WeightReader
 
 _BLOCK_TOKENS = 64
 Watch = Callable[[Decoder], None]
@@ -47,20 +47,40 @@ class WindowStates:
         stages = [ShardSpec(layer, layer + 1) for layer in range(last)]
         return [*stages, ShardSpec(last, self._config.num_layers)]
 
-    @torch.inference_mode()
-    def advance(self, stage: ShardSpec, watch: Watch = lambda decoder: None) -> Decoder:
-        """Run the next stage, and return it. `watch` is called with it before."""
-        decoder = load_decoder(self._folder, self._dtype, torch.device("cpu"), stage)
-        watch(decoder)
+    def load(self, stage: ShardSpec, replaced: Mapping[str, Tensor] | None = None) -> Decoder:
+        """Load the next stage, with the tensors `replaced` in place of those of their names."""
+        reader = WeightReader(self._folder, self._config, stage, self._dtype, torch.device("cpu"))
+        with reader:
+            reader.replace(replaced or {})
+            decoder = Decoder(self._config, reader, stage)
+            reader.finish()
         if stage.layer_start == 0:
             self._states = [decoder.embed(tokens) for tokens in self._windows]
-        self._states = [self._run(decoder, states) for states in self._states]
         return decoder
 
-    def _run(self, decoder: Decoder, states: Tensor) -> Tensor:
+    def advance(
+        self,
+        stage: ShardSpec,
+        watch: Watch = lambda decoder: None,
+        replaced: Mapping[str, Tensor] | None = None,
+    ) -> Decoder:
+        """Run the next stage, as `load` loads it, and return it. `watch` is called with it before."""
+        decoder = self.load(stage, replaced)
+        watch(decoder)
+        self.pass_on([self.run(decoder, number) for number in range(len(self._windows))])
+        return decoder
+
+    def pass_on(self, states: list[Tensor]) -> None:
+        """Take over what a stage made of the states of all windows."""
+        self._states = states
+
+    @torch.inference_mode()
+    def run(self, decoder: Decoder, number: int) -> Tensor:
+        """Return what the next stage makes of the states of a window, which stay."""
+        states = self._states[number].clone()
         attention, num_blocks = _attention(decoder, len(states))
         step = StepInput.of([SequenceSpan(0, len(states), range(num_blocks))], _BLOCK_TOKENS)
-        return decoder.run_layers(states, attention.plan(step)).clone()
+        return decoder.run_layers(states, attention.plan(step))
 
 
 def _attention(decoder: Decoder, num_tokens: int) -> tuple[AttentionBackend, int]:

@@ -35,7 +35,7 @@ class DeviceRows(NamedTuple):
 
 
 class DeviceBatch:
-    """`tables` [max_slots + 1, max_blocks], `window_tables` of the same shape and `last_tokens` [max_slots +
+    """`tables` [max_slots + 1, max_blocks], `group_tables` of the same shape and `last_tokens` [max_slots +
     1], int32 on the device, follow those of `batch`; the last row of each is for padding. `graph_rows` [4,
     most_rows] are the slots, starts and lengths of the step that a graph computes, and the slots that sample,
     -1 for padding. Their memory is never reallocated."""
@@ -56,7 +56,7 @@ class DeviceBatch:
         # One tensor, so that one kernel changes all of it.
         self._words = torch.zeros(num_words, dtype=torch.int32, device=queue.device)
         every = self._words[: self._num_table_words].view(-1, max_slots + 1, max_blocks)
-        self.tables, *self.window_tables = every.unbind()
+        self.tables, *self.group_tables = every.unbind()
         self.last_tokens = self._words[self._num_table_words :]
         every[:, max_slots] = torch.tensor(scratch_blocks, dtype=torch.int32)[:, None].to(queue.device)
         self.graph_rows = torch.zeros((4, most_rows), dtype=torch.int32, device=queue.device)
@@ -106,7 +106,7 @@ class DeviceBatch:
     def step(self, slots: Tensor, starts: Tensor, lengths: Tensor) -> DeviceStep:
         """Return what attention plans from, for these rows."""
         max_context_tokens = self._batch.tables.shape[1] * self.block_tokens
-        return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens, self.window_tables)
+        return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens, self.group_tables)
 
     def sampled(self, slots: Tensor, tokens: Tensor) -> None:
         """Take `tokens` [num_samples] as the newest of these slots."""

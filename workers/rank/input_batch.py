@@ -81,7 +81,7 @@ class InputBatch:
     row are valid; `positions` [max_slots] is where each slot continues. Block ids from `first_host_id` on
     denote host memory; `in_host` [max_slots] says whether a table has any.
 
-    `window_tables` are those of each group of layers behind the first, of which the blocks within a slot's
+    `group_tables` are those of each group of layers behind the first, of which the blocks within a slot's
     window are valid, and the rest are any that there are. `all_tables` [num_groups, max_slots + 1,
     max_blocks] has them all, and a row more in each."""
 
@@ -95,7 +95,7 @@ class InputBatch:
     ) -> None:
         self.all_tables: Ids = np.zeros((1 + num_windows, max_slots + 1, max_blocks), np.int32)
         self.tables: Ids = self.all_tables[0, :max_slots]
-        self.window_tables: tuple[Ids, ...] = tuple(self.all_tables[1:, :max_slots])
+        self.group_tables: tuple[Ids, ...] = tuple(self.all_tables[1:, :max_slots])
         self.num_blocks: Ids = np.zeros(max_slots, np.int32)
         self.positions: Ids = np.zeros(max_slots, np.int32)
         self.is_started: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
@@ -144,7 +144,7 @@ class InputBatch:
         end = change.first + len(ids)
         if change.group:
             assert end <= self.tables.shape[1], f"slot {change.slot}: {end} blocks in its table"
-            self.window_tables[change.group - 1][change.slot, change.first : end] = ids
+            self.group_tables[change.group - 1][change.slot, change.first : end] = ids
             return
         num_blocks = int(self.num_blocks[change.slot])
         assert change.first <= num_blocks, f"slot {change.slot}: no block {num_blocks} in its table"

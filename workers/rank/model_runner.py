@@ -18,25 +18,28 @@ from torch import Tensor
 from kvtransfer.blocks.device_pool import DevicePool, transfer_bytes
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool, RecordPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup, Shard
+from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup
 from workers.errors import CapacityError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.groups_backend import GroupsAttention
 from workers.model.attention.interface import AttentionBackend, AttentionShape
 from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.quantized_kv import kv_dtype
+from workers.model.attention.split_latents import SplitLatentAttention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, group_limits, kv_groups
+from workers.model.kv_layout import kv_layout, token_parts
+from workers.model.latent_split import LatentSplit
 from workers.model.make_linear import refuse_nondeterministic
 from workers.model.model_config import ModelConfig
 from workers.model.rank_memory import least_kv_tokens
-from workers.model.sizes import kv_heads
+from workers.model.sizes import layer_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.compiled_grammars import CompiledGrammars
@@ -44,6 +47,7 @@ from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import make_queue, take_device
 from workers.rank.expert_reports import ExpertReports
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
+from workers.rank.quantized_records import QuantizedRecords, conversion_bytes
 from workers.rank.rank_model import RankModel
 from workers.rank.runner_settings import AutoKv, CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 from workers.rank.step_runner import BatchLimits, StepRunner
@@ -146,20 +150,22 @@ class ModelRunner:
         self.config = config = decoder.config
         has_groups = capacity.windows is not None or config.state is not None
         self._kv_groups = kv_groups(config) if has_groups else ()
-        self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize)
+        self._form = KvForm.of(capacity.kv_dtype, dtype.itemsize, len(config.kv_cells.parts))
+        self._records = capacity.records
+        self._splits_latents = capacity.latent_kv == "split" and groups.tp > 1
         states = capacity.states or StateCapacity(capacity.max_sequences, groups.pp)
         self._limits = group_limits(
             config, self._kv_groups, self._form, capacity.windows, states, block_tokens
         )
         self._block_dtypes = _block_dtypes(kv_dtype(capacity.kv_dtype, dtype), self._kv_groups)
-        self.layouts = _layouts(config, decoder.shard, block_tokens, self._form, self._kv_groups)
+        self.layouts = self._layouts(decoder.shard)
         self._offload_mode = capacity.offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
         num_host_blocks = capacity.num_offload_tokens // block_tokens
         num_blocks = self._num_blocks(capacity.num_kv_tokens, num_host_blocks, capacity.auto_kv)
         progress("allocating KV memory")
-        sizes = [num_blocks, *self._num_window_blocks(num_blocks)]
+        sizes = [num_blocks, *self._num_group_blocks(num_blocks)]
         made = [
             _allocate(layout, size, self._num_scratch, dtype, device)
             for layout, size, dtype in zip(self.layouts, sizes, self._block_dtypes, strict=True)
@@ -167,6 +173,7 @@ class ModelRunner:
         memory, self.pools = [kv for kv, _ in made], [pool for _, pool in made]
         self.kv, *self.window_kvs = (kv[:size] for kv, size in zip(memory, sizes, strict=True))
         self.host = self._allocate_host(num_host_blocks)
+        self.record_pools = self._make_record_pools()
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
@@ -224,13 +231,15 @@ class ModelRunner:
         if self.host is not None:
             self.host.close()
         del self.kv, self.window_kvs, self.attention, self.steps
-        for pool in self.pools:
+        for pool in dict.fromkeys((*self.record_pools, *self.pools)):
             pool.close()
 
     def _choose_attention(self, memory: Sequence[Tensor], clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over the KV `memory` of each group of layers, with a clock by
         measurement."""
         shape = self._model.decoder.attention_shape
+        if self._splits_latents:
+            return self._split_attention(shape, memory[0], clock)
         if not self._kv_groups:
             return self._backend(shape, memory[0], clock)
         layers = [
@@ -240,6 +249,29 @@ class ModelRunner:
         make = functools.partial(self._backend, clock=clock)
         has_states = self.config.state is not None
         return GroupsAttention(shape, layers, memory, make, has_states=has_states)
+
+    def _split_attention(
+        self, shape: AttentionShape, memory: Tensor, clock: Clock | None
+    ) -> SplitLatentAttention:
+        """Return what computes attention over this rank's part of the tokens of each block of latents."""
+        groups = self._model.groups
+        num_heads = [len(layer_heads(self.config, 0, rank, groups.tp).queries) for rank in range(groups.tp)]
+        split = LatentSplit(self._block_tokens, groups.tp)
+        make = functools.partial(self._backend, clock=clock)
+        return SplitLatentAttention(shape, memory, make, split, num_heads, self._model.unfinished)
+
+    def _layouts(self, shard: ShardSpec) -> list[BlockLayout]:
+        """Return the layout of the blocks of each group of layers; of all layers, if there are no groups."""
+        whole = kv_layout(
+            self.config,
+            range(shard.layer_start, shard.layer_end),
+            shard.tp_rank,
+            shard.tp_size,
+            self._block_tokens,
+            self._form,
+            is_split=self._splits_latents,
+        )
+        return [whole.of_group(group) for group in self._kv_groups] or [whole]
 
     def _backend(self, shape: AttentionShape, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over one KV."""
@@ -287,6 +319,10 @@ class ModelRunner:
     def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
         """Return how many blocks the device has memory for."""
         buffer_bytes = sum(map(transfer_bytes, self.layouts))
+        if (form := self._records) is not None:
+            buffer_bytes += sum(
+                conversion_bytes(layout, form) for layout in self.layouts if not layout.is_state
+            )
         if self._offload_mode != "in_place":
             buffer_bytes += streaming_bytes(self.layouts[0], num_host_blocks)
         groups = self._model.groups
@@ -344,9 +380,17 @@ class ModelRunner:
         del steps, memory
         return meter.profile(num_graphs, buffer_bytes)
 
-    def _num_window_blocks(self, num_blocks: int) -> list[int]:
+    def _num_group_blocks(self, num_blocks: int) -> list[int]:
         """Return the blocks of each group behind the first, which has `num_blocks`."""
         return [limit.most_blocks(num_blocks) for limit in self._limits]
+
+    def _make_record_pools(self) -> list[RecordPool]:
+        """Return the pools as the store has their blocks: states as they are, and KV in the records' form."""
+        form, kvs = self._records, (self.kv, *self.window_kvs)
+        return [
+            pool if form is None or pool.layout.is_state else QuantizedRecords(pool.layout, kv, form)
+            for pool, kv in zip(self.pools, kvs, strict=True)
+        ]
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
@@ -384,23 +428,8 @@ def _compatibility(
         scale_bytes=form.scale_bytes,
         num_kinds=cells.num_kinds,
         groups=groups,
+        token_parts=token_parts(config, block_tokens, form),
     )
-
-
-def _layouts(
-    config: ModelConfig,
-    shard: ShardSpec,
-    block_tokens: int,
-    form: KvForm,
-    groups: Sequence[KvGroup],
-) -> list[BlockLayout]:
-    """Return the layout of the blocks of each group of layers; of all layers, if there are no groups."""
-    cells = config.kv_cells
-    part = kv_heads(cells.num_cells, shard.tp_rank, shard.tp_size)
-    held = Shard(shard.layer_start, min(shard.layer_end, cells.num_layers), part.start, part.stop)
-    sizes = form.item_bytes, form.scale_bytes, cells.num_kinds
-    whole = BlockLayout(held, cells.width, block_tokens, *sizes)
-    return [whole.of_group(group) for group in groups] or [whole]
 
 
 def _block_dtypes(dtype: torch.dtype, groups: Sequence[KvGroup]) -> list[torch.dtype]:
@@ -436,7 +465,10 @@ def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: tor
 
 
 def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of blocks as a tensor, in which latents have one head of all tokens that are here."""
     shard = layout.shard
     width = layout.head_bytes // (layout.block_tokens * layout.item_bytes)
-    sizes = layout.num_layers(shard), layout.num_kinds, shard.num_heads, layout.block_tokens, width
-    return (num_blocks, *sizes)
+    heads = shard.num_heads, layout.block_tokens
+    if layout.num_kinds == 1 and not layout.is_state:
+        heads = 1, shard.num_heads * layout.block_tokens
+    return num_blocks, layout.num_layers(shard), layout.num_kinds, *heads, width

@@ -59,8 +59,9 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 from workers.model.fingerprint import FingerprintTask
-from workers.model.kv_form import refuse_kv_dtype
+from workers.model.kv_form import ScaledParts, refuse_kv_dtype
 from workers.model.kv_groups import StateCapacity, WindowCapacity
+from workers.model.latent_split import refuse_latent_split
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightForm
@@ -249,6 +250,8 @@ class _Rank:
                 spec.num_offload_tokens,
                 auto_kv=auto,
                 kv_dtype=spec.kv_dtype,
+                records=_record_form(spec),
+                latent_kv=spec.latent_kv,
                 windows=windows if spec.frees_windows else None,
                 states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
             ),
@@ -272,7 +275,7 @@ class _Rank:
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pools, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
+            runner.record_pools, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker, compiler)
 
@@ -394,6 +397,16 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     refuse_split(config, spec.tp, spec.ep)
     refuse_stages(config, spec.pp)
     refuse_kv_dtype(config, spec.kv_dtype)
+    refuse_latent_split(
+        config,
+        spec.latent_kv,
+        (spec.device,),
+        tp=spec.tp,
+        block_tokens=spec.block_tokens,
+        kv_dtype=spec.kv_dtype,
+        num_offload_tokens=spec.num_offload_tokens,
+        is_deterministic=spec.deterministic,
+    )
     refuse_expert_offload(
         config, spec.expert_offload, (spec.device,), tp=spec.tp, is_deterministic=spec.deterministic
     )
@@ -407,6 +420,11 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
+
+
+def _record_form(spec: RankSpec) -> ScaledParts | None:
+    config = read_model_config(Path(spec.model_dir))
+    return ScaledParts.in_store(config, spec.store_kv_dtype, spec.kv_dtype)
 
 
 def _ready(

@@ -11,6 +11,7 @@ import torch
 from workers.errors import WorkerError
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
+from workers.model.kv_form import ScaledParts
 from workers.model.kv_groups import StateCapacity, WindowCapacity
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.weights import ShardSpec
@@ -78,7 +79,8 @@ class RankCapacity(NamedTuple):
     mode "auto" the warm-up measures which way to read them is faster, if attention has both. With `auto_kv`
     the device's are at most `num_kv_tokens`, and as many as all ranks have memory for. With `windows`, layers
     with a window have KV apart, of as many blocks as these need. Layers with a recurrent state always have
-    blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`.
+    blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`, and
+    `records` the form of KV in the store (None: that of the device). `latent_kv` is `engine.latent_kv`.
     """
 
     block_tokens: int
@@ -90,6 +92,8 @@ class RankCapacity(NamedTuple):
     windows: WindowCapacity | None = None
     states: StateCapacity | None = None
     kv_dtype: str = "auto"
+    records: ScaledParts | None = None
+    latent_kv: str = "replicated"
 
 
 class RankPlace(NamedTuple):

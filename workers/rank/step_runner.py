@@ -90,7 +90,7 @@ class StepRunner:
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
         self._reader = PromptReader(model, self._containment, self.queue, self.progress, self._step_faults)
         num_blocks = len(kv) if queue is None else len(kv) - 1
-        max_slots, block_tokens = limits.max_slots, kv.shape[4]
+        max_slots, block_tokens = limits.max_slots, attention.block_tokens
         table_blocks = -(-limits.max_context_tokens // block_tokens)
         self.batch = InputBatch(max_slots, table_blocks, block_tokens, num_blocks, len(attention.kvs) - 1)
         vocab_size, end_ids = decoder.config.vocab_size, decoder.config.eos_token_ids
@@ -272,7 +272,7 @@ class StepRunner:
         device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.num_inputs)
-        self._unfinished.begin(rows.num_tokens, len(rows.sampling), embeds=False)
+        self._begin(rows, embeds=False)
         staged = self.steps.stage(plan, rows)
         hidden = torch.zeros(shape, dtype=self._attention.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, staged.rows), most_layers)
@@ -285,12 +285,17 @@ class StepRunner:
             self.steps.draw(SamplingPart(rows, last, logits), logits, None)
         self.queue.event().synchronize()
 
+    def _begin(self, rows: PlannedRows, *, embeds: bool = True) -> None:
+        """Begin to count the collectives of a computation."""
+        exchanges = self._attention.exchanges(rows.starts, rows.lengths)
+        self._unfinished.begin(rows.num_tokens, len(rows.sampling), embeds=embeds, attention=exchanges)
+
     def _plan(self, rows: PlannedRows, device_rows: DeviceRows | None) -> AttentionPlan:
         has_host = self._host is not None and self.batch.in_host[rows.slots].any()
         return self._attention.plan(
             StepInput(
                 tables=self.batch.tables,
-                window_tables=self.batch.window_tables,
+                group_tables=self.batch.group_tables,
                 slots=rows.slots,
                 starts=rows.starts,
                 lengths=rows.lengths,
@@ -340,7 +345,7 @@ class StepRunner:
 
     def _attempt(self, part: StepPart) -> tuple[Tensor, SamplingPart] | None:
         """Compute a part. Returns None if that failed here or at another rank."""
-        self._unfinished.begin(part.rows.num_tokens, len(part.rows.sampling))
+        self._begin(part.rows)
         self._step_faults.begin(part.rows)
         computed = self._containment.attempt(lambda: self._compute(part))
         if computed is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 from workers.store_connector.tier_view import TierView
 
 
 class BlockMarks:
     """The marks of `kvtransfer.kv_events`, of what is on the device and, with a `view`, in the store."""
 
-    def __init__(self, pools: Sequence[WindowPool], block_tokens: int, view: TierView | None = None) -> None:
+    def __init__(self, pools: Sequence[GroupPool], block_tokens: int, view: TierView | None = None) -> None:
         """Take the blocks of each group of layers with a window or states; none: nothing is ever marked."""
         self._pools = pools
         self._view = view

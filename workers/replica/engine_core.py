@@ -75,8 +75,8 @@ from workers.replica.requests import Requests
 from workers.replica.step_loop import StepLoop
 from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.window_pool import WindowPool
 from workers.store_connector.connector import StoreConnector, reaches_store
 from workers.store_connector.engine_parts import EngineParts
 
@@ -108,8 +108,8 @@ class EngineCore:
         self._pump_scheduled = False
         self._death = ""
         self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
-        self.window_pools = _window_pools(first)
-        self.scheduler = _scheduler(engine, shape, self.pool, self.window_pools, first, has_store)
+        self.group_pools = _group_pools(first, self.pool)
+        self.scheduler = _scheduler(engine, shape, self.pool, self.group_pools, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)
         self.table = RequestTable(self._gateways, self)
@@ -124,7 +124,7 @@ class EngineCore:
             control=self,
         )
         self.kv_sender = KvSender(
-            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), _has_states(self.window_pools)),
+            sends=SendTable(spec.transfer, engine.block_tokens, len(ready), _has_states(self.group_pools)),
             scheduler=self.scheduler,
             requests=self.table,
             peers=self.peers,
@@ -133,9 +133,10 @@ class EngineCore:
             clock=clock,
             faults=faults,
         )
+        has_copies = first.compatibility.is_given_on and shape.parallel.tp > 1 and engine.latent_kv != "split"
         self.kv_receiver = KvReceiver(
             landings=LandingTable(
-                spec.transfer, self.pool, engine.block_tokens, len(ready), self.window_pools
+                spec.transfer, self.pool, engine.block_tokens, len(ready), self.group_pools
             ),
             block_tokens=engine.block_tokens,
             vocab_size=first.vocab_size,
@@ -145,7 +146,7 @@ class EngineCore:
             ranks=group,
             clock=clock,
             faults=faults,
-            sharing=self.steps if first.compatibility.is_given_on and shape.parallel.tp > 1 else None,
+            sharing=self.steps if has_copies else None,
         )
         self.migration = MigrationManager(
             identity=spec.identity,
@@ -168,7 +169,7 @@ class EngineCore:
             clock=clock,
             vocab_size=first.vocab_size,
         )
-        self.connector = self._store_connector(spec, trust, ready) if has_store else None
+        self.connector = self._store_connector(spec, shape, trust, ready) if has_store else None
         self.reports = ReplicaReports(
             identity=spec.identity,
             pool=self.pool,
@@ -181,7 +182,9 @@ class EngineCore:
         )
         self._server = LinkServer(trust, self._serve_gateway, self._serve_peer, _longest_frame(engine, first))
 
-    def _store_connector(self, spec: ReplicaSpec, trust: Trust, ready: Sequence[RankReady]) -> StoreConnector:
+    def _store_connector(
+        self, spec: ReplicaSpec, shape: Shape, trust: Trust, ready: Sequence[RankReady]
+    ) -> StoreConnector:
         return StoreConnector(
             name=spec.store or "",
             trust=trust,
@@ -196,16 +199,17 @@ class EngineCore:
                 *self._pools_by_kind(),
             ),
             clock=self._clock,
+            records=shape.records,
         )
 
-    def _pools_by_kind(self) -> tuple[list[WindowPool], list[WindowPool]]:
+    def _pools_by_kind(self) -> tuple[list[GroupPool], list[GroupPool]]:
         """Return the blocks of the groups of layers with a window, and of those with states, which follow
         them."""
-        pools = list(zip(self.compatibility.groups[1:], self.window_pools, strict=True))
+        pools = list(zip(self.compatibility.groups[1:], self.group_pools, strict=True))
         states = [pool for group, pool in pools if group.state_size]
         num_windows = len(pools) - len(states)
-        assert states == self.window_pools[num_windows:], "states come last"
-        return self.window_pools[:num_windows], states
+        assert states == self.group_pools[num_windows:], "states come last"
+        return self.group_pools[:num_windows], states
 
     # ------------------------------------------------------------------------------- start and stop
 
@@ -379,7 +383,7 @@ class EngineCore:
             self.connector.purge(order.sharing_group)
         num_requests = self.scheduler.life.keep_private(order.sharing_group)
         num_blocks, num_held = self.pool.purge(order.sharing_group)
-        for pool in self.window_pools:
+        for pool in self.group_pools:
             pool.purge(order.sharing_group)
         num_landings = self.kv_receiver.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
@@ -546,13 +550,13 @@ def _longest_frame(engine: EngineConfig, first: RankReady) -> int:
     return longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
 
 
-def _window_pools(first: RankReady) -> list[WindowPool]:
+def _group_pools(first: RankReady, kv: BlockPool) -> list[GroupPool]:
     """Return the pools of the groups of layers behind the first."""
     sizes = zip(first.compatibility.groups[1:], first.num_window_blocks, strict=True)
-    return [WindowPool(group.window, size, has_states=group.state_size > 0) for group, size in sizes]
+    return [GroupPool(group.window, size, has_states=group.state_size > 0, kv=kv) for group, size in sizes]
 
 
-def _has_states(pools: Sequence[WindowPool]) -> list[bool]:
+def _has_states(pools: Sequence[GroupPool]) -> list[bool]:
     return [pool.has_states for pool in pools]
 
 
@@ -560,7 +564,7 @@ def _scheduler(
     engine: EngineConfig,
     shape: Shape,
     pool: BlockPool,
-    windows: Sequence[WindowPool],
+    group_pools: Sequence[GroupPool],
     first: RankReady,
     has_store: bool,
 ) -> Scheduler:
@@ -573,5 +577,5 @@ def _scheduler(
         attention_ratio=shape.attention_ratio,
         has_store=has_store,
         num_offload_blocks=first.num_offload_blocks,
-        windows=windows,
+        group_pools=group_pools,
     )

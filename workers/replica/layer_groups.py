@@ -7,14 +7,14 @@ from typing import Any
 
 from kvtransfer.messages import CompatibilityRecord, KvGroup
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 
 class LayerGroups:
     """The groups of a replica's layers, with their blocks."""
 
     def __init__(
-        self, compatibility: CompatibilityRecord, pool: BlockPool, windows: Sequence[WindowPool]
+        self, compatibility: CompatibilityRecord, pool: BlockPool, group_pools: Sequence[GroupPool]
     ) -> None:
         groups = compatibility.groups
         sizes = compatibility.group_bytes or (compatibility.token_bytes,)
@@ -30,8 +30,8 @@ class LayerGroups:
             for name, size, is_state, window in zip(names, sizes, states, reaches, strict=True)
             if is_state or window
         }
-        self._pools: dict[str, BlockPool | WindowPool] = {names[0]: pool}
-        self._pools |= dict(zip(names[1:], windows, strict=True))
+        self._pools: dict[str, BlockPool | GroupPool] = {names[0]: pool}
+        self._pools |= dict(zip(names[1:], group_pools, strict=True))
 
     def statistics(self) -> dict[str, Any]:
         """Return the fields of `ReplicaStats` that are by groups."""

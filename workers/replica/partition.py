@@ -19,6 +19,7 @@ from workers.errors import CheckpointError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.gguf.gguf_checkpoint import checkpoint_of
 from workers.model.ignored_keys import ignored_keys
+from workers.model.kv_form import KvForm, ScaledParts
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.quantization.form_on_device import form_on_device
 from workers.model.rank_memory import RankShape
@@ -59,6 +60,8 @@ class ReplicaSpec:
     host: str = "127.0.0.1"
     # The socket of the node's store (None: there is none).
     store: str | None = None
+    # As in `RankSpec`.
+    store_kv_dtype: str = "auto"
     faults: Sequence[FaultRule] = ()
     pace: StepPace | None = None
     # As in `RankSpec`.
@@ -116,9 +119,18 @@ class Shape:
                 kv_dtype=engine.kv_dtype,
                 weight_dtype=spec.weight_dtype,
                 state_snapshots=engine.num_state_snapshots,
+                store_kv_dtype=spec.store_kv_dtype if spec.store else "auto",
+                latent_kv=engine.latent_kv,
             )
             for rank in range(parallel.num_ranks)
         ]
+
+    @property
+    def records(self) -> KvForm | None:
+        """The form of KV in the store; None: that of the device."""
+        engine, config = self._spec.engine, read_model_config(Path(self._model_dir))
+        form = ScaledParts.in_store(config, self._spec.store_kv_dtype, engine.kv_dtype)
+        return None if form is None else form.record_form
 
     @property
     def work(self) -> ModelWork:

@@ -42,10 +42,10 @@ class ReplicaReports:
         self._kv_sender, self._kv_receiver, self._migration = hand_overs
         self._peers = peers
         self._connector = connector
-        windows = scheduler.life.tables.windows.pools
+        group_pools = scheduler.life.tables.groups.pools
         view = None if connector is None else connector.view
-        self._layer_groups = LayerGroups(ready[0].compatibility, pool, windows) if ready else None
-        self._marks = BlockMarks(windows, pool.block_tokens, view)
+        self._layer_groups = LayerGroups(ready[0].compatibility, pool, group_pools) if ready else None
+        self._marks = BlockMarks(group_pools, pool.block_tokens, view)
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
@@ -142,6 +142,7 @@ class ReplicaReports:
             "num_snapshot_hits": counts.num_hits,
             "num_snapshot_misses": counts.num_misses,
             "num_recomputed_tokens": counts.num_recomputed_tokens,
+            "num_evicted_snapshot_tokens": counts.num_evicted_tokens,
             **(self._layer_groups.statistics() if self._layer_groups else {}),
         }
 
@@ -165,10 +166,10 @@ class ReplicaReports:
     def _num_leaked_blocks(self) -> int:
         """References that nobody has, to blocks of every group of layers."""
         life = self._scheduler.life
-        windows = sum(pool.num_references for pool in life.tables.windows.pools)
-        num_known = life.num_window_references + sum(self._num_other_window_references)
+        of_groups = sum(pool.num_references for pool in life.tables.groups.pools)
+        num_known = life.num_group_references + sum(self._num_other_group_references)
         leaked = self._pool.num_references - life.num_references - self._num_other_references
-        return leaked + windows - num_known
+        return leaked + of_groups - num_known
 
     @property
     def _num_other_references(self) -> int:
@@ -178,17 +179,17 @@ class ReplicaReports:
         )
 
     @property
-    def _num_other_window_references(self) -> tuple[int, ...]:
+    def _num_other_group_references(self) -> tuple[int, ...]:
         """The same in each group with a window."""
-        of_landings = self._kv_receiver.landings.num_window_references
+        of_landings = self._kv_receiver.landings.num_group_references
         if self._connector is None:
             return of_landings
-        of_copies = self._connector.num_window_references
+        of_copies = self._connector.num_group_references
         return tuple(sum(both) for both in zip(of_landings, of_copies, strict=True))
 
     def check_when_idle(self) -> None:
         """Assert every invariant of pool, sequences and landings, once after each time of work."""
         if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
             self._num_steps_checked = self._steps.num_steps
-            self._scheduler.check(self._num_other_references, self._num_other_window_references)
+            self._scheduler.check(self._num_other_references, self._num_other_group_references)
             self._kv_receiver.landings.check()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, ShareClaim
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored
@@ -62,6 +62,7 @@ class BlockPool:
         self._tick = 0
         self._stored: dict[bytes, None] = {}  # net changes since `take_events`, in order
         self._removed: dict[bytes, None] = {}
+        self._followers: list[Callable[[bytes], None]] = []
 
     # ------------------------------------------------------------------------------------------ counts
 
@@ -290,6 +291,10 @@ class BlockPool:
             self._block_to_private_key[block_id] = key
         return self._private_key_to_block.get(key) == block_id
 
+    def follow(self, follower: Callable[[bytes], None]) -> None:
+        """Call the follower with each key that is taken out of the prefix index."""
+        self._followers.append(follower)
+
     def find(self, key: bytes) -> int | None:
         """Return the block that holds the KV of this key, registered or remembered; takes no reference."""
         block_id = self._key_to_block.get(key)
@@ -344,6 +349,8 @@ class BlockPool:
             self._unregister(key)
 
     def _unregister(self, key: bytes) -> None:
+        for follow in self._followers:
+            follow(key)
         block_id = self._key_to_block.pop(key)
         parent_key = self._key_to_parent.pop(key)
         self._keys[block_id] = None

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from kvtransfer.blocks.windows import Prefix, match_prefix
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.blocks.group_prefix import Prefix, match_prefix
+from kvtransfer.messages import BlockSpan
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.copied_blocks import CopiedBlocks
+from workers.scheduler.group_pool import GroupPool
+from workers.scheduler.group_tables import GroupTables
 from workers.scheduler.host_blocks import HostBlocks
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_counts import SnapshotCounts
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.step import FinishedBlock, StepBatch
-from workers.scheduler.window_pool import WindowPool
-from workers.scheduler.window_tables import WindowTables
 
 
 class BlockDemand(NamedTuple):
@@ -25,12 +25,12 @@ class BlockDemand(NamedTuple):
     cached: list[int]
     num_new: int
     num_idle: int
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 class BlockTables:
     """Fills, shares, copies and gives back the block tables of sequences: those of layers without a window,
-    and those of `windows`.
+    and those of the groups behind the first.
 
     A block that an unreported plan still reads (the source of a copy) is retired: it keeps its reference
     until that plan is settled. Full blocks may lie in the ranks' host memory: their ids are `host`'s.
@@ -41,10 +41,10 @@ class BlockTables:
         pool: BlockPool,
         snapshots: SnapshotPolicy,
         num_offload_blocks: int = 0,
-        windows: Seq[WindowPool] = (),
+        group_pools: Seq[GroupPool] = (),
     ) -> None:
         self.pool = pool
-        self.windows = WindowTables(windows, pool.block_tokens, snapshots)
+        self.groups = GroupTables(group_pools, pool.block_tokens, snapshots)
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
         self._copied = CopiedBlocks(pool)
@@ -84,11 +84,13 @@ class BlockTables:
         self.pool.acquire(demand.cached)
         num_cached = len(demand.cached)
         if demand.windows:
-            self.windows.acquire(demand.windows)
-            self.windows.give(sequence, demand.windows)
-            self.windows.begin_prompt(sequence, len(self.pool.match(self._reusable_keys(sequence))))
-            counted = (num_blocks * self._block_tokens for num_blocks in (sequence.known_border, num_cached))
-            self.snapshot_counts.add(*counted)
+            self.groups.acquire(demand.windows)
+            self.groups.give(sequence, demand.windows)
+            keys = self._reusable_keys(sequence)
+            self.groups.begin_prompt(sequence, num_cached, len(self.pool.match(keys)))
+            evicted = self.groups.evicted_border(keys[: sequence.known_border], num_cached)
+            borders = sequence.known_border, num_cached, evicted
+            self.snapshot_counts.add(*(border * self._block_tokens for border in borders))
             self._offer_state(sequence, num_cached)
         sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
@@ -101,8 +103,8 @@ class BlockTables:
 
     def make_writable(self, batch: StepBatch, sequence: Sequence, end: int) -> None:
         """Give a sequence private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at
-        hand, and windows have blocks up to there (`WindowTables.fitting_end`)."""
-        self.windows.make_writable(batch, sequence, end)
+        hand, and windows have blocks up to there (`GroupTables.fitting_end`)."""
+        self.groups.make_writable(batch, sequence, end)
         group = sequence.sharing_group
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
@@ -134,7 +136,7 @@ class BlockTables:
         fork.num_offloaded = len(offloaded)
         leader.num_writable = fork.num_writable = 0
         fork.num_registered_blocks = min(leader.num_registered_blocks, num_tokens // self._block_tokens)
-        self.windows.share(leader, fork)
+        self.groups.share(leader, fork)
 
     def covering(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """Return the blocks of the sequence's first `num_tokens` tokens."""
@@ -144,8 +146,8 @@ class BlockTables:
         """Make the sequence's full blocks findable, as far as their KV is in the pool, unless they are
         private; and release what has fallen behind its windows."""
         self._register(sequence)
-        if sequence.windows:
-            self.windows.slide(sequence)
+        if sequence.group_tables:
+            self.groups.slide(sequence)
 
     def _register(self, sequence: Sequence) -> None:
         num_full = sequence.num_settled // self._block_tokens
@@ -155,7 +157,7 @@ class BlockTables:
             return
         group = submission.facts.sharing_group
         keys = sequence.block_keys(num_full, self._block_tokens)
-        is_snapshot = self.windows.register(sequence, keys, group)
+        is_snapshot = self.groups.register(sequence, keys, group)
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
             if self.host.holds(block_id):
@@ -165,7 +167,7 @@ class BlockTables:
             # Behind a block that was moved out none can be reached; the store gets it all the same.
             is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
             has_state = is_snapshot and index == num_full - 1
-            if (is_new or has_state) and self.has_store and self.windows.hold(sequence, index):
+            if (is_new or has_state) and self.has_store and self.groups.hold(sequence, index):
                 self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group, has_state))
         sequence.num_registered_blocks = num_full
 
@@ -209,13 +211,13 @@ class BlockTables:
         sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._copied.give_back(on_device)
-        self._offer_state(sequence, self.windows.give_back(sequence))
+        self._offer_state(sequence, self.groups.give_back(sequence))
 
     def _offer_state(self, sequence: Sequence, border: int) -> None:
         """Let the store have the state behind so many blocks, if there is one: a sequence has begun there, or
         may."""
         is_private = sequence.request.submission.facts.is_private
-        if self.has_store and border and self.windows.have_states and not is_private:
+        if self.has_store and border and self.groups.have_states and not is_private:
             keys = sequence.block_keys(border, self._block_tokens)
             parent_key = keys[-2] if border > 1 else ROOT
             self._finished.append(
@@ -224,12 +226,12 @@ class BlockTables:
 
     def settle(self, step: int) -> None:
         """Release the blocks that only plans up to `step`, which are reported, still read."""
-        self.windows.settle(step)
+        self.groups.settle(step)
         self._copied.settle(step)
 
     def _match(self, sequence: Sequence) -> Prefix:
         keys = self._reusable_keys(sequence)
-        return match_prefix(self.pool, self.windows.pools, keys, self._block_tokens)
+        return match_prefix(self.pool, self.groups.pools, keys, self._block_tokens)
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         # A leader with forks computes the prompt only; every sequence computes at least its last token.

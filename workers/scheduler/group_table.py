@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 
 
 class GroupTable(ABC):
     """Blocks by the index that they have among the sequence's blocks. What ranks know of the table are the
     blocks that `unsent` has returned, and that were not changed since."""
 
-    __slots__ = ("_unsent", "num_registered")
+    __slots__ = ("_unsent", "kept_border", "num_registered")
 
     def __init__(self) -> None:
         # Below this index all blocks were made findable, or cannot be.
         self.num_registered = 0
+        # The last border at which a state is kept for others: without the next one, a prompt begins there.
+        self.kept_border = 0
         self._unsent: set[int] = set()
 
     @property
@@ -62,7 +64,7 @@ class GroupTable(ABC):
         findable."""
 
     @abstractmethod
-    def passed_on(self, num_tokens: int) -> WindowBlocks:
+    def passed_on(self, num_tokens: int) -> BlockSpan:
         """Return what another replica gets of the table, to continue behind `num_tokens` tokens."""
 
     @abstractmethod

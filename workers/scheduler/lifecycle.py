@@ -17,10 +17,10 @@ from workers.messages.link import RequestFailed, RequestKey, Submission
 from workers.messages.rank_channel import STATE_LOST, FailedEntry
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
 from workers.scheduler.snapshot_policy import SnapshotPolicy
-from workers.scheduler.window_pool import WindowPool
 
 # Whoever loses so many states is suspected of being the cause.
 _MOST_LOST_STATES = 2
@@ -49,9 +49,9 @@ class Lifecycle:
         max_sequences: int,
         snapshots: SnapshotPolicy,
         num_offload_blocks: int = 0,
-        windows: Seq[WindowPool] = (),
+        group_pools: Seq[GroupPool] = (),
     ) -> None:
-        self.tables = BlockTables(pool, snapshots, num_offload_blocks, windows)
+        self.tables = BlockTables(pool, snapshots, num_offload_blocks, group_pools)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # The suspects among `requests`, which run alone until they are cleared (`Isolation`).
@@ -345,20 +345,20 @@ class Lifecycle:
         return num_held + self.tables.num_retired_references
 
     @property
-    def num_window_references(self) -> int:
+    def num_group_references(self) -> int:
         """The number of references of all sequences to blocks of groups with a window."""
-        num_held = sum(len(table.block_ids) for it in self._sequences() for table in it.windows)
-        return num_held + sum(self.tables.windows.num_retired_references)
+        num_held = sum(len(table.block_ids) for it in self._sequences() for table in it.group_tables)
+        return num_held + sum(self.tables.groups.num_retired_references)
 
     def _sequences(self) -> set[Sequence]:
         here = {sequence for request in self.requests.values() for sequence in request.sequences}
         return here.union(self.leaving)
 
-    def check(self, num_other_references: int, num_other_window_references: Seq[int] = ()) -> None:
+    def check(self, num_other_references: int, num_other_group_references: Seq[int] = ()) -> None:
         """Assert that pools, sequences and slots agree, and that nobody but sequences and the holders of
         `num_other_references`, and of as many in each group with a window, references a block."""
         self._pool.check()
-        self.tables.windows.check(self._sequences(), num_other_window_references)
+        self.tables.groups.check(self._sequences(), num_other_group_references)
         num_held = self.num_references
         assert self._pool.num_references == num_held + num_other_references, (
             f"{self._pool.num_references} references in the pool, {num_held} of sequences, "
@@ -382,7 +382,7 @@ class Lifecycle:
             assert not sequence.block_ids
             assert sequence.slot < 0
         if not self.requests and not self.leaving:
-            assert self.num_window_references == sum(self.tables.windows.num_retired_references)
+            assert self.num_group_references == sum(self.tables.groups.num_retired_references)
             assert num_held == self.tables.num_retired_references
             assert not self.running
             assert not self.waiting

@@ -109,7 +109,7 @@ class Planner:
         if sequence.slot < 0 and self._life.lacks_slots(sequence):
             return
         end = sequence.num_scheduled + num_tokens
-        if sequence.windows:
+        if sequence.group_tables:
             end = self._window_end(batch, sequence, end)
             num_tokens = end - sequence.num_scheduled
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
@@ -125,7 +125,7 @@ class Planner:
             num_tokens = end - sequence.num_scheduled
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 return
-        if is_short or sequence.windows:
+        if is_short or sequence.group_tables:
             self._life.tables.make_writable(batch, sequence, end)
         sequence.num_writable = self._num_blocks(end) * self._pool.block_tokens
         for sample in starting:
@@ -140,10 +140,10 @@ class Planner:
         """Free blocks of groups with a window for the sequence's next token at least. Return the end, at most
         `end`, up to which there are blocks and a chunk may go; 0 if they will come back anyway or the
         sequence itself was preempted."""
-        windows = self._life.tables.windows
-        end = windows.end_of_chunk(sequence, end)
-        while (fitting := windows.fitting_end(sequence, end)) <= sequence.num_scheduled:
-            comes_back = windows.has_retired() or windows.frees_when_settled(self._life.running)
+        groups = self._life.tables.groups
+        end = groups.end_of_chunk(sequence, end)
+        while (fitting := groups.fitting_end(sequence, end)) <= sequence.num_scheduled:
+            comes_back = groups.has_retired() or groups.frees_when_settled(self._life.running)
             if comes_back or self._life.blocks_come_back(None):
                 return 0
             victim = self._victim(batch, sequence, None)
@@ -366,19 +366,19 @@ class Planner:
                 num_new = num_spare = 0
         if num_new + demand.num_idle + num_spare > self._pool.num_free:
             return False
-        if demand.windows and not self._has_window_blocks(sequence, demand):
+        if demand.windows and not self._has_group_blocks(sequence, demand):
             return False
         if self._life.has_lost_blocks(sequence, len(demand.cached)):
             return False
         tables.fill(sequence, demand, num_new)
         return True
 
-    def _has_window_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
+    def _has_group_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
         """Whether groups with a window have blocks for the first chunk of a waiting sequence, and one for
         each that runs."""
         num_cached = len(demand.cached) * self._pool.block_tokens
         num_tokens = min(sequence.num_tokens - num_cached, self._micro.chunk_tokens(num_cached))
-        return self._life.tables.windows.fit(demand.windows, num_tokens, len(self._life.running))
+        return self._life.tables.groups.fit(demand.windows, num_tokens, len(self._life.running))
 
 
 def _waits_since(sequence: Sequence) -> float:

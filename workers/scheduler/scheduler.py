@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from workers.config import EngineConfig
 from workers.errors import QueueFullError
 from workers.messages.link import (
@@ -28,6 +28,7 @@ from workers.messages.rank_channel import GrammarCompiled, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.engine_limits import EngineLimits
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
@@ -49,7 +50,6 @@ from workers.scheduler.step import (
     end_of,
 )
 from workers.scheduler.waiting_needs import landing_needs, load_needs
-from workers.scheduler.window_pool import WindowPool
 
 # The time to a retry of a request for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
@@ -83,10 +83,10 @@ class Scheduler:
         attention_ratio: float = 0.0,
         has_store: bool = False,
         num_offload_blocks: int = 0,
-        windows: Seq[WindowPool] = (),
+        group_pools: Seq[GroupPool] = (),
         snapshots: SnapshotPolicy | None = None,
     ) -> None:
-        """`windows` are the pools of the groups of layers with a window, in their order. `num_stages` is the
+        """`group_pools` are those of the groups of layers behind the first. `num_stages` is the
         number of pipeline stages; with several, `attention_ratio` shortens later chunks (`MicroBatches`).
         With `has_store`, a waiting sequence is admitted only after its load from the store (`loads_wanted`)
         has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids follow those of the
@@ -105,8 +105,8 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        snapshots = snapshots or SnapshotPolicy.of_replica(pool.block_tokens, config, windows)
-        self.life = Lifecycle(pool, config.max_sequences, snapshots, num_offload_blocks, windows)
+        snapshots = snapshots or SnapshotPolicy.of_replica(pool.block_tokens, config, group_pools)
+        self.life = Lifecycle(pool, config.max_sequences, snapshots, num_offload_blocks, group_pools)
         self.life.has_store = self.life.tables.has_store = has_store
         self.migration = SequenceMigration(self.life)
         self.isolation = Isolation(self.life, num_stages)
@@ -122,13 +122,13 @@ class Scheduler:
         """Whether there is no request and no unreported plan."""
         return not self.life.requests and not self._issued
 
-    def check(self, num_other_references: int = 0, num_other_window_references: Seq[int] = ()) -> None:
+    def check(self, num_other_references: int = 0, num_other_group_references: Seq[int] = ()) -> None:
         """Assert every invariant of pools and sequences. The others are references of landings, to blocks
         and, in each group with a window, to its blocks."""
-        self.life.check(num_other_references, num_other_window_references)
+        self.life.check(num_other_references, num_other_group_references)
         self._planner.check()
         if self.is_idle:
-            assert self.life.num_references == self.life.num_window_references == 0
+            assert self.life.num_references == self.life.num_group_references == 0
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -163,7 +163,7 @@ class Scheduler:
         block_ids: Seq[int],
         num_valid_tokens: int,
         now: float,
-        windows: Seq[WindowBlocks] = (),
+        windows: Seq[BlockSpan] = (),
     ) -> list[TokenDelta]:
         """Add a request that was handed over. `block_ids` cover its prompt, and `windows` what groups with a
         window need behind the valid tokens; their references pass to it.
@@ -185,7 +185,7 @@ class Scheduler:
         ends = [end_of(sequence) for sequence in request.sequences if sequence.finish]
         leader, *forks = sorted(request.sequences, key=lambda sequence: bool(sequence.finish))
         leader.block_ids = list(block_ids)
-        self.life.tables.windows.give(leader, windows)
+        self.life.tables.groups.give(leader, windows)
         leader.forks = [fork for fork in forks if not fork.finish]
         leader.num_scheduled = leader.num_settled = min(num_valid_tokens, leader.num_tokens - 1)
         self.life.tables.settled(leader)
@@ -439,7 +439,7 @@ class Scheduler:
             *entry.sequence.request.key,
             num_computed_tokens=entry.end,
             block_ids=self.life.tables.covering(entry.sequence, entry.end),
-            windows=self.life.tables.windows.blocks(entry.sequence),
+            windows=self.life.tables.groups.blocks(entry.sequence),
             started_at=report.started_at,
             finished_at=report.finished_at,
         )
@@ -474,7 +474,7 @@ class Scheduler:
             all_finished=not samples,
             samples=samples,
             block_ids=self.life.tables.covering(leader, num_computed_tokens),
-            windows=self.life.tables.windows.blocks(leader),
+            windows=self.life.tables.groups.blocks(leader),
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if request.decodes_remotely:

@@ -182,6 +182,7 @@ class Sequence:
         "block_ids",
         "finish",
         "forks",
+        "group_tables",
         "hold_at",
         "holds_back",
         "index",
@@ -211,7 +212,6 @@ class Sequence:
         "slot",
         "slot_position",
         "tokens",
-        "windows",
     )
 
     def __init__(self, request: Request, sample: SampleState) -> None:
@@ -254,7 +254,7 @@ class Sequence:
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
         # Its tables in the groups of layers with a window or a state; `block_ids` are those of the others.
-        self.windows: list[GroupTable] = []
+        self.group_tables: list[GroupTable] = []
         # How many of its first blocks were cached without what windows or states need behind them: there
         # other prompts have left the way of this one.
         self.known_border = 0
@@ -357,7 +357,7 @@ class Sequence:
         self.slot = self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced.clear()
-        for table in self.windows:
+        for table in self.group_tables:
             table.forget_sent()
 
     def append(self, token: bytes) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from workers.messages.link import RequestKey, Submission
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Phase, Sequence
@@ -24,7 +24,7 @@ class Position(NamedTuple):
     most_tokens: int
     block_ids: tuple[int, ...]
     # The blocks of each group of layers behind the first.
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 class SequenceMigration:
@@ -51,7 +51,7 @@ class SequenceMigration:
             num_settled=num_settled,
             most_tokens=request.num_prompt_tokens + request.output_limit,
             block_ids=self._life.tables.covering(sequence, num_settled),
-            windows=self._life.tables.windows.blocks(sequence),
+            windows=self._life.tables.groups.blocks(sequence),
         )
 
     def block_keys(self, key: RequestKey) -> tuple[bytes, ...]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from kvtransfer.common.recent_map import RecentMap
 from workers.config import EngineConfig
 from workers.messages.link import MAX_MESSAGE_ENDS
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.window_pool import WindowPool
 
 # Snapshots at the ends of messages are at least so far apart: one that is nearer to another saves less than
 # it costs.
@@ -47,7 +47,7 @@ class SnapshotPolicy:
         self._divergence_keys: RecentMap[bytes, None] = RecentMap(_MOST_DIVERGENCES)
 
     @classmethod
-    def of_replica(cls, block_tokens: int, config: EngineConfig, pools: Seq[WindowPool]) -> SnapshotPolicy:
+    def of_replica(cls, block_tokens: int, config: EngineConfig, pools: Seq[GroupPool]) -> SnapshotPolicy:
         """Return the policy by a replica's settings. A prompt leaves one snapshot at an end of its messages,
         and more where there are many blocks for each of `max_sequences` sequences."""
         num_blocks = min((pool.num_total for pool in pools if pool.has_states), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from workers.scheduler.group_table import GroupTable
 
 
@@ -64,10 +64,10 @@ class StateTable(GroupTable):
         is_complete = num_in_block == 0 and self.num_registered < index and self.has(index - 1)
         return (index - 1,) if is_complete else ()
 
-    def passed_on(self, num_tokens: int) -> WindowBlocks:
+    def passed_on(self, num_tokens: int) -> BlockSpan:
         """Return the block with the state behind `num_tokens` tokens. Plans that are out may change it."""
         index = (num_tokens - 1) // self._block_tokens
-        return WindowBlocks(index, (self.block(index),)) if self.has(index) else WindowBlocks(0, ())
+        return BlockSpan(index, (self.block(index),)) if self.has(index) else BlockSpan(0, ())
 
     def covers(self, num_tokens: int) -> bool:
         return num_tokens == 0 or self.has((num_tokens - 1) // self._block_tokens)
@@ -76,6 +76,7 @@ class StateTable(GroupTable):
         made = StateTable(0, (), self._block_tokens)
         made._index_to_block = dict(self._index_to_block)
         made.num_registered = self.num_registered
+        made.kept_border = self.kept_border
         made.forget_sent()
         return made
 

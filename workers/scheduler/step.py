@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.moving_average import moving_average
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,
@@ -91,7 +91,7 @@ class ChunkDone:
     block_ids: tuple[int, ...]
     started_at: float
     finished_at: float
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PromptDone:
     samples: tuple[SampleState, ...]
     block_ids: tuple[int, ...]
     num_loaded_tokens: dict[str, int]
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +358,8 @@ class StepBatch:
                 sequence.num_sent_blocks += 1
             elif num_new or sequence.replaced:
                 _send_full_table(sequence, tables)
-            if sequence.windows:
-                _send_window_tables(sequence, tables)
+            if sequence.group_tables:
+                _send_group_tables(sequence, tables)
         entries = tuple(
             BatchEntry(
                 slot=entry.sequence.slot,
@@ -401,7 +401,7 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
     """Add the parts of the sequence's tables that the ranks do not know yet."""
     _send_full_table(sequence, into)
-    _send_window_tables(sequence, into)
+    _send_group_tables(sequence, into)
 
 
 def _send_full_table(sequence: Sequence, into: list[TableChange]) -> None:
@@ -412,8 +412,8 @@ def _send_full_table(sequence: Sequence, into: list[TableChange]) -> None:
     sequence.replaced.clear()
 
 
-def _send_window_tables(sequence: Sequence, into: list[TableChange]) -> None:
-    for group, table in enumerate(sequence.windows, 1):
+def _send_group_tables(sequence: Sequence, into: list[TableChange]) -> None:
+    for group, table in enumerate(sequence.group_tables, 1):
         if not table.num_unsent:
             continue
         for first, end in _runs(table.take_unsent(), 0, 0):
@@ -511,7 +511,7 @@ def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
     """Return the most bytes that the ranks' table of the sequence takes until it has `num_blocks`."""
     num_replaced = len(sequence.replaced)
     num_bytes = table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
-    for table in sequence.windows:
+    for table in sequence.group_tables:
         num_new = max(0, num_blocks - table.end)
         num_bytes += table_bytes(num_new + table.num_unsent, table.num_unsent + 1)
     return num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 from workers.scheduler.group_table import GroupTable
 
 
@@ -56,8 +56,8 @@ class WindowTable(GroupTable):
         first = max(self.num_registered, self._first)
         return range(first, min(num_tokens // self._block_tokens, self.end))
 
-    def passed_on(self, num_tokens: int) -> WindowBlocks:
-        return WindowBlocks(self._first, tuple(self._block_ids))
+    def passed_on(self, num_tokens: int) -> BlockSpan:
+        return BlockSpan(self._first, tuple(self._block_ids))
 
     def covers(self, num_tokens: int) -> bool:
         return self.end * self._block_tokens >= num_tokens

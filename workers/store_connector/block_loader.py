@@ -152,7 +152,7 @@ class BlockLoader:
         return sum(len(load.held_ids) + len(load.block_ids) for load in self._loads.values())
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Blocks of each group with a window, and of each with states, that loads hold."""
         loads = [load for load in self._loads.values() if load.is_fetching]
         windows = [
@@ -251,7 +251,7 @@ class BlockLoader:
             return
         states: dict[int, str | None] = {}
         for end in range(load.need.num_held + 1, load.num_here + len(tiers) + 1):
-            if StateLoad(self._states, load.need.keys[end - 1]).is_here:
+            if StateLoad(self._states, load.need.keys[end - 1], end).is_here:
                 states[end] = None
             elif (tier := answer.states.get(end - 1 - load.need.num_held)) is not None:
                 states[end] = tier
@@ -261,7 +261,7 @@ class BlockLoader:
         load.state = None
         if end:
             load.num_here = min(load.num_here, end)
-            load.state = StateLoad(self._states, load.need.keys[end - 1])
+            load.state = StateLoad(self._states, load.need.keys[end - 1], end)
 
     def pump(self) -> None:
         """Begin to fetch the blocks that fit now."""
@@ -311,7 +311,7 @@ class BlockLoader:
         num_running = self._scheduler.counts.num_running
         has_windows = all(window.fits(num_running) for window in windows)
         if load.state is not None:
-            load.state = StateLoad(self._states, load.need.keys[load.end - 1])
+            load.state = StateLoad(self._states, load.need.keys[load.end - 1], load.end)
             has_windows = load.state.fits(num_running)
         if len(load.tiers) > max(num_free, 0) or not has_windows:
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S

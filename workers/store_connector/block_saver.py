@@ -21,8 +21,8 @@ from kvtransfer.store.messages.store_orders import StoreCopy, StorePut, StorePut
 from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import RankChannel
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.step import FinishedBlock
-from workers.scheduler.window_pool import WindowPool
 
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_BLOCKS = 32
@@ -45,7 +45,7 @@ class _Item(NamedTuple):
 class StateRecords(NamedTuple):
     """The blocks of each group of layers with states, and the bytes of the record of one in each shard."""
 
-    pools: Sequence[WindowPool] = ()
+    pools: Sequence[GroupPool] = ()
     shard_to_bytes: Mapping[Shard, int] = {}
 
 
@@ -82,7 +82,7 @@ class BlockSaver:
         max_queued: int,
         client: StoreClient,
         ranks: RankChannel,
-        windows: Sequence[WindowPool] = (),
+        windows: Sequence[GroupPool] = (),
         states: StateRecords = _NO_STATES,
     ) -> None:
         """`shards` maps ranks to their shard and its bytes of a block."""
@@ -113,7 +113,7 @@ class BlockSaver:
         return sum(len(batch.of_kind(is_state=False)) for batch in self._batches.values())
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Blocks of each group with a window, and of each with states, that are held for copies."""
         num_states = sum(len(batch.of_kind(is_state=True)) for batch in self._batches.values())
         return (*[self.num_references] * len(self._windows), *[num_states] * len(self._states))
@@ -186,7 +186,7 @@ class BlockSaver:
             items.append(_Item(key, block.key, states[0], states[1:], is_state=True))
         return items
 
-    def _held(self, batch: _Batch) -> Iterator[tuple[WindowPool, list[int]]]:
+    def _held(self, batch: _Batch) -> Iterator[tuple[GroupPool, list[int]]]:
         """Yield the blocks of a batch in each group with a window, and in each with states."""
         for group, pool in enumerate(self._windows):
             yield pool, [item.windows[group] for item in batch.of_kind(is_state=False)]

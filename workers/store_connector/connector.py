@@ -43,6 +43,7 @@ from kvtransfer.store.record import stored_form
 from kvtransfer.store.store_client import StoreClient
 from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
+from workers.model.kv_form import KvForm
 from workers.scheduler.step import LoadNeed
 from workers.store_connector.announced import AnnouncedPrompts
 from workers.store_connector.block_loader import BlockLoader
@@ -72,9 +73,12 @@ class StoreConnector:
         ready: Sequence[RankReady],
         engine: EngineParts,
         clock: Clock,
+        records: KvForm | None = None,
     ) -> None:
-        """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks."""
-        compatibility = stored_form(ready[0].compatibility)
+        """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks. `records` is the
+        form of KV in the store; None: that of the device."""
+        kv_dtype, scale_bytes = ("", 0) if records is None else (records.name, records.scale_bytes)
+        compatibility = stored_form(ready[0].compatibility, kv_dtype, scale_bytes)
         shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
@@ -133,9 +137,9 @@ class StoreConnector:
         return self.saver.num_references + self.loader.num_references
 
     @property
-    def num_window_references(self) -> tuple[int, ...]:
+    def num_group_references(self) -> tuple[int, ...]:
         """Blocks of each group with a window, and of each with states, that are held for copies."""
-        held = zip(self.saver.num_window_references, self.loader.num_window_references, strict=True)
+        held = zip(self.saver.num_group_references, self.loader.num_group_references, strict=True)
         return tuple(saved + loaded for saved, loaded in held)
 
     @property

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
-from workers.scheduler.window_pool import WindowPool
 
 
 class EngineParts(NamedTuple):
@@ -22,5 +22,5 @@ class EngineParts(NamedTuple):
     ranks: RankChannel
     rates: StepRates
     control: EngineControl
-    windows: Sequence[WindowPool] = ()
-    states: Sequence[WindowPool] = ()
+    windows: Sequence[GroupPool] = ()
+    states: Sequence[GroupPool] = ()

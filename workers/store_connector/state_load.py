@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.scheduler.window_pool import WindowPool
+from workers.scheduler.group_pool import GroupPool
 
 
 class StateLoad:
-    """The state behind the block of `key`, in each group of layers with states. What the device has of it is
-    kept there until `release`."""
+    """The state behind the last of `num_blocks` blocks, which has this key, in each group of layers with
+    states. What the device has of it is kept there until `release`."""
 
-    def __init__(self, pools: Sequence[WindowPool], key: bytes) -> None:
+    def __init__(self, pools: Sequence[GroupPool], key: bytes, num_blocks: int) -> None:
         self._pools = pools
         self._key = key
+        self._num_blocks = num_blocks
         found = [pool.find(key) for pool in pools]
         held = [block_id for block_id in found if block_id is not None]
         # Whether the device has it already, in every group: then it is not loaded.
@@ -39,7 +40,7 @@ class StateLoad:
         """Make findable what was loaded."""
         if not self.is_here:
             for pool, block_id in zip(self._pools, self.block_ids, strict=True):
-                pool.register(block_id, self._key, group)
+                pool.register(block_id, self._key, group, self._num_blocks)
 
     def release(self) -> None:
         """Release all blocks."""

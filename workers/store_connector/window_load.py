@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer.blocks.windows import first_needed_block
-from workers.scheduler.window_pool import WindowPool
+from kvtransfer.blocks.group_prefix import first_needed_block
+from workers.scheduler.group_pool import GroupPool
 
 # In place of a block that is not loaded into a group.
 NOT_WANTED = -1
@@ -16,7 +16,7 @@ class WindowLoad:
     which the device has."""
 
     def __init__(
-        self, pool: WindowPool, keys: Sequence[bytes], num_held: int, end: int, block_tokens: int
+        self, pool: GroupPool, keys: Sequence[bytes], num_held: int, end: int, block_tokens: int
     ) -> None:
         self._pool = pool
         self._keys = keys

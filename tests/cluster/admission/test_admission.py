@@ -14,6 +14,7 @@ from admission_world import CONFIG, TOK_S, AdmissionWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from slow_cases import examples
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
@@ -549,7 +550,7 @@ def test_few_wake_ups_are_due_however_many_requests_come_and_go() -> None:
     assert len(world.events._due) <= 3, "a wake-up for each class, and the end of what is computed"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(arrivals)
 def test_no_request_of_any_class_waits_longer_than_its_bound(
     given_arrivals: list[tuple[float, ServiceClass, int, int, int, str]],

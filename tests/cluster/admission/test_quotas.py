@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from cluster.admission import quotas as quotas_module
 from cluster.admission.quotas import (
@@ -362,7 +363,7 @@ def test_what_one_gateway_gives_back_is_there_at_the_others_too() -> None:
     assert take_all(other, 0.0) == 4
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 4),
     st.lists(
@@ -602,7 +603,7 @@ def test_a_gateway_that_stood_still_is_charged_once_when_it_is_back() -> None:
     assert take_all(two, 22.0) == 10  # nothing new was in it
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.sampled_from(["begin", "end", "sync", "cut", "join"]), st.integers(0, 3)), max_size=120

@@ -82,7 +82,7 @@ def test_a_gguf_file_is_quantized_from_what_it_is_worth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--to", "int3"], "'int3' is none of int8, w8a8, int4"),
+        (["--to", "int3"], "'int3' is none of int8, w8a8, int4, fp8"),
         (["--to", "int4", "--group", "33"], "a group of 33 inputs is no multiple of 8"),
         (["--to", "w8a8", "--group", "32"], "leave the group out"),
         (["--to", "w8a8", "--asymmetric"], "zero points are for int4"),

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import TINY, tandem
+from slow_cases import examples
 
 from cluster.cli.serve_options import ServeOptions, change_line, config_yaml, serve_config
 from cluster.config import ClusterConfig, load_config, parse_config
@@ -82,7 +83,7 @@ def test_without_prefill_replicas_there_is_one_pool() -> None:
     assert (pool.name, pool.role, pool.replicas, pool.pp) == ("both", "both", 2, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

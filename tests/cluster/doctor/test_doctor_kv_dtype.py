@@ -59,24 +59,25 @@ def config_with(folder: Path, kv_dtype: str, **more: Any) -> ClusterConfig:
     return config_of(folder, pools, store={"dram_gb": 0})
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "problem"),
-    [
-        ("deepseek_v2", LATENTS, "the model's keys and values are products of latents"),
-        ("gemma4_text", HEADS_OF_TWO_SIZES, "the model's layers have heads of several sizes"),
-    ],
-)
-def test_a_model_whose_kv_is_of_another_form_is_refused(
-    tmp_path: Path, family: str, keys: dict[str, Any], problem: str
-) -> None:
+def test_a_model_whose_kv_is_of_another_form_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "other"
-    write_random_checkpoint(folder, family, seed=1, **keys)
-    config = config_with(folder, "int8")
+    write_random_checkpoint(folder, "gemma4_text", seed=1, **HEADS_OF_TWO_SIZES)
+    config, problem = config_with(folder, "int8"), "the model's layers have heads of several sizes"
     with pytest.raises(ConfigError, match=rf"^pool one: engine\.kv_dtype int8: {problem}.*set auto$"):
         config.pools[0].check_model(read_model_config(folder))
     result = only(model.split, context_of(FakeMachine(tmp_path / "machine").view(), config))
     assert (result.severity, "engine.kv_dtype" in result.seen) == (Severity.ERROR, True)
     config_with(folder, "auto").pools[0].check_model(read_model_config(folder))
+
+
+def test_a_latent_has_two_scales(tmp_path: Path) -> None:
+    folder = tmp_path / "latents"
+    write_random_checkpoint(folder, "deepseek_v2", seed=1, num_hidden_layers=3, **LATENTS)
+    config = config_with(folder, "int8")
+    config.pools[0].check_model(read_model_config(folder))
+    (block_bytes,) = needs_of(config).pools[0].ranks[0].block_bytes.block_bytes
+    assert block_bytes == 32 * 3 * (22 + 6 + 2 * 4)
+    assert smallest_record_bytes(config.pools, folder) == HEADER_BYTES + block_bytes
 
 
 def test_unknown_and_unequal_dtypes_are_refused(folder: Path) -> None:

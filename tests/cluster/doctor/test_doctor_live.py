@@ -151,20 +151,35 @@ def test_uneven_ranks_are_a_warning_that_names_the_hottest_expert() -> None:
 
 
 def test_prompts_that_cannot_use_their_cached_kv_are_a_warning() -> None:
-    def missed(num_hits: int, num_misses: int) -> Callable[[admin_pb.StatusResponse], None]:
+    def missed(
+        num_hits: int, num_misses: int, num_evicted_tokens: int = 0, layers: str = "state"
+    ) -> Callable[[admin_pb.StatusResponse], None]:
         def change(status: admin_pb.StatusResponse) -> None:
             load = status.replicas[1].load
             load.num_snapshot_hits, load.num_snapshot_misses = num_hits, num_misses
-            load.num_recomputed_tokens = 4096
+            load.num_recomputed_tokens, load.num_evicted_snapshot_tokens = 4096, num_evicted_tokens
+            load.num_layers_blocks.update({"full": 100, layers: 50})
 
         return change
 
-    often = only(serving.snapshots, live(missed(2, 1)))
-    assert often.severity is WARNING
-    assert often.seen.startswith("d0: 2 of 3 prompts with cached KV began behind all of it")
-    assert "4096 cached tokens" in often.seen
-    assert "engine.state_snapshots" in often.remedy
-    assert often.figures == {"num_hits": 2, "num_misses": 1, "num_recomputed_tokens": 4096}
+    never = only(serving.snapshots, live(missed(2, 1, 1000)))
+    assert never.severity is WARNING
+    assert never.seen.startswith("d0: 2 of 3 prompts with cached KV began behind all of it")
+    assert "4096 cached tokens" in never.seen
+    assert never.why.startswith("for 3096 of the 4096 tokens no snapshot of the states was kept")
+    assert never.remedy.startswith("an engine.snapshot_every_tokens of 4096,")
+    assert never.figures == {
+        "num_hits": 2,
+        "num_misses": 1,
+        "num_recomputed_tokens": 4096,
+        "num_evicted_snapshot_tokens": 1000,
+    }
+    assert "snapshot_every_tokens of 1024," in only(serving.snapshots, live(missed(2, 3))).remedy
+    evicted = only(serving.snapshots, live(missed(2, 1, 3000)))
+    assert "were there for 3000 of the 4096 tokens, and were evicted" in evicted.why
+    assert evicted.remedy.startswith("more engine.state_snapshots, or a larger store")
+    windows = only(serving.snapshots, live(missed(2, 1, layers="window 128")))
+    assert windows.remedy == "more engine.kv_tokens, or a larger store"
     assert only(serving.snapshots, live(missed(3, 1))).severity is OK
     assert not said(serving.snapshots, live()), "a model whose layers all see all tokens has no such finding"
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from request_state_harness import D0, D1, P0, Letters, decision, raw
+from slow_cases import examples
 
 from cluster.gateway.circuit_breaker import NUM_FAILURES, STALLED_S, CircuitBreakers
 from cluster.gateway.output_buffer import UnreadOutput
@@ -300,5 +301,5 @@ class Machine(RuleBasedStateMachine):
             self.run(lambda: task.apply(task.state.on_delta, source, delta))
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 TestMachine = Machine.TestCase

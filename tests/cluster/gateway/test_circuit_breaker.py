@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slow_cases import examples
 
 from cluster.gateway.circuit_breaker import (
     FIRST_PAUSE_S,
@@ -325,5 +326,5 @@ class Machine(RuleBasedStateMachine):
         assert not (self.is_stopped and self.state is HALF_OPEN)
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase

@@ -106,7 +106,7 @@ HTTP_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
     "responses": ("/v1/responses", {"input": "hello", "max_output_tokens": 4, "stream": True}),
 }
-NUM_CALLS = 40
+NUM_CALLS = 20
 OURS = ("cluster", "kvtransfer", "router", "workers", "aiohttp.web")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from cluster.gateway.fleet import peer_placements, placement_feed
 from cluster.gateway.fleet.messages import (
@@ -122,7 +123,7 @@ class Group:
             member.router.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) -> None:
     """Any interleaving of placements, queued and sent, first tokens, ends, frames, cuts and reconnections."""

@@ -32,6 +32,7 @@ from request_state_harness import (
     read_of,
     truth,
 )
+from slow_cases import examples
 
 from cluster.gateway.request_state import RequestPhase
 from cluster.gateway.sample_output import OutputDelta, PromptLogprobsDelta
@@ -226,19 +227,19 @@ class World:
             self.wires.append((replica, RequestFailed("r", attempt, code, "why", 0.1)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_any_order_of_events_gives_a_prefix_of_the_truth_and_one_terminal(data: st.DataObject) -> None:
     play(data, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), num_leavings=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_log_probabilities_of_the_prompt_come_once_in_order_and_first(data: st.DataObject) -> None:
     play(data, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4)), num_leavings=0, num_read=12)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_a_stream_that_moves_gives_the_same_and_has_one_terminal(data: st.DataObject) -> None:
     play(data, 1, data.draw(st.integers(4, 16)), num_leavings=4)

@@ -13,6 +13,7 @@ import pytest
 from admission_at_once import AdmissionAtOnce, request_at_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
@@ -304,7 +305,7 @@ async def test_one_message_holds_no_more_than_its_share_of_what_waits() -> None:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from(["put", "put", "get", "leave"]), st.integers(1, 900)),

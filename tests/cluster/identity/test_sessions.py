@@ -9,6 +9,7 @@ from callers import key_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from slow_cases import examples
 
 from cluster.errors import UnauthenticatedError
 from cluster.identity.authenticator import Authenticator
@@ -171,7 +172,7 @@ class EndedMachine(RuleBasedStateMachine):
         return self.ended.includes(session.key_id, session.session_id, session.began_at)
 
 
-EndedMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+EndedMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 test_ended_sessions = EndedMachine.TestCase
 
 

@@ -86,6 +86,7 @@ LOAD = LoadReport(
     num_snapshot_misses=2,
     num_recomputed_tokens=96,
     num_stored_states=3,
+    num_evicted_snapshot_tokens=64,
 )
 
 

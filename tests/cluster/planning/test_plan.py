@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from chart_harness import objects, only
 from typer.testing import CliRunner, Result
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.cli.main import cli
 from cluster.cli.terminal import BUNDLED_MODEL
 from cluster.config import parse_config
@@ -189,10 +191,6 @@ def test_people_see_formulas_where_they_ask() -> None:
             "even one request at a time does not meet the objectives",
         ),
         (("--model", "llama-3.3-70b", "--devices", 1), "too few devices for a replica"),
-        (
-            ("--model", "deepseek-v3", "--rate", 1, "--kv-dtype", "int8"),
-            "cannot be divided over them, or not with these settings",
-        ),
         (("--model", "no/such", "--rate", 1), "neither a folder"),
     ],
 )
@@ -216,6 +214,27 @@ def test_bad_descriptions_of_devices(tmp_path: Path, change: dict[str, object], 
     done = tandem_plan("--model", "qwen3-8b", "--hardware", hardware, "--rate", 1)
     assert done.exit_code == 1
     assert message in done.output.replace("\n", " ")
+
+
+def test_settings_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Heads of two sizes are not kept in 8 bits."""
+    sizes: dict[str, Any] = {"global_head_dim": 48, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    inputs: dict[str, Any] = {
+        "hidden_size_per_layer_input": 7,
+        "vocab_size_per_layer_input": 256,
+        "sliding_window": 40,
+    }
+    write_random_checkpoint(tmp_path, "gemma4_text", seed=1, **{**sizes, **inputs})
+    arguments = "--model", tmp_path, "--rate", 1, "--kv-dtype"
+    assert tandem_plan(*arguments, "auto").exit_code == 0
+    done = tandem_plan(*arguments, "int8")
+    assert done.exit_code == 1
+    assert "cannot be divided over them, or not with these settings" in done.output.replace("\n", " ")
+
+
+def test_latents_are_planned_in_8_bits() -> None:
+    lines = plan_lines(best(planned_model("deepseek-v3", "auto", "int8"), 1, "H200"), 1)
+    assert any("1 x 61 x 1 x (576 + 8) bytes" in str(line) for line in lines)
 
 
 def test_an_unsupported_model_is_refused_by_its_reason(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from cluster.errors import RosterAwayError
 from cluster.roster.actor import RemoteRoster, RosterActor
@@ -196,7 +197,7 @@ def test_a_lease_gives_way_to_higher_epochs_and_newer_lives_alone() -> None:
     assert state.change(DropLease(ReplicaIdentity("p0", 2)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.one_of(

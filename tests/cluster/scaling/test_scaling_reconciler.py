@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scaling_harness import NOBODY, ReconcilerHarness
+from slow_cases import examples
 
 from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import ReleasePool, SetDesired
@@ -299,5 +300,7 @@ class ReconcilerMachine(RuleBasedStateMachine):
             assert self.harness.targets == wanted
 
 
-ReconcilerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+ReconcilerMachine.TestCase.settings = settings(
+    max_examples=examples(80), stateful_step_count=20, deadline=None
+)
 TestReconciler = ReconcilerMachine.TestCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
@@ -108,7 +109,7 @@ def test_a_replica_follows_only_newer_leases_of_its_own_life() -> None:
     assert role_of(me, RosterView(version=2), 92) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["lend", "recall", "lose"]), st.integers(0, 2), st.booleans())))
 def test_a_replica_that_sees_leases_late_ends_where_the_last_one_says(
     steps: list[tuple[str, int, bool]],

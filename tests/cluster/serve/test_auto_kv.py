@@ -10,6 +10,7 @@ import pytest
 from doctor_harness import FakeMachine, config_of, context_of, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import examples
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.config import ClusterConfig, parse_config
@@ -242,7 +243,7 @@ def test_a_wrong_size_is_refused_by_its_path(field: str, value: object, message:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     total_gb=st.integers(1, 200),
     replicas=st.tuples(st.integers(1, 5), st.integers(1, 5)),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from parsed_answers import parts, read
+from slow_cases import examples
 
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.constraints import output_constraint
@@ -138,7 +139,7 @@ def test_the_model_s_end_tokens_end_an_answer() -> None:
 
 
 @pytest.mark.parametrize("markers", MODELS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(["required", "text", "one"]),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from parsed_answers import NEEDS, parser_of, parts, raw_parts, read, schema_of
+from slow_cases import slow_rows_but
 from text_harness import (
     APERTUS,
     COHERE2,
@@ -112,6 +113,8 @@ def test_what_a_template_writes_is_read_back(
         assume(all(key == key.strip() for _, arguments in wanted for key in arguments))
     if family in ("olmo3", "gemma3"):
         assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in arguments))
+    if family == "harmony":  # whose markers, which Hypothesis finds in our sources, are tokens of no text
+        assume("<|" not in json.dumps([arguments for _, arguments in wanted]))
     if family == "gemma4":  # which has no quotation marks around keys
         assume(all(_WORD.fullmatch(key) for _, arguments in wanted for key in _keys(arguments)))
     reasons = any(name in template for name in REASONING)
@@ -306,7 +309,18 @@ CUT_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "content", "num_calls", "reasons"), CUT_ANSWERS)
+# Of each family text before two calls, or calls alone, and text that looks like a marker.
+FAST_CUTS = [
+    (family, content, num_calls, reasons)
+    for family, content, num_calls, reasons in CUT_ANSWERS
+    if (content, num_calls) == ("a <b> [T <", 0)
+    or (num_calls == 2 and content == ("" if family in CALLS_ALONE else SAID + "so "))
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "content", "num_calls", "reasons"), slow_rows_but(CUT_ANSWERS, *FAST_CUTS)
+)
 def test_a_cut_answer_is_the_beginning_of_the_whole(
     family: str, content: str, num_calls: int, reasons: bool
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece_files import BYTES, SPECIAL, Piece
 from sentencepiece_files import write_model as write_pieces
+from slow_cases import examples
 from text_harness import train_byte_fallback
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -47,7 +48,7 @@ def test_byte_level_pieces_of_any_tokens_make_the_whole_text(ids: list[int]) -> 
     assert "".join(pieces_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(TEXTS)
 @example("\ufffd\ufffdé")
 def test_no_piece_of_a_text_has_half_a_character(text: str) -> None:

@@ -3,6 +3,7 @@ read back as such calls, and schemas that make none are refused by name."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from msgspec import structs
+from slow_cases import examples, slow_rows_but
 
 from cluster.errors import InvalidRequestError, InvalidToolsError, bad_fields, to_grpc_status
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -47,8 +49,14 @@ def rules(notation: CallNotation, mode: str, tools: tuple[CallableTool, ...] = T
     return CallRules(notation, tools, is_required=mode == "required", allows_several=mode != "one")
 
 
-@pytest.mark.parametrize("markers", MODELS)
-@pytest.mark.parametrize("mode", ["required", "text", "one"])
+# Markers that are tokens in every mode, and markers that are text in one.
+@pytest.mark.parametrize(
+    ("mode", "markers"),
+    slow_rows_but(
+        itertools.product(["required", "text", "one"], MODELS),
+        *(("required", "tokens"), ("text", "tokens"), ("one", "tokens"), ("text", "text")),
+    ),
+)
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_calls_of_each_family_are_allowed_and_others_are_not(
     notation: CallNotation, mode: str, markers: str
@@ -177,7 +185,7 @@ def is_call(name: str, arguments: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("markers", MODELS)
 @pytest.mark.parametrize("notation", NOTATIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(["required", "text", "one"]),

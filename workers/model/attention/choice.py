@@ -126,7 +126,7 @@ def _measure(backends: list[AttentionBackend], clock: Clock) -> list[AttentionTi
 
 def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
     """Return a decoding step and a chunk. The sequences that decode share their blocks: fewer are needed."""
-    block_tokens = kv_shape(backend.kv).block_tokens
+    block_tokens = kv_shape(backend.kv, backend.shape.num_scales).block_tokens
     blocks = range(_num_blocks(backend.kv))
     num_tokens = min(len(blocks) * block_tokens, _DECODE_CONTEXT)
     decodes = [SequenceSpan(num_tokens - 1, 1, blocks)] * _NUM_DECODES
@@ -139,8 +139,8 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
     def step(spans: list[SequenceSpan]) -> Callable[[], None]:
         made = StepInput.of(spans, block_tokens)
         num_rows = sum(span.num_tokens for span in spans)
-        num_heads = backend.shape.num_heads + 2 * kv_shape(backend.kv).num_kv_heads
-        qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv).head_dim)
+        num_heads = backend.shape.num_heads + 2 * kv_shape(backend.kv, backend.shape.num_scales).num_kv_heads
+        qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv, backend.shape.num_scales).head_dim)
         qkv = qkv.to(backend.kv.device, backend.dtype)
 
         def run() -> None:
@@ -149,7 +149,7 @@ def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
             if backend.shape.rotations:
                 plan.run(layer, qkv)
             else:
-                plan.attend(layer, qkv[:, : -2 * kv_shape(backend.kv).head_dim])
+                plan.attend(layer, qkv[:, : -2 * kv_shape(backend.kv, backend.shape.num_scales).head_dim])
             if backend.kv.is_cuda:
                 torch.cuda.synchronize(backend.kv.device)
 

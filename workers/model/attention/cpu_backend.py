@@ -21,6 +21,7 @@ from workers.model.attention.interface import (
     AttentionPlan,
     AttentionShape,
     LayerAttention,
+    PartialResults,
     Rotation,
     StepInput,
     kv_shape,
@@ -49,7 +50,7 @@ class AttentionStep(ctypes.Structure):
             for name in (
                 "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
                 "layer_stride", "kind_stride", "head_stride", "first_host", "num_heads", "num_kv_heads",
-                "head_dim", "block_tokens", "is_invariant", "kv_elements",
+                "head_dim", "block_tokens", "is_invariant", "kv_elements", "tail_dim",
             )
         ),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -80,17 +81,17 @@ class CpuAttention(AttentionBackend):
         self.task_rows: int = kernels.library.attention_task_rows()
         # By the identity of the layer, which is kept with it: several may attend to one layer of the KV.
         self._id_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
-        self.kv_shape = kv_shape(kv)
+        self.kv_shape = kv_shape(kv, shape.num_scales)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[self.dtype]}")
         self.attend.argtypes = [
             ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
-            ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
 
     @staticmethod
     def serves(shape: AttentionShape, kv: Tensor) -> bool:
         """Whether the kernels compute over this KV."""
-        _, _, block_tokens, head_dim = kv_shape(kv)
+        _, _, block_tokens, head_dim = kv_shape(kv, shape.num_scales)
         fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and head_dim <= _MOST_HEAD_DIM and block_tokens % 16 == 0
         return fits and native.serves(kv.device, shape.dtype or kv.dtype)
 
@@ -160,19 +161,30 @@ class CpuPlan(AttentionPlan):
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         """Attend as `AttentionPlan.attend` describes; rows of `queries` may have further columns."""
+        num_heads, head_dim = self.backend.shape.num_heads, self.backend.kv_shape.head_dim
+        out = torch.empty((self.num_tokens, num_heads * head_dim), dtype=queries.dtype)
+        self._attend(layer, queries, out, None)
+        return out
+
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        num_heads, head_dim = self.backend.shape.num_heads, self.backend.kv_shape.head_dim
+        mixed = torch.empty((self.num_tokens, num_heads, head_dim), dtype=torch.float32)
+        log_sums = torch.empty((self.num_tokens, num_heads), dtype=torch.float32)
+        self._attend(layer, queries, mixed, log_sums)
+        return PartialResults(mixed, log_sums)
+
+    def _attend(self, layer: LayerAttention, queries: Tensor, out: Tensor, log_sums: Tensor | None) -> None:
         assert queries.stride(1) == 1
         backend = self.backend
-        shape = backend.kv_shape
-        out = torch.empty((self.num_tokens, backend.shape.num_heads * shape.head_dim), dtype=queries.dtype)
         tasks = self.window_to_tasks[layer.window]
         inputs = (queries.data_ptr(), queries.stride(0), backend.sinks_address(layer))
+        written = out.data_ptr(), None if log_sums is None else log_sums.data_ptr()
         num_tasks = tasks.step.num_tasks
         for begin in range(0, num_tasks, tasks.piece_tasks):
             end = min(begin + tasks.piece_tasks, num_tasks)
-            backend.attend(tasks.step, layer.index, *inputs, out.data_ptr(), begin, end)
+            backend.attend(tasks.step, layer.index, *inputs, *written, begin, end)
             if end < num_tasks:
                 self.marks.mark()
-        return out
 
     def _rotated_tokens(self, positions: NDArray[np.int64], rotation: Rotation) -> native.RotatedTokens:
         dtype = self.backend.dtype
@@ -203,6 +215,7 @@ class CpuPlan(AttentionPlan):
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
             is_invariant=backend.is_deterministic, kv_elements=native.KV_ELEMENTS.get(kv.dtype, 0),
+            tail_dim=sum(backend.shape.parts(shape.head_dim)[1:]),
             scale=backend.shape.scale(shape.head_dim), softcap=backend.shape.softcap,
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))

@@ -7,15 +7,16 @@ group = num_heads / num_kv_heads."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.attention.interface import KvShape, Marks
+from workers.model.attention.interface import KvShape, Marks, PartialResults
 from workers.model.attention.kv_rows import KvRows
-from workers.model.attention.quantized_kv import is_quantized, quantized_parts
+from workers.model.attention.quantized_kv import is_quantized, widened
 from workers.model.attention.window_views import Chunk, DecodeGroup, HostSpots, WindowView
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
@@ -55,13 +56,15 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 class GatheredLayer(NamedTuple):
     """A layer of the KV: blocks on the device, and those in host memory (None if the step sees none); the
-    dtype in which it is attended to; and its scores and `sinks` [num_kv_heads, group, 1], if it has any."""
+    dtype in which it is attended to; its scores; the sizes of the parts of a quantized vector that have a
+    scale each; and `sinks` [num_kv_heads, group, 1], if the layer has any."""
 
     kv: KvRows
     number: int
     shape: KvShape
     dtype: torch.dtype
     scores: Scores
+    parts: tuple[int, ...]
     in_host: Tensor | None = None
     sinks: Tensor | None = None
 
@@ -76,7 +79,7 @@ class GatheredLayer(NamedTuple):
             by_block.permute(1, 3, 0, 2, 4)[spots.sequences, spots.positions] = from_host
         if is_quantized(gathered):
             heads = gathered.view(len(gathered), self.shape.block_tokens, -1)
-            return quantized_parts(heads).floats().to(self.dtype).flatten(1)
+            return widened(heads, self.parts).to(self.dtype).flatten(1)
         return gathered
 
 
@@ -109,6 +112,50 @@ def _decode_group(query: Tensor, layer: GatheredLayer, group: DecodeGroup) -> Te
     return mixed.view(batch, num_heads * head_dim)
 
 
+def attend_parts(query: Tensor, layer: GatheredLayer, view: WindowView, marks: Marks) -> PartialResults:
+    """Attend from `query` [num_tokens, num_heads, head_dim] to the keys in view; layers have no sinks."""
+    assert layer.sinks is None
+    num_rows, num_heads, head_dim = query.shape
+    num_kv = layer.shape.num_kv_heads
+    mixed = query.new_empty(query.shape, dtype=torch.float32)
+    log_sums = mixed.new_empty(num_rows, num_heads)
+    for group in view.groups:
+        gathered = layer.gather(group.kv_rows, group.spots, len(group.rows))
+        keys, values = gathered.view(2, len(group.rows) * num_kv, -1, head_dim).unbind(0)
+        grouped = query[group.rows].reshape(len(keys), num_heads // num_kv, head_dim).float()
+        sums = grouped.new_empty(grouped.shape[:2])
+        for part in _widened_parts(keys):
+            scores = layer.scores.of(grouped[part], keys[part].float().transpose(1, 2), group.bias[part])
+            grouped[part] = torch.softmax(scores, -1).bmm(values[part].float())
+            sums[part] = torch.logsumexp(scores, -1)
+        mixed[group.rows], log_sums[group.rows] = (
+            grouped.view(-1, num_heads, head_dim),
+            sums.view(-1, num_heads),
+        )
+        marks.mark()
+    for chunk in view.chunks:
+        mixed[chunk.rows], log_sums[chunk.rows] = _chunk_parts(query[chunk.rows].float(), layer, chunk)
+        marks.mark()
+    return PartialResults(mixed, log_sums)
+
+
+def _chunk_parts(query: Tensor, layer: GatheredLayer, chunk: Chunk) -> PartialResults:
+    """Attend from `query` [num_rows, num_heads, head_dim] of one chunk, float32."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv = layer.shape.num_kv_heads
+    gathered = layer.gather(chunk.kv_rows, chunk.spots, 1).view(2, num_kv, -1, head_dim)
+    keys, values = gathered[:, :, chunk.first : chunk.end].float().unbind(0)
+    # The query heads of a key-value head, each with all rows.
+    grouped = query.view(num_rows, num_kv, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    bias = chunk.bias
+    if bias is None:
+        bias = query.new_full((num_rows, num_rows), float("-inf")).triu_(1)
+    scores = layer.scores.of(grouped, keys.transpose(1, 2), bias.float().repeat(num_heads // num_kv, 1)[None])
+    mixed = torch.softmax(scores, -1).bmm(values).view(num_kv, -1, num_rows, head_dim)
+    log_sums = torch.logsumexp(scores, -1).view(num_heads, num_rows)
+    return PartialResults(mixed.permute(2, 0, 1, 3).reshape(query.shape), log_sums.T)
+
+
 def _attend_all(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, of: Scores, sinks: Tensor | None
 ) -> Tensor:
@@ -125,15 +172,20 @@ def _attend_all(
         return (upper + lower).to(query.dtype)
     # Other devices multiply in float32, a part at a time, so that the widened keys and values stay in cache.
     mixed = torch.empty_like(query)
-    part_bytes = _WIDENED_BYTES * torch.get_num_threads()
-    num_pairs = max(1, part_bytes // (keys[0].numel() * torch.float32.itemsize))
-    for begin in range(0, len(query), num_pairs):
-        part = slice(begin, begin + num_pairs)
+    for part in _widened_parts(keys):
         widened = keys[part].float().transpose(1, 2)
         scores = of.of(query[part].float(), widened, bias[part])
         of_part = None if sinks is None else sinks[part]
         mixed[part] = _softmax(scores, of_part).bmm(values[part].float())
     return mixed
+
+
+def _widened_parts(keys: Tensor) -> Iterator[slice]:
+    """Divide pairs, of `keys` [num_pairs, num_keys, head_dim], so that those of a part stay in cache."""
+    part_bytes = _WIDENED_BYTES * torch.get_num_threads()
+    num_pairs = max(1, part_bytes // (keys[0].numel() * torch.float32.itemsize))
+    for begin in range(0, len(keys), num_pairs):
+        yield slice(begin, begin + num_pairs)
 
 
 def split_in_halves(probabilities: Tensor, dtype: torch.dtype) -> Tensor:

@@ -129,11 +129,11 @@ class GroupsPlan(AttentionPlan):
 def _of_group(step: StepInput, group: int) -> StepInput:
     """Return the step with the tables of one group."""
     if not group:
-        return dataclasses.replace(step, window_tables=())
-    tables, device = step.window_tables[group - 1], step.device
+        return dataclasses.replace(step, group_tables=())
+    tables, device = step.group_tables[group - 1], step.device
     if device is not None:
-        device = dataclasses.replace(device, tables=device.window_tables[group - 1], window_tables=())
-    return dataclasses.replace(step, tables=tables, window_tables=(), host=None, device=device)
+        device = dataclasses.replace(device, tables=device.group_tables[group - 1], group_tables=())
+    return dataclasses.replace(step, tables=tables, group_tables=(), host=None, device=device)
 
 
 def _kinds_with(shape: AttentionShape, layers: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model.attention.quantized_kv import head_dim_of, is_quantized
+from workers.model.exchange_sizes import ExchangeSizes
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.norm import Norm
@@ -106,7 +107,7 @@ class DeviceStep:
     starts: Tensor
     lengths: Tensor
     max_context_tokens: int
-    window_tables: Sequence[Tensor] = ()
+    group_tables: Sequence[Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class StepInput:
     `starts[i]`. Entries of a table after a sequence's last token are ignored.
 
     `host` is set if tables name blocks in host memory. `marks` takes the progress of the work. `device` says
-    the same as the arrays, where they were uploaded already. `window_tables` are those of the groups of
+    the same as the arrays, where they were uploaded already. `group_tables` are those of the groups of
     layers behind the first, whose entries before a sequence's window are ignored too."""
 
     tables: NDArray[np.int32]
@@ -127,7 +128,7 @@ class StepInput:
     marks: Marks = NO_MARKS
     host: HostReader | None = None
     device: DeviceStep | None = None
-    window_tables: Sequence[NDArray[np.int32]] = ()
+    group_tables: Sequence[NDArray[np.int32]] = ()
 
     @staticmethod
     def of(
@@ -173,10 +174,10 @@ class KvShape(NamedTuple):
     head_dim: int
 
 
-def kv_shape(kv: Tensor) -> KvShape:
-    """Return the shape of a rank's KV."""
+def kv_shape(kv: Tensor, num_scales: int = 1) -> KvShape:
+    """Return the shape of a rank's KV, whose vectors have `num_scales` where it is quantized."""
     _, num_layers, _, num_kv_heads, block_tokens, _ = kv.shape
-    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv))
+    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim_of(kv, num_scales))
 
 
 class Rotation(NamedTuple):
@@ -234,6 +235,16 @@ class AttentionShape:
     value_dim: int = 0
     dtype: torch.dtype | None = None
 
+    @property
+    def num_scales(self) -> int:
+        """The scales of a vector of quantized KV: the values of latents are a part with a scale of its own,
+        and so are the columns behind them."""
+        return 2 if self.value_dim else 1
+
+    def parts(self, head_dim: int) -> tuple[int, ...]:
+        """Return the sizes of the parts of a vector of quantized KV that have a scale each."""
+        return (self.value_dim, head_dim - self.value_dim) if self.value_dim else (head_dim,)
+
     def scale(self, head_dim: int) -> float:
         """Return the factor of products of queries and keys."""
         return head_dim**-0.5 if self.score_scale is None else self.score_scale
@@ -259,6 +270,15 @@ class LayerAttention:
     kind: int = 0
     has_own_kv: bool = True
     latent: LatentHeads | None = None
+
+
+class PartialResults(NamedTuple):
+    """Results of attention to some of the keys that queries see, to be merged with those of others: `mixed`
+    float32 [num_tokens, num_heads, head_dim], and `log_sums` float32 [num_tokens, num_heads], the logarithms
+    of the sums that they are divided by."""
+
+    mixed: Tensor
+    log_sums: Tensor
 
 
 class AttentionPlan(ABC):
@@ -293,6 +313,11 @@ class AttentionPlan(ABC):
         """Attend as `run` does from `queries` [num_tokens, num_heads * head_dim], which are rotated and whose
         rows may be apart, to keys and values that lie in their blocks."""
 
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        """Attend as `attend` does, with what is needed to merge the results with those of further keys. The
+        layer has no sinks."""
+        raise NotImplementedError("results of this backend are not merged with others")
+
 
 class AttentionBackend(ABC):
     """A way to compute attention over a rank's `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens,
@@ -314,6 +339,15 @@ class AttentionBackend(ABC):
         self.shape = shape
         self.kv = kv
         self.dtype = shape.dtype or kv.dtype
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block, of which ranks may hold parts."""
+        return kv_shape(self.kv).block_tokens
+
+    def exchanges(self, starts: NDArray[np.int32], lengths: NDArray[np.int32]) -> Sequence[ExchangeSizes]:
+        """Return what the ranks of a stage exchange in each layer of a step of such sequences, in order."""
+        return ()
 
     @property
     def kvs(self) -> Sequence[Tensor]:

@@ -6,7 +6,8 @@ keys that all heads share. In the *absorbed* form all heads of queries share thi
 products of the heads turn queries into queries of latents, and mixed latents into values. In the *expanded*
 form keys and values of some heads at a time are computed from the latents of a sequence. A sequence takes the
 form with fewer operations (`LatentShape.is_expansion_cheaper`), unless results must not depend on its chunks:
-then, and where blocks lie in host memory, all are absorbed."""
+then, and where blocks lie in host memory, all are absorbed. In 8 bits a latent has a scale, and so has the
+rotated part: these differ in size."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.model.attention.expanded_latents import ExpandedChunk
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
@@ -26,46 +28,54 @@ from workers.model.attention.interface import (
     LayerAttention,
     LayerRead,
     MakeBackend,
-    SequenceSpan,
     StepInput,
-    kv_shape,
     to_device,
 )
+from workers.model.attention.quantized_kv import head_dim_of, is_quantized
 from workers.model.attention.rotary import rope_table, rotate
 from workers.model.latent_heads import LatentHeads
-from workers.model.latent_shape import expanded_capacity
-
-_ALL_LAYERS = LayerAttention(0, 0)
+from workers.model.latent_shape import LatentShape, expanded_capacity
+from workers.model.scaled_heads import ScaledHeads
 
 
 class LatentAttention(AttentionBackend):
     """Attention over a rank's latents, `kv` [num_blocks, num_layers, 1, 1, block_tokens, width]."""
 
-    def __init__(self, shape: AttentionShape, kv: Tensor, make: MakeBackend) -> None:
+    def __init__(
+        self, shape: AttentionShape, kv: Tensor, make: MakeBackend, num_absorbed_heads: int | None = None
+    ) -> None:
         """`make` makes the backend of queries of latents, over a view of `kv` in which rows are keys and
-        values."""
+        values. It has `num_absorbed_heads`; None: those of the shape."""
         super().__init__(shape, kv)
         assert shape.latent is not None
         assert kv.shape[2:4] == (1, 1), "there is one row for a token"
-        assert kv.shape[5] == shape.latent.width
         self.latent = shape.latent
+        assert head_dim_of(kv, len(self.latent.parts)) == self.latent.width
+        # Converts rows between the dtype of activations and 8 bits; None: the KV has that of activations.
+        self.scaled: ScaledHeads | None = None
+        if is_quantized(kv):
+            self.scaled = ScaledHeads(self.latent.parts, kv.dtype, self.dtype, kv.shape[4])
         scale = shape.scale(self.latent.head_dim)
         self._alike = dataclasses.replace(shape, rotations=(), latent=None, score_scale=scale)
-        absorbed = dataclasses.replace(self._alike, value_dim=self.latent.kv_lora_rank)
+        absorbed = dataclasses.replace(
+            self._alike,
+            value_dim=self.latent.kv_lora_rank,
+            num_heads=num_absorbed_heads or shape.num_heads,
+        )
         self.absorbed = make(absorbed, _as_both_kinds(kv))
         self.name = self.absorbed.name
         self.can_stage = self.absorbed.can_stage
         self.is_deterministic = self.absorbed.is_deterministic
         self.can_capture = self.absorbed.can_capture
-        self._expanded_memory = torch.empty(0, dtype=kv.dtype, device=kv.device)
+        self._expanded_memory = torch.empty(0, dtype=self.dtype, device=kv.device)
 
-    def plan(self, step: StepInput) -> LatentPlan:
+    def plan(self, step: StepInput) -> AttentionPlan:
         return LatentPlan(self, step)
 
     def expanded(self, num_tokens: int) -> AttentionBackend:
         """Return the backend of as many heads as are expanded at a time for `num_tokens` tokens, over memory
         that it shares with all others: [1, 1, 2, num_expanded, more than num_tokens, head_dim]."""
-        latent, dtype = self.latent, self.kv.dtype
+        latent, dtype = self.latent, self.dtype
         capacity = expanded_capacity(num_tokens)
         num_heads = latent.num_expanded_heads(self.shape.num_heads, capacity, dtype.itemsize)
         num_items = 2 * num_heads * capacity * latent.head_dim
@@ -73,7 +83,7 @@ class LatentAttention(AttentionBackend):
             # Attention may multiply what no token has written with zero.
             self._expanded_memory = torch.zeros(num_items, dtype=dtype, device=self.kv.device)
         kv = self._expanded_memory[:num_items].view(1, 1, 2, num_heads, capacity, latent.head_dim)
-        shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,))
+        shape = dataclasses.replace(self._alike, num_heads=num_heads, windows=(0,), dtype=None)
         return self.absorbed.over(shape, kv)
 
     def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
@@ -89,14 +99,13 @@ class LatentPlan(AttentionPlan):
         self._num_heads = backend.shape.num_heads
         kv = backend.kv
         positions, blocks = _places(step, kv.device)
-        self._rotations = [rope_table(positions, it, kv.dtype) for it in backend.shape.rotations]
+        self._rotations = [rope_table(positions, it, backend.dtype) for it in backend.shape.rotations]
         self._block_tokens = step.block_tokens
-        # The rows of the tokens in layer 0, of all rows of the KV.
-        layer_rows = kv.shape[1] * self._block_tokens
-        self._rows = blocks.long() * layer_rows + positions % self._block_tokens
-        self._memory = kv.view(-1, self._latent.width)
+        # The heads of the KV in layer 0 in which the tokens' rows lie, and their places there.
+        self._heads, self._offsets = blocks.long() * kv.shape[1], (positions % self._block_tokens).long()
+        self._memory = kv.flatten(0, 3)
         is_expanded = _expanded(backend, step)
-        self._chunks = [_ExpandedChunk(backend, step, number) for number in is_expanded.nonzero()[0].tolist()]
+        self._chunks = [_PagedChunk(backend, step, number) for number in is_expanded.nonzero()[0].tolist()]
         self._absorbed: AttentionPlan | None = None
         self._absorbed_rows: Tensor | None = None
         if not is_expanded.any():
@@ -108,15 +117,18 @@ class LatentPlan(AttentionPlan):
             self._absorbed_rows = to_device(rows, kv.device)
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        latent, num_heads = self._latent, self._num_heads
-        num_columns = num_heads * latent.head_dim
-        queries, row = qkv[:, :num_columns], qkv[:, num_columns:]
-        by_head = queries.view(len(queries), num_heads, latent.head_dim)
-        table = self._rotations[layer.rotation]
-        for part in (by_head[..., latent.qk_nope_head_dim :], row[:, None, latent.kv_lora_rank :]):
-            part.copy_(rotate(part, *table))
-        self._memory.index_copy_(0, self._rows + layer.index * self._block_tokens, row)
+        queries, row = rotated_parts(self._latent, self._num_heads, self._rotations[layer.rotation], qkv)
+        self._write(layer.index, row)
         return self.attend(layer, queries)
+
+    def _write(self, layer: int, row: Tensor) -> None:
+        """Write the tokens' rows [num_tokens, width] of a layer."""
+        heads = self._heads + layer
+        if self._backend.scaled is not None:
+            self._backend.scaled.write(row, self._memory, heads, self._offsets)
+            return
+        rows = heads * self._block_tokens + self._offsets
+        self._memory.view(-1, self._latent.width).index_copy_(0, rows, row)
 
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         latent, rows = self._latent, self._absorbed_rows
@@ -137,55 +149,40 @@ class LatentPlan(AttentionPlan):
     ) -> None:
         """Attend from `queries` [num_rows, num_heads, head_dim] to latents, into `mixed` [num_rows,
         num_heads, v_head_dim]."""
-        latent, heads = self._latent, _heads_of(layer)
-        num_unrotated, rank = latent.qk_nope_head_dim, latent.kv_lora_rank
-        wide = queries.new_empty(*queries.shape[:2], latent.width)
-        heads.absorb(queries[..., :num_unrotated], wide[..., :rank])
-        wide[..., rank:] = queries[..., num_unrotated:]
+        wide = absorbed_queries(self._latent, layer, queries)
         latents = plan.attend(layer, wide.flatten(1)).view(len(wide), self._num_heads, -1)
-        heads.values(latents[..., :rank], mixed)
+        heads_of(layer).values(latents[..., : self._latent.kv_lora_rank], mixed)
 
 
-class _ExpandedChunk:
-    """The attention of several new tokens of one sequence, by keys and values that are expanded, some heads
-    at a time."""
+class _PagedChunk:
+    """A chunk whose latents are gathered from the blocks of its sequence."""
 
     def __init__(self, backend: LatentAttention, step: StepInput, number: int) -> None:
         """Plan sequence `number` of a step."""
         start, num_tokens = int(step.starts[number]), int(step.lengths[number])
-        self._num_context = start + num_tokens
-        self._latent, self._kv = backend.latent, backend.kv
-        num_blocks = -(-self._num_context // step.block_tokens)
+        self._latent, self._kv, self._scaled = backend.latent, backend.kv, backend.scaled
+        num_blocks = -(-(start + num_tokens) // step.block_tokens)
         table = step.tables[step.slots[number], :num_blocks]
         if start <= (num_blocks - 1) * step.block_tokens:
             # Later steps may multiply what no token has written with zero.
-            backend.kv[int(table[-1])] = 0
+            backend.kv[int(table[-1])].view(torch.uint8).zero_()
         self._blocks = to_device(table.astype(np.int64), backend.kv.device)
         first = int(step.lengths[:number].sum())
-        self._rows = slice(first, first + num_tokens)
-        expanded = backend.expanded(self._num_context)
-        self._expanded = expanded.kv[0, 0].transpose(1, 2)[:, : self._num_context]
-        span = SequenceSpan(start, num_tokens, (0,))
-        capacity = kv_shape(expanded.kv).block_tokens
-        self._plan = expanded.plan(StepInput.of([span], capacity, marks=step.marks))
+        expanded = backend.expanded(start + num_tokens)
+        self._chunk = ExpandedChunk(backend.latent, expanded, start, num_tokens, first, step.marks)
 
     def attend(self, layer: LayerAttention, queries: Tensor, mixed: Tensor) -> None:
         """Attend from the chunk's `queries` [num_tokens, num_heads * head_dim], of the whole step, into its
         `mixed` [num_tokens, num_heads, v_head_dim]."""
-        latent, heads = self._latent, _heads_of(layer)
-        latents = self._kv[:, layer.index, 0, 0].index_select(0, self._blocks)
-        latents = latents.view(-1, latent.width)[: self._num_context]
-        normed, shared = torch.split(latents, [latent.kv_lora_rank, latent.qk_rope_head_dim], 1)
-        keys, values = self._expanded
-        num_expanded, head_dim = keys.shape[1:]
-        for first in range(0, heads.num_heads, num_expanded):
-            unrotated, rotated = torch.split(keys, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], 2)
-            heads.expand(normed, unrotated, values[..., : latent.v_head_dim], first)
-            rotated.copy_(shared[:, None].expand_as(rotated))
-            values[..., latent.v_head_dim :] = 0
-            of_heads = queries[self._rows, first * head_dim : (first + num_expanded) * head_dim]
-            attended = self._plan.attend(_ALL_LAYERS, of_heads).view(-1, num_expanded, head_dim)
-            mixed[self._rows, first : first + num_expanded] = attended[..., : latent.v_head_dim]
+        latents = self._kv[:, layer.index, 0, 0]
+        if self._scaled is None:
+            latents = latents.index_select(0, self._blocks)
+        else:
+            blocks = latents.view(torch.uint8).index_select(0, self._blocks).view(latents.dtype)
+            latents = queries.new_empty(*blocks.shape[:2], self._latent.width)
+            self._scaled.widen(blocks, latents)
+        latents = latents.view(-1, self._latent.width)[: self._chunk.num_context]
+        self._chunk.attend(heads_of(layer), latents, queries, mixed)
 
 
 class _LatentReader(HostReader):
@@ -217,7 +214,29 @@ def _as_both_kinds(kv: Tensor) -> Tensor:
     return kv.expand(-1, -1, 2, -1, -1, -1)
 
 
-def _heads_of(layer: LayerAttention) -> LatentHeads:
+def rotated_parts(
+    latent: LatentShape, num_heads: int, table: tuple[Tensor, Tensor], qkv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate what is to be in `qkv` [num_tokens, num_heads * head_dim + width], in place, by cosines and
+    sines. Returns queries [num_tokens, num_heads * head_dim] and rows of the KV [num_tokens, width]."""
+    queries, rows = torch.split(qkv, [num_heads * latent.head_dim, latent.width], 1)
+    by_head = queries.view(len(queries), num_heads, latent.head_dim)
+    for part in (by_head[..., latent.qk_nope_head_dim :], rows[:, None, latent.kv_lora_rank :]):
+        part.copy_(rotate(part, *table))
+    return queries, rows
+
+
+def absorbed_queries(latent: LatentShape, layer: LayerAttention, queries: Tensor) -> Tensor:
+    """Return `queries` [num_rows, num_heads, head_dim] as queries of latents [num_rows, num_heads, width]."""
+    num_unrotated, rank = latent.qk_nope_head_dim, latent.kv_lora_rank
+    wide = queries.new_empty(*queries.shape[:2], latent.width)
+    heads_of(layer).absorb(queries[..., :num_unrotated], wide[..., :rank])
+    wide[..., rank:] = queries[..., num_unrotated:]
+    return wide
+
+
+def heads_of(layer: LayerAttention) -> LatentHeads:
+    """Return the heads of a layer of latents."""
     assert layer.latent is not None, "a layer of latents has heads that read them"
     return layer.latent
 
@@ -226,10 +245,16 @@ def _expanded(backend: LatentAttention, step: StepInput) -> NDArray[np.bool_]:
     """Return which sequences take keys and values that are expanded."""
     if backend.is_deterministic or step.host is not None:
         return np.zeros(len(step.lengths), dtype=np.bool_)
-    is_chunk: NDArray[np.bool_] = step.lengths > 1
+    return cheaper_expanded(backend.latent, step.starts, step.lengths)
+
+
+def cheaper_expanded(
+    latent: LatentShape, starts: NDArray[np.int32], lengths: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Return which sequences take fewer operations with keys and values that are expanded."""
+    is_chunk: NDArray[np.bool_] = lengths > 1
     for number in is_chunk.nonzero()[0].tolist():
-        start, num_tokens = int(step.starts[number]), int(step.lengths[number])
-        is_chunk[number] = backend.latent.is_expansion_cheaper(start, num_tokens)
+        is_chunk[number] = latent.is_expansion_cheaper(int(starts[number]), int(lengths[number]))
     return is_chunk
 
 

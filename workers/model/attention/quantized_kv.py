@@ -12,6 +12,7 @@ NaN: whoever attends to it gets NaN, as from KV of any other form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,9 @@ def is_quantized(kv: Tensor) -> bool:
     return kv.dtype in _LARGEST
 
 
-def head_dim_of(kv: Tensor) -> int:
-    """Return the size of a head of a KV [..., head_dim], without the bytes of a scale."""
-    return kv.shape[-1] - SCALE_BYTES if is_quantized(kv) else kv.shape[-1]
+def head_dim_of(kv: Tensor, num_scales: int = 1) -> int:
+    """Return the size of a head of a KV [..., head_dim], without the bytes of the scales of a vector."""
+    return kv.shape[-1] - num_scales * SCALE_BYTES if is_quantized(kv) else kv.shape[-1]
 
 
 class Quantized(NamedTuple):
@@ -69,12 +70,32 @@ class Quantized(NamedTuple):
 def quantized_parts(kv: Tensor) -> Quantized:
     """View a quantized KV, or blocks, layers or heads of it [..., block_tokens, head_dim + 4], as elements
     [..., block_tokens, head_dim] and scales [..., block_tokens]."""
-    *outer, block_tokens, width = kv.shape
-    head_dim = width - SCALE_BYTES
-    assert kv.stride()[-2:] == (width, 1), "heads of a block are contiguous"
-    strides = kv.stride()[:-2]
-    elements = kv.as_strided((*outer, block_tokens, head_dim), (*strides, head_dim, 1))
-    raw = kv.as_strided(
-        (*outer, block_tokens * SCALE_BYTES), (*strides, 1), kv.storage_offset() + block_tokens * head_dim
+    elements, scales = elements_and_scales(kv, head_dim_of(kv))
+    return Quantized(elements, scales.squeeze(-2))
+
+
+def elements_and_scales(heads: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """View heads of which a token has `width` elements, in one or more parts with a scale each
+    [..., block_tokens, width + 4 * num_parts], as elements [..., block_tokens, width] and scales
+    [..., num_parts, block_tokens]."""
+    *outer, block_tokens, num_bytes = heads.shape
+    assert heads.stride()[-2:] == (num_bytes, 1), "heads of a block are contiguous"
+    strides, num_parts = heads.stride()[:-2], (num_bytes - width) // SCALE_BYTES
+    elements = heads.as_strided((*outer, block_tokens, width), (*strides, width, 1))
+    row_bytes = block_tokens * SCALE_BYTES
+    raw = heads.as_strided(
+        (*outer, num_parts, row_bytes),
+        (*strides, row_bytes, 1),
+        heads.storage_offset() + block_tokens * width,
     )
-    return Quantized(elements, raw.view(torch.float32))
+    return elements, raw.view(torch.float32)
+
+
+def widened(heads: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return the vectors of heads whose parts have a scale each, float32 [..., block_tokens, sum(parts)]."""
+    elements, scales = elements_and_scales(heads, sum(parts))
+    vectors = [
+        Quantized(each, scales[..., number, :]).floats()
+        for number, each in enumerate(torch.split(elements, list(parts), -1))
+    ]
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)

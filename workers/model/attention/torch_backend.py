@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model.attention.gathered_attention import GatheredLayer, Scores, attend
+from workers.model.attention.gathered_attention import GatheredLayer, Scores, attend, attend_parts
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
     LayerAttention,
     LayerRead,
+    PartialResults,
     StepInput,
     kv_shape,
     to_device,
@@ -34,7 +35,7 @@ class TorchAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         super().__init__(shape, kv)
-        self._kv_shape = kv_shape(kv)
+        self._kv_shape = kv_shape(kv, shape.num_scales)
         self.rows = KvRows.of(kv)
 
     def over(self, shape: AttentionShape, kv: Tensor) -> TorchAttention:
@@ -65,8 +66,9 @@ class TorchPlan(AttentionPlan):
     ) -> None:
         super().__init__(step)
         self._kv = kv = backend.kv
-        self._kv_shape = shape = kv_shape(kv)
+        self._kv_shape = shape = kv_shape(kv, backend.shape.num_scales)
         self._num_heads = backend.shape.num_heads
+        self._parts = backend.shape.parts(shape.head_dim)
         self._scores = Scores(backend.shape.scale(shape.head_dim), backend.shape.softcap)
         self._host = step.host
         self.window_to_view = window_to_view
@@ -99,6 +101,14 @@ class TorchPlan(AttentionPlan):
     def attend(self, layer: LayerAttention, queries: Tensor) -> Tensor:
         return self._attend(queries.view(len(queries), -1, self._kv_shape.head_dim), layer)
 
+    def attend_parts(self, layer: LayerAttention, queries: Tensor) -> PartialResults:
+        assert self._host is None
+        seen = GatheredLayer(
+            self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores, self._parts
+        )
+        by_head = queries.view(len(queries), -1, self._kv_shape.head_dim)
+        return attend_parts(by_head, seen, self.window_to_view[layer.window], self.marks)
+
     def _clear_partial_blocks(self, step: StepInput) -> None:
         """Zero the blocks that this step begins and does not fill, so that stale bytes never reach a softmax
         as NaN."""
@@ -129,7 +139,9 @@ class TorchPlan(AttentionPlan):
     def _attend(self, query: Tensor, layer: LayerAttention) -> Tensor:
         """Attend from `query` [num_tokens, num_heads, head_dim] to the KV already written."""
         view, host = self.window_to_view[layer.window], self._host
-        seen = GatheredLayer(self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores)
+        seen = GatheredLayer(
+            self._kv_rows, layer.index, self._kv_shape, self._dtype, self._scores, self._parts
+        )
         if layer.sinks is not None:
             seen = seen._replace(sinks=layer.sinks.view(self._kv_shape.num_kv_heads, -1, 1))
         if host is None or not view.host_ids:

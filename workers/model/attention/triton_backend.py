@@ -53,7 +53,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False) -> None:
         super().__init__(shape, kv)
         self.is_deterministic = is_deterministic
-        self.kv_shape = kv_shape(kv)
+        self.kv_shape = kv_shape(kv, shape.num_scales)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
         self.scoring = Scoring(shape.scale(self.kv_shape.head_dim), shape.softcap)
 
@@ -149,9 +149,10 @@ class TritonPlan(AttentionPlan):
     def _seen(self, layer: LayerAttention) -> tuple[LayerKv, PagedSequences]:
         """Return what a layer sees of the KV, and the tables that name it."""
         blocks, view = self._backend.kv[:, layer.index], self._window_to_view[layer.window]
-        kv = LayerKv.of(blocks)
+        head_dim = self._backend.kv_shape.head_dim
+        kv = LayerKv.of(blocks, head_dim)
         if view.host is not None:
-            kv = LayerKv.of(blocks, view.host.layer(layer.index), view.host.first_id)
+            kv = LayerKv.of(blocks, head_dim, view.host.layer(layer.index), view.host.first_id)
         return kv, self._sequences._replace(tables=view.tables)
 
     def _done(self, layer: LayerAttention) -> None:

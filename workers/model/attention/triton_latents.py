@@ -24,7 +24,7 @@ class TritonLatents(TritonAttention):
 
     @property
     def chunk_rows(self) -> int:
-        return latent_tile(self.kv.dtype, 64).rows
+        return latent_tile(self.dtype, 64).rows
 
     def plan(self, step: StepInput) -> TritonLatentPlan:
         return TritonLatentPlan(self, step)

@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.model.attention.quantized_kv import is_quantized, quantized_parts
+from workers.model.attention.quantized_kv import elements_and_scales, is_quantized
 from workers.model.cuda.kv_elements import ELEMENTS, SCALE, raw_elements, unit, widened
 
 PIECE_TOKENS = 512
@@ -63,7 +63,7 @@ class LayerKv(NamedTuple):
     """One layer's keys and values: `blocks` [num_blocks, 2, num_kv_heads, block_tokens, head_dim], a view of
     the rank's KV whose heads are contiguous, and `in_host`, of the same shape and the same distances within a
     block, with the blocks from the id `first_host` on (None: no table of the step names one). Quantized ones
-    have scales, float32 [num_blocks, 2, num_kv_heads, block_tokens], in the same memory."""
+    have scales, float32 [num_blocks, 2, num_kv_heads, num_parts, block_tokens], in the same memory."""
 
     blocks: Tensor
     in_host: Tensor | None = None
@@ -72,19 +72,13 @@ class LayerKv(NamedTuple):
     host_scales: Tensor | None = None
 
     @staticmethod
-    def of(layer: Tensor, in_host: Tensor | None = None, first_host: int = 0) -> LayerKv:
+    def of(layer: Tensor, head_dim: int, in_host: Tensor | None = None, first_host: int = 0) -> LayerKv:
         """Return a layer of a rank's KV, and of the blocks in host memory, as kernels take them."""
         if not is_quantized(layer):
             return LayerKv(layer, in_host, first_host)
-        parts = quantized_parts(layer)
-        of_host = None if in_host is None else quantized_parts(in_host)
-        return LayerKv(
-            parts.elements,
-            None if of_host is None else of_host.elements,
-            first_host,
-            parts.scales,
-            None if of_host is None else of_host.scales,
-        )
+        elements, scales = elements_and_scales(layer, head_dim)
+        of_host = (None, None) if in_host is None else elements_and_scales(in_host, head_dim)
+        return LayerKv(elements, of_host[0], first_host, scales, of_host[1])
 
     def arguments(self) -> tuple[Tensor, ...]:
         """Return the kernels' pointers: elements and those in host memory, scales and those in host memory.
@@ -508,7 +502,7 @@ def _attend_keys(
         k = widened(_load(at, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM), q.dtype, ELEMENTS)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if ELEMENTS != 0:
-            scores *= _load_scales(own_scales, is_read, IS_BORDER, ELEMENTS)[None, :]
+            scores *= load_scales(own_scales, is_read, IS_BORDER, ELEMENTS)[None, :]
         if CAP_SCALE != 0.0:  # tanh, whose error beside 1 is what matters: scores are only compared
             scores = 1.0 - 2.0 / (tl.exp2(scores * CAP_SCALE) + 1.0)
         if IS_BORDER:
@@ -523,7 +517,7 @@ def _attend_keys(
         total = tl.fma(total, kept, tl.sum(weights, 1))
         v = widened(_load(at + KIND_STRIDE, dim, is_read, IS_BORDER, HEAD_DIM, PADDED_DIM), q.dtype, ELEMENTS)
         if ELEMENTS != 0:
-            of_values = _load_scales(own_scales + KIND_STRIDE // SCALE, is_read, IS_BORDER, ELEMENTS)
+            of_values = load_scales(own_scales + KIND_STRIDE // SCALE, is_read, IS_BORDER, ELEMENTS)
             if q.dtype == tl.float16:  # whose exponents are too small for probabilities times scales
                 v = (v.to(tl.float32) * of_values[:, None]).to(v.dtype)
             else:
@@ -556,7 +550,7 @@ def _load(
 
 
 @triton.jit
-def _load_scales(at, is_read, IS_BORDER: tl.constexpr, ELEMENTS: tl.constexpr):
+def load_scales(at, is_read, IS_BORDER: tl.constexpr, ELEMENTS: tl.constexpr):
     """Load the scales of a tile's keys or values [KEYS], times the unit of the elements; 0 of those not
     read."""
     if IS_BORDER:

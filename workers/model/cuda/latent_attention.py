@@ -1,9 +1,9 @@
 """Attention over paged latents in Triton: of rows that decode, and of chunks that attend to latents.
 
 All heads share a row of the KV, [rank + rope]: the whole row is a key, its first `rank` columns are the
-value. A program reads a tile of rows once for both. Blocks are read where they lie; scores, probabilities,
-their sums and mixed latents are float32, and the order of a row's sums depends on its position alone, as in
-`workers.model.cuda.attention`.
+value. Where rows have 8 bits, each of both parts has a scale. A program reads a tile of rows once for both.
+Blocks are read where they lie; scores, probabilities, their sums and mixed latents are float32, and the order
+of a row's sums depends on its position alone, as in `workers.model.cuda.attention`.
 
 The heads of a token are rows of the same products ("packed"). The sizes are for Hopper in bfloat16 at rank
 512 and rope 64: 64 rows of queries and two tiles of 32 keys take 72 + 2 * 36 of 227 KiB of shared memory, and
@@ -28,11 +28,13 @@ from workers.model.cuda.attention import (
     Scoring,
     Tile,
     decode_task,
+    load_scales,
     padded,
     reduce_pieces,
     row_pieces,
     tile_blocks,
 )
+from workers.model.cuda.kv_elements import SCALE, widened
 
 # The arguments of which a program reads few items, as in `workers.model.cuda.attention`.
 _INDICES = ["tables", "slots", "starts", "lengths", "tasks"]
@@ -60,19 +62,19 @@ def decode_latents(
     [num_tokens, num_heads, rank], of the whole step; the other arguments are those of `attend_decodes`."""
     _, num_heads, width = queries.shape
     num_decodes, _, num_pieces, rank = partials.values.shape
-    tile = latent_tile(kv.blocks.dtype, num_heads)
+    tile = latent_tile(queries.dtype, num_heads)
     num_tiles = triton.cdiv(num_heads, tile.rows)
     num_splits = min(num_pieces, max(MIN_SPLITS, -(-NUM_DECODE_PROGRAMS // (num_decodes * num_tiles))))
     in_host = kv.blocks if kv.in_host is None else kv.in_host
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _latent_pieces[(num_decodes, num_tiles, num_splits)](
-        queries, kv.blocks, in_host, sequences.tables, sequences.slots, *where, *partials,
+        queries, *kv.arguments(), sequences.tables, sequences.slots, *where, *partials,
         queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
         num_pieces, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, NUM_HEADS=num_heads, WIDTH=width,
         RANK=rank, PADDED_RANK=padded(rank), PADDED_ROPE=padded(width - rank),
         BLOCK_TOKENS=kv.blocks.shape[3], ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS,
-        MAX_PIECES=MAX_PIECES, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        MAX_PIECES=MAX_PIECES, ELEMENTS=kv.elements, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     reduce_pieces(where, tasks is not None, partials, 0, None, out)
 
@@ -89,25 +91,27 @@ def chunk_latents(
     the rows of `latent_tile` for any number of packed rows."""
     _, num_heads, width = queries.shape
     rank = out.shape[2]
-    tile = latent_tile(kv.blocks.dtype, 64)
+    tile = latent_tile(queries.dtype, 64)
     in_host = kv.blocks if kv.in_host is None else kv.in_host
     _latent_tiles[(len(tasks),)](
-        queries, kv.blocks, in_host, *sequences, tasks, out,
+        queries, *kv.arguments(), *sequences, tasks, out,
         queries.stride(0), out.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0),
         kv.first_host, scoring.exponent_scale,
         HAS_HOST=kv.in_host is not None, NUM_HEADS=num_heads, WIDTH=width, RANK=rank,
         PADDED_RANK=padded(rank), PADDED_ROPE=padded(width - rank), BLOCK_TOKENS=kv.blocks.shape[3],
-        ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ROWS=tile.rows, KEYS=tile.keys, ELEMENTS=kv.elements, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"], do_not_specialize_on_alignment=_INDICES)
 def _latent_pieces(
-    queries, kv, host, tables, slots, starts, tasks, values, sums,
+    queries, kv, host, scales, host_scales, tables, slots, starts, tasks, values, sums,
     query_stride, block_stride, host_stride, table_stride, first_host, num_pieces, scale,
     HAS_TASKS: tl.constexpr, HAS_HOST: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from some heads of one token to every num_programs(2)-th of its pieces. Grid: (decodes, tiles of
     heads, any)."""
@@ -125,8 +129,8 @@ def _latent_pieces(
     for piece in range(tl.program_id(2), position // piece_tokens + 1, tl.num_programs(2)):
         largest, total, mixed = _attend_range(
             q, q_rope, positions, position, position, piece * piece_tokens, (piece + 1) * piece_tokens,
-            kv, host, table, block_stride, host_stride, first_host, scale,
-            HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, ROWS, KEYS,
+            kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale,
+            HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, ROWS, KEYS, ELEMENTS,
         )  # fmt: skip
         to = (decode.to(tl.int64) * NUM_HEADS + heads) * num_pieces + piece
         is_head = heads < NUM_HEADS
@@ -139,11 +143,11 @@ def _latent_pieces(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def _latent_tiles(
-    queries, kv, host, tables, slots, starts, lengths, tasks, out,
+    queries, kv, host, scales, host_scales, tables, slots, starts, lengths, tasks, out,
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, scale,
     HAS_HOST: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles,)."""
     task = tl.program_id(0) * 3
@@ -164,8 +168,8 @@ def _latent_tiles(
     newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // NUM_HEADS
     _, total, mixed = _attend_range(
         q, q_rope, start + token, oldest, newest, 0, newest + 1,
-        kv, host, table, block_stride, host_stride, first_host, scale,
-        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, ROWS, KEYS,
+        kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale,
+        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, ROWS, KEYS, ELEMENTS,
     )  # fmt: skip
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
     dim = tl.arange(0, PADDED_RANK)
@@ -176,9 +180,10 @@ def _latent_tiles(
 @triton.jit
 def _attend_range(
     q, q_rope, positions, oldest, newest, begin, end,
-    kv, host, table, block_stride, host_stride, first_host, scale,
+    kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale,
     HAS_HOST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
     PADDED_ROPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from queries `q` [ROWS, PADDED_RANK] and `q_rope` [ROWS, PADDED_ROPE] at `positions` [ROWS],
     from `oldest` to `newest`, to those of the keys [begin, end) that they see; `begin` is a multiple of KEYS.
@@ -191,22 +196,23 @@ def _attend_range(
     whole_end = tl.maximum(begin, tl.minimum(end, oldest + 1) // KEYS * KEYS)
     largest, total, mixed = _attend_keys(
         q, q_rope, positions, begin, whole_end, last, largest, total, mixed,
-        kv, host, table, block_stride, host_stride, first_host, scale, False,
-        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, KEYS,
+        kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale, False,
+        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, KEYS, ELEMENTS,
     )  # fmt: skip
     return _attend_keys(
         q, q_rope, positions, whole_end, last, last, largest, total, mixed,
-        kv, host, table, block_stride, host_stride, first_host, scale, True,
-        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, KEYS,
+        kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale, True,
+        HAS_HOST, WIDTH, RANK, PADDED_RANK, PADDED_ROPE, BLOCK_TOKENS, KEYS, ELEMENTS,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_keys(
     q, q_rope, positions, begin, end, last, largest, total, mixed,
-    kv, host, table, block_stride, host_stride, first_host, scale, IS_BORDER: tl.constexpr,
-    HAS_HOST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr,
-    PADDED_ROPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    kv, host, scales, host_scales, table, block_stride, host_stride, first_host, scale,
+    IS_BORDER: tl.constexpr, HAS_HOST: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `end`. At a border only keys before `last` are read, and
     each row sees its own part of them. The blocks of a tile are looked up one tile ahead."""
@@ -221,12 +227,25 @@ def _attend_keys(
             # A block begins at a multiple of 16 bytes, which a choice of two addresses hides.
             rows = tl.multiple_of(tl.where(blocks >= first_host, in_host, rows), 16)
         rows += keys % BLOCK_TOKENS * WIDTH
+        if ELEMENTS != 0:
+            own_scales = scales + blocks.to(tl.int64) * (block_stride // SCALE)
+            if HAS_HOST:
+                in_host = host_scales + (blocks - first_host).to(tl.int64) * (host_stride // SCALE)
+                own_scales = tl.where(blocks >= first_host, in_host, own_scales)
+            own_scales += keys % BLOCK_TOKENS
         blocks = tile_blocks(table, tile + KEYS, keys + KEYS, end, last, BLOCK_TOKENS, KEYS)
         latents, rope = _load_row(
             rows[:, None], is_read[:, None], IS_BORDER, RANK, PADDED_RANK, WIDTH, PADDED_ROPE
         )
+        latents, rope = widened(latents, q.dtype, ELEMENTS), widened(rope, q.dtype, ELEMENTS)
         scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+        if ELEMENTS != 0:
+            of_latents = load_scales(own_scales, is_read, IS_BORDER, ELEMENTS)
+            of_rope = load_scales(own_scales + BLOCK_TOKENS, is_read, IS_BORDER, ELEMENTS)
+            rotated = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+            scores = scores * of_latents[None, :] + rotated * of_rope[None, :]
+        else:
+            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
         if IS_BORDER:
             is_seen = (keys[None, :] <= positions[:, None]) & is_read[None, :]
             scores = tl.where(is_seen, scores, float("-inf"))
@@ -235,6 +254,11 @@ def _attend_keys(
         weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
         kept = tl.exp2(known - largest)
         total = tl.fma(total, kept, tl.sum(weights, 1))
+        if ELEMENTS != 0:
+            if q.dtype == tl.float16:  # whose exponents are too small for probabilities times scales
+                latents = (latents.to(tl.float32) * of_latents[:, None]).to(latents.dtype)
+            else:
+                weights *= of_latents[None, :]
         mixed = tl.dot(weights.to(latents.dtype), latents, mixed * kept[:, None], input_precision="ieee")
     return largest, total, mixed
 

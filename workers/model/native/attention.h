@@ -11,7 +11,8 @@
 // row sees has the probability 0, which changes no sum.
 //
 // Keys and values of 8 bits are multiplied without their scales: a key's scale multiplies its scores, a value's its
-// probabilities, in float.
+// probabilities, in float. Where the tail of a key has a scale of its own, its elements are multiplied with the ratio of
+// both scales beforehand, which rounds them once more.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -23,6 +24,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "few_rows.h"
@@ -82,13 +84,17 @@ class Attention {
   const int64_t group, dim, padded_dim, window, query_stride;
   const PagedKv<T, S> paged;
   const float* sinks;  // [num_heads], in units of scores; null: there are none
+  // [tokens, num_heads * head_dim] and [tokens, num_heads]: results as floats, and the logarithms of what they are
+  // divided by, for others to merge with those of further keys; null: results are written as queries are.
+  float *const parts, *const log_sums;
   struct State;
   struct Scratch;
   using Way = void (Attention::*)(const AttentionTask&, int64_t head, int64_t piece, Scratch&, State) const;
   const Way token_way;
 
  public:
-  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride, const float* sinks)
+  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride, const float* sinks, float* parts = nullptr,
+            float* log_sums = nullptr)
       : step(step),
         group(step.num_heads / step.num_kv_heads),
         dim(step.head_dim),
@@ -97,6 +103,8 @@ class Attention {
         query_stride(query_stride),
         paged(step, layer),
         sinks(sinks),
+        parts(parts),
+        log_sums(log_sums),
         token_way(choose_token_way()) {}
 
   // queries: [tokens, num_heads * head_dim], rows `query_stride` apart, normed and rotated; out: [tokens, num_heads *
@@ -307,7 +315,8 @@ class Attention {
            &Attention::attend_token<4, 64>},
           {&Attention::attend_token<1, 128>, &Attention::attend_token<2, 128>, &Attention::attend_token<3, 128>,
            &Attention::attend_token<4, 128>}};
-      if (!step.is_invariant && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128)) return ways[dim == 128][group - 1];
+      if (!step.is_invariant && !step.tail_dim && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128))
+        return ways[dim == 128][group - 1];
     }
     return nullptr;
   }
@@ -493,19 +502,29 @@ class Attention {
     alignas(64) float factors[LANES];
     for (int64_t row = 0; row < task.num_tokens * group; row++) {
       if (sinks && row % LANES == 0) store(shares(head, state, row), factors);
-      T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
       Vec factor = broadcast(sinks ? factors[row % LANES] : 1.0f / state.sums[row]);
+      if (parts) {
+        int64_t place = (task.token + row / group) * step.num_heads + head * group + row % group;
+        log_sums[place] = (state.largest[row] + std::log2(state.sums[row])) / LOG2_E;
+        float* part = parts + place * dim;
+        for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, part + i);
+        continue;
+      }
+      T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
       for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, to + i);
     }
   }
 };
 
+// With `log_sums` [tokens, num_heads], `out` has floats; otherwise TYPE.
 #define EXPORT_ATTENTION(NAME, TYPE)                                                                            \
   extern "C" void attend_##NAME(const AttentionStep* step, int64_t layer, const TYPE* queries,                  \
-                                int64_t query_stride, const float* sinks, TYPE* out, int64_t begin,             \
-                                int64_t end) {                                                                  \
+                                int64_t query_stride, const float* sinks, void* out, float* log_sums,           \
+                                int64_t begin, int64_t end) {                                                   \
     with_elements<TYPE>(step->kv_elements, [&](auto element) {                                                  \
-      Attention<TYPE, decltype(element)>(*step, layer, query_stride, sinks).run(queries, out, begin, end);      \
+      float* parts = log_sums ? (float*)out : nullptr;                                                          \
+      Attention<TYPE, decltype(element)> attention(*step, layer, query_stride, sinks, parts, log_sums);         \
+      attention.run(queries, (TYPE*)out, begin, end);                                                           \
     });                                                                                                         \
   }
 

@@ -13,6 +13,7 @@
 #include "mamba2.h"
 #include "mixture.h"
 #include "quantized_products.h"
+#include "scaled_heads.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

@@ -1,7 +1,8 @@
 // The keys and values of a step's sequences in their blocks: where they lie, and the panels that are packed of them.
 //
 // Elements of type S are those of activations, T, or have 8 bits and a scale for each token of a head. Panels hold
-// these without scales, which products are multiplied with afterwards.
+// these without scales, which products are multiplied with afterwards. Where the last columns of a vector (its tail)
+// have a scale of their own, panels of keys hold them in units of the others' scale.
 
 #pragma once
 
@@ -24,7 +25,8 @@ struct AttentionStep {
   AttentionTask* tasks;  // sorted: the largest first
   void *kv, *host;       // blocks on the device, and those with ids from first_host on
   int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, kind_stride,
-      head_stride, first_host, num_heads, num_kv_heads, head_dim, block_tokens, is_invariant, kv_elements;
+      head_stride, first_host, num_heads, num_kv_heads, head_dim, block_tokens, is_invariant, kv_elements,
+      tail_dim;  // the last columns of a vector, where elements of these have a scale of their own
   float scale, softcap;  // softcap 0: scores are not capped
 };
 
@@ -84,7 +86,7 @@ class PagedKv {
     for (int64_t n = 0; n < PANEL; n += LANES) {
       int64_t key = begin + n, group_key = key / 16 * 16;
       bool seen = group_key < end && group_key + 16 > first;
-      const T* rows = seen ? opened(keys_of(task, head, group_key) + (key - group_key) * dim, LANES) : nullptr;
+      const T* rows = seen ? opened_keys(task, head, key) : nullptr;
       // After the last keys of a piece come its first values.
       const S* ahead = group_key + AHEAD < end ? keys_of(task, head, group_key + AHEAD)
                                                : keys_of(task, head, first / 16 * 16) + to_values();
@@ -163,12 +165,37 @@ class PagedKv {
   // `count` <= 16 keys or values that lie together, as T: where they are, or widened in memory of the thread.
   const T* opened(const S* rows, int64_t count) const {
     if constexpr (IS_QUANTIZED<S>) {
-      alignas(64) static thread_local T wide[16 * MOST_DIM];
+      T* wide = wide_rows();
       widen_elements(rows, count * dim, wide);
       return wide;
     } else {
       return rows;
     }
+  }
+
+  // The LANES keys from `key` on, a multiple of LANES.
+  const T* opened_keys(const AttentionTask& task, int64_t head, int64_t key) const {
+    const T* rows = opened(head_of(task, head, key) + offset_of(key) * dim, LANES);
+    if constexpr (IS_QUANTIZED<S>) {
+      if (step.tail_dim) scale_tails(scales_of(task, head, key, 0));
+    }
+    return rows;
+  }
+
+  // Brings the tails of widened keys into units of their keys' `scales`, behind which are those of the tails.
+  void scale_tails(const float* scales) const {
+    T* tail = wide_rows() + dim - step.tail_dim;
+    for (int64_t key = 0; key < LANES; key++, tail += dim) {
+      float ratio = scales[step.block_tokens + key] / scales[key];
+      int64_t i = 0;
+      for (; i + LANES <= step.tail_dim; i += LANES) store(load(tail + i) * broadcast(ratio), tail + i);
+      for (; i < step.tail_dim; i++) store(to_float(tail[i]) * ratio, tail + i);
+    }
+  }
+
+  static T* wide_rows() {
+    alignas(64) static thread_local T wide[16 * MOST_DIM];
+    return wide;
   }
 
   // Writes 32 columns of PAIR rows side by side.

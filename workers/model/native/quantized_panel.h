@@ -90,7 +90,9 @@ struct InputPart {
 // Inputs that are decoded together: 16 KiB of a panel.
 template <typename A>
 constexpr int64_t PART_INPUTS = 512 / sizeof(A);
-constexpr int64_t AHEAD_BYTES = 4 << 10;  // how far ahead of what few rows take memory is fetched
+// How far ahead of what few rows take memory is fetched. At half the distance one row waits for it: its products then
+// take 5 to 10 % longer than a loop that only reads.
+constexpr int64_t AHEAD_BYTES = 8 << 10;
 
 // Rows as blocks of them are multiplied: [parts][num_rows][PACKED_STRIDE], so that one register points to all rows of
 // a block, and they do not share sets of the cache. Few rows stay as they are: each block decodes in registers, which

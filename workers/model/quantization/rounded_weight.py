@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.model.quantization.nearest_codes import least_error_scales, nearest_codes
+from workers.model.quantization.nearest_codes import away_from_zero, least_error_scales, nearest_codes
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 from workers.model.quantization.stored_format import CodeType, StoredFormat
 from workers.model.quantization.weight_parts import packed_nibbles
 
 _LARGEST_FP8 = 448.0
 _LARGEST_INT8 = 127.0
-# The code of zero among those of 4 bits, and by what the largest weight of a group may be divided for a
-# scale: few, for this is done at each start.
+# The code of zero among those of 4 bits, and by what the weight of the largest magnitude in a group may be
+# divided for a scale: few, for this is done at each start. Mostly it becomes the smallest code, which has no
+# opposite.
 _ZERO = 8
-_DIVISORS = (7.0, 7.5, 8.0, 8.5)
+_DIVISORS = (-7.5, -8.0, -8.5, 7.0)
 # The scale of a group of zeros, which has none of its own.
 _LEAST_SCALE = 1e-12
 
@@ -44,7 +45,7 @@ def _to_int4(grouped: Tensor) -> QuantizedWeight:
     """Round groups [num_outputs, num_groups, group], with scales that bfloat16 holds."""
 
     def stored(scales: Tensor) -> Tensor:
-        return scales.clamp(min=_LEAST_SCALE).bfloat16()
+        return away_from_zero(scales, _LEAST_SCALE).bfloat16()
 
     best = least_error_scales(grouped, _ZERO - 1, _DIVISORS, stored)
     codes = nearest_codes(grouped, best, _ZERO - 1).add_(_ZERO).to(torch.uint8)

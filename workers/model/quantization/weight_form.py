@@ -14,13 +14,12 @@ _ROUNDED = {
     "int4": StoredFormat(Layout.PACKED, CodeType.INT4, 32),
     "fp8": StoredFormat(Layout.PLAIN, CodeType.FP8),
 }
-# Those to which embedding and head are rounded, where products have fewer than 16 bits: 4 bits of a head cost
-# more quality than those of all other products.
-_ROUNDED_TABLES = {
-    "int8": _ROUNDED["int8"],
-    "int4": _ROUNDED["int8"],
-    "fp8": _ROUNDED["fp8"],
-}
+# That to which embedding and head are rounded, where products have fewer than 16 bits: 4 bits of a head, or
+# the 3 bits behind the point that FP8 has, cost more quality than those of all other products.
+_ROUNDED_TABLE = _ROUNDED["int8"]
+# The number of the way in which weights are rounded to a form, where it has changed: with other codes, KV is
+# other KV.
+_WAYS = {"int4": 2}
 # The devices with kernels for products of quantized weights.
 QUANTIZED_ON = ("cpu", "cuda")
 # The codes of weights whose products round their inputs on a device, where the checkpoint means that;
@@ -44,7 +43,7 @@ class WeightForm:
     @property
     def rounded_table(self) -> StoredFormat | None:
         """The format to which the tables of embedding and head are rounded; None: to none."""
-        return _ROUNDED_TABLES.get(self.name)
+        return _ROUNDED_TABLE if self.name in _ROUNDED else None
 
     @property
     def keeps_stored(self) -> bool:
@@ -69,7 +68,8 @@ class WeightForm:
         of this dtype on a device: products of rounded inputs give other KV, and so do rounded embeddings."""
         rounded = [form.name for form in (self.rounded, self.rounded_table) if form is not None]
         if rounded:
-            return f"{' and '.join(dict.fromkeys(rounded))}, rounded"
+            way = f" in way {_WAYS[self.name]}" if self.name in _WAYS else ""
+            return f"{' and '.join(dict.fromkeys(rounded))}, rounded{way}"
         if scheme is None or not self.keeps_stored:
             return dtype
         names = (

@@ -1,4 +1,4 @@
-"""WindowTables: which blocks sequences compute into in the groups of layers with a window or a recurrent
+"""GroupTables: which blocks sequences compute into in the groups of layers with a window or a recurrent
 state, and which have fallen behind."""
 
 from __future__ import annotations
@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from kvtransfer.blocks.windows import first_needed_block
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.blocks.group_prefix import first_needed_block
+from kvtransfer.messages import BlockSpan
 from workers.scheduler.copied_blocks import CopiedBlocks
+from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.group_table import GroupTable
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.snapshot_policy import SnapshotPolicy
 from workers.scheduler.state_table import StateTable
 from workers.scheduler.step import StepBatch
-from workers.scheduler.window_pool import WindowPool
 from workers.scheduler.window_table import WindowTable
 
 
-class WindowTables:
+class GroupTables:
     """Fills, shares, copies and gives back the tables of sequences in every group behind the first.
 
     A table begins with the first block that the sequence still needs. What falls behind the window is
@@ -27,7 +27,7 @@ class WindowTables:
     be found by its key until its block is taken. So it is with states: a plan reads the one before it, and a
     state behind a border is left as a snapshot."""
 
-    def __init__(self, pools: Seq[WindowPool], block_tokens: int, snapshots: SnapshotPolicy) -> None:
+    def __init__(self, pools: Seq[GroupPool], block_tokens: int, snapshots: SnapshotPolicy) -> None:
         self.pools = tuple(pools)
         self._block_tokens = block_tokens
         self._snapshots = snapshots
@@ -43,11 +43,11 @@ class WindowTables:
         """Whether blocks of any group are retired."""
         return any(self.num_retired_references)
 
-    def blocks(self, sequence: Sequence) -> tuple[WindowBlocks, ...]:
+    def blocks(self, sequence: Sequence) -> tuple[BlockSpan, ...]:
         """Return what the sequence has in each group to continue behind its settled tokens."""
-        return tuple(table.passed_on(sequence.num_settled) for table in sequence.windows)
+        return tuple(table.passed_on(sequence.num_settled) for table in sequence.group_tables)
 
-    def fit(self, held: Seq[WindowBlocks], num_tokens: int, num_running: int) -> bool:
+    def fit(self, held: Seq[BlockSpan], num_tokens: int, num_running: int) -> bool:
         """Whether each group has blocks for a chunk of `num_tokens` tokens behind cached ones, which are
         `held`, and one more for each of `num_running` sequences."""
         for pool, blocks in zip(self.pools, held, strict=True):
@@ -57,22 +57,37 @@ class WindowTables:
                 return False
         return True
 
-    def give(self, sequence: Sequence, held: Seq[WindowBlocks]) -> None:
+    def give(self, sequence: Sequence, held: Seq[BlockSpan]) -> None:
         """Give a sequence these blocks, whose references pass to it."""
-        sequence.windows = [self._table(*each) for each in zip(self.pools, held, strict=True)]
+        sequence.group_tables = [self._table(*each) for each in zip(self.pools, held, strict=True)]
 
-    def _table(self, pool: WindowPool, held: WindowBlocks) -> GroupTable:
+    def _table(self, pool: GroupPool, held: BlockSpan) -> GroupTable:
         made = StateTable if pool.has_states else WindowTable
         return made(held.first, held.block_ids, self._block_tokens)
 
-    def begin_prompt(self, sequence: Sequence, known_border: int) -> None:
-        """Note how many blocks of a sequence, which is admitted, were cached without what windows or states
-        need behind them."""
+    def begin_prompt(self, sequence: Sequence, num_cached: int, known_border: int) -> None:
+        """Note that a sequence, which is admitted, begins behind `num_cached` blocks, and how many were
+        cached without what windows or states need behind them."""
         sequence.known_border = known_border
-        if self.have_states:
-            self._snapshots.note_divergence(sequence)
+        if not self.have_states:
+            return
+        self._snapshots.note_divergence(sequence)
+        is_kept = self._snapshots.keeps(sequence, num_cached)
+        for _, pool, table in self._groups(sequence):
+            if pool.has_states and num_cached:
+                # Unless others begin there as well, this sequence passes what it begins behind.
+                worth = pool.worth(table.block(num_cached - 1))
+                table.kept_border = num_cached if is_kept else num_cached - worth
 
-    def acquire(self, held: Seq[WindowBlocks]) -> None:
+    def evicted_border(self, keys: Seq[bytes], first: int) -> int:
+        """Return the last border behind which a group has lost a block that was kept for others, and which is
+        behind `first` of the blocks with these keys; 0 if there is none."""
+        for border in range(len(keys), first, -1):
+            if any(pool.was_evicted(keys[border - 1]) for pool in self.pools):
+                return border
+        return 0
+
+    def acquire(self, held: Seq[BlockSpan]) -> None:
         """Add one reference to each block."""
         for pool, blocks in zip(self.pools, held, strict=True):
             pool.acquire(blocks.block_ids)
@@ -99,7 +114,7 @@ class WindowTables:
 
     def _replace(self, batch: StepBatch, sequence: Sequence, group: int, index: int) -> None:
         """Give a sequence a block of its own in place of one that others use or can find."""
-        pool, table, copied = self.pools[group - 1], sequence.windows[group - 1], self._copied[group - 1]
+        pool, table, copied = self.pools[group - 1], sequence.group_tables[group - 1], self._copied[group - 1]
         src_block, (dst_block,) = table.block(index), pool.allocate(1)
         table.put(index, dst_block)
         if sequence.num_scheduled > index * self._block_tokens:
@@ -114,7 +129,7 @@ class WindowTables:
         """Give the fork the leader's blocks."""
         for _, pool, table in self._groups(leader):
             pool.acquire(table.block_ids)
-        fork.windows = [table.copy() for table in leader.windows]
+        fork.group_tables = [table.copy() for table in leader.group_tables]
 
     def hold(self, sequence: Sequence, index: int) -> bool:
         """Whether the sequence has its block at this index in every group with a window."""
@@ -126,9 +141,12 @@ class WindowTables:
         is_snapshot = False
         for _, pool, table in self._groups(sequence):
             for index in table.completed(sequence.num_settled):
-                is_new = pool.register(table.block(index), keys[index], sharing_group)
-                is_wanted = pool.has_states and self._snapshots.keeps(sequence, index + 1)
-                is_snapshot = is_snapshot or (is_new and is_wanted)
+                border = index + 1
+                worth = border - table.kept_border if pool.has_states else 0
+                is_new = pool.register(table.block(index), keys[index], sharing_group, worth)
+                if pool.has_states and self._snapshots.keeps(sequence, border):
+                    table.kept_border = border
+                    is_snapshot = is_snapshot or is_new
             table.num_registered = max(table.num_registered, len(keys))
         return is_snapshot
 
@@ -165,7 +183,7 @@ class WindowTables:
                 key = sequence.block_keys(table.num_registered, self._block_tokens)[-1]
                 pool.keep(key)
                 border = table.num_registered if pool.find(key) is not None else 0
-        sequence.windows = []
+        sequence.group_tables = []
         return border
 
     def settle(self, step: int) -> None:
@@ -192,17 +210,17 @@ class WindowTables:
                 f"group {group}: {pool.num_references} references in the pool, {num_known} are known"
             )
 
-    def _groups(self, sequence: Sequence) -> Iterator[tuple[int, WindowPool, GroupTable]]:
+    def _groups(self, sequence: Sequence) -> Iterator[tuple[int, GroupPool, GroupTable]]:
         """Yield the number, pool and table of each group in which the sequence has a table."""
-        return zip(range(1, len(self.pools) + 1), self.pools, sequence.windows, strict=False)
+        return zip(range(1, len(self.pools) + 1), self.pools, sequence.group_tables, strict=False)
 
-    def _first_needed(self, pool: WindowPool, table: GroupTable, sequence: Sequence) -> int:
+    def _first_needed(self, pool: GroupPool, table: GroupTable, sequence: Sequence) -> int:
         """Return the first block of the table that plans which are not reported may read, or a transfer."""
         if sequence.hold_at and not pool.has_states:
             return table.first  # it moves to another replica: transfers read them
         return min(first_needed_block(sequence.num_settled, pool.window, self._block_tokens), table.end)
 
-    def _is_kept_for_others(self, pool: WindowPool, sequence: Sequence, index: int) -> bool:
+    def _is_kept_for_others(self, pool: GroupPool, sequence: Sequence, index: int) -> bool:
         """Whether a prompt needs the block which leaves the sequence's where others will: of windows, where
         an earlier one has left."""
         if pool.has_states:

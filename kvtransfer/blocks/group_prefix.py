@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.messages import BlockSpan
 
 
 class FullSource(Protocol):
@@ -19,8 +19,8 @@ class FullSource(Protocol):
         """Return the blocks of the longest prefix of `keys` that is cached; takes no reference."""
 
 
-class WindowSource(Protocol):
-    """The blocks of a group with a window or a state (see `workers.scheduler.window_pool.WindowPool`)."""
+class GroupSource(Protocol):
+    """The blocks of a group with a window or a state (see `workers.scheduler.group_pool.GroupPool`)."""
 
     @property
     def window(self) -> int: ...
@@ -43,7 +43,7 @@ class Prefix(NamedTuple):
     with one needs of it, up to the same block."""
 
     block_ids: list[int]
-    windows: tuple[WindowBlocks, ...] = ()
+    windows: tuple[BlockSpan, ...] = ()
 
 
 def first_needed_block(num_tokens: int, window: int, block_tokens: int) -> int:
@@ -53,7 +53,7 @@ def first_needed_block(num_tokens: int, window: int, block_tokens: int) -> int:
 
 def match_prefix(
     full: FullSource,
-    windows: Sequence[WindowSource],
+    groups: Sequence[GroupSource],
     keys: Sequence[bytes],
     block_tokens: int,
     num_tokens: int | None = None,
@@ -61,21 +61,21 @@ def match_prefix(
     """Return the longest prefix of `keys` behind which all groups can continue. With `num_tokens`, what
     follows it up to so many tokens comes from elsewhere: groups need of it what is needed behind that."""
     block_ids = full.match(keys)
-    if not windows:
+    if not groups:
         return Prefix(block_ids)
-    found = [[window.find(key) for key in keys[: len(block_ids)]] for window in windows]
+    found = [[group.find(key) for key in keys[: len(block_ids)]] for group in groups]
     # How many blocks without a gap end at each border, of each group.
     num_at_hand = [_runs(of_group) for of_group in found]
     for border in range(len(block_ids), 0, -1):
         end = border * block_tokens if num_tokens is None else num_tokens
-        firsts = [min(first_needed_block(end, it.window, block_tokens), border) for it in windows]
+        firsts = [min(first_needed_block(end, it.window, block_tokens), border) for it in groups]
         if all(runs[border] >= border - first for runs, first in zip(num_at_hand, firsts, strict=True)):
             held = [
-                WindowBlocks(first, tuple(block for block in of_group[first:border] if block is not None))
+                BlockSpan(first, tuple(block for block in of_group[first:border] if block is not None))
                 for of_group, first in zip(found, firsts, strict=True)
             ]
             return Prefix(block_ids[:border], tuple(held))
-    return Prefix([], tuple(WindowBlocks(0, ()) for _ in windows))
+    return Prefix([], tuple(BlockSpan(0, ()) for _ in groups))
 
 
 def _runs(block_ids: Sequence[int | None]) -> list[int]:

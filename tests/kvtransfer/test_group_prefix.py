@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.blocks.windows import first_needed_block, match_prefix
-from kvtransfer.messages import WindowBlocks
+from kvtransfer.blocks.group_prefix import first_needed_block, match_prefix
+from kvtransfer.messages import BlockSpan
 
 BLOCK_TOKENS = 4
 
@@ -90,4 +90,4 @@ def test_a_prefix_is_the_longest_that_all_groups_have(
         assert set(blocks.block_ids) == needed(longest, window)
         assert list(blocks.block_ids) == list(range(blocks.first, longest))
     assert isinstance(prefix.windows, tuple)
-    assert all(isinstance(blocks, WindowBlocks) for blocks in prefix.windows)
+    assert all(isinstance(blocks, BlockSpan) for blocks in prefix.windows)
