@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from import_path import import_path
 
 ROOT = Path(__file__).resolve().parent.parent
 # As tests/conftest.py has it, without the rules of this suite.
@@ -56,7 +57,7 @@ def run(folder: Path, files: dict[str, str], *arguments: str) -> tuple[int, str]
     plugins = ("-p", "xdist.plugin", "-p", "no:cacheprovider")  # others would take most of the time
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "-n", "2", *arguments]
     support = str(ROOT / "tests" / "support")
-    environment = {**os.environ, "PYTHONPATH": support, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, "PYTHONPATH": import_path(support), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 

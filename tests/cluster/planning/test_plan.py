@@ -163,7 +163,8 @@ def test_people_see_formulas_where_they_ask() -> None:
     assert plain.exit_code == explained.exit_code == 0
     assert "Pollaczek" not in plain.stdout
     assert "Pollaczek" in explained.stdout
-    assert "2 x 36 layers x 8 heads x 128 x 2 bytes" in explained.stdout
+    known = json.loads(tandem_plan("--model", "qwen3-8b", "--rate", 5, "--json").stdout)["plans"][0]
+    assert "2 x 36 layers x 8 heads x 128 x 2 bytes" in {line["formula"] for line in known["lines"]}
     assert "# cluster.yaml (the model was planned by its shape: name its folder)" in plain.stdout
 
 
