@@ -170,7 +170,8 @@ class LandingTable:
         for pool in self._group_pools:
             most = self._num_group_blocks(request, pool) + request.num_samples
             if most > pool.num_total:
-                reason = f"a window of {pool.window} tokens needs {most} blocks, of {pool.num_total}"
+                what = "a recurrent state" if pool.has_states else f"a window of {pool.window} tokens"
+                reason = f"{what} needs {most} blocks, of {pool.num_total}"
                 return [self._refuse(writer, request, reason, retry_after_s=0.0)]
         if self._num_blocks(request.num_tokens + 1) > self._pool.limit(group):
             share = f"{self._pool.limit(group)} are the share of sharing group {group!r} (device_kv_share)"

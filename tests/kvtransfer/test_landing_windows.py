@@ -239,6 +239,16 @@ def test_a_landing_waits_for_free_blocks_of_every_group() -> None:
     assert refusal.reason == "a window of 64 tokens needs 5 blocks, of 4"
 
 
+def test_a_refusal_for_want_of_states_names_them() -> None:
+    pool = GroupPool(2, 1, has_states=True)
+    world = WindowWorld(BlockPool(16, BLOCK), group_pools=[pool], layers=TWO_GROUPS)
+    world.ask(request(1, 2 * BLOCK))
+    world.deliver_to_decode()
+    refusal = world.to_prefill[-1]
+    assert isinstance(refusal, LandingRefusal)
+    assert refusal.reason == "a recurrent state needs 2 blocks, of 1"
+
+
 def flip_block(world: World, group: int, index: int) -> None:
     """Let a block of request 1 arrive with a wrong value."""
     grant = world.granted[LANDING]
