@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, move, prompt, started, until
+from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, joined, move, prompt, started, until
 from paged_model import continued
 from state_families import STATE_FAMILIES, write_state_checkpoint
 
@@ -79,6 +79,7 @@ class StateCluster:
     async def check_migration(self, source: Replica, target: Replica, num_before: int) -> None:
         name = f"{source.core.identity.replica_id} after {num_before}"
         submission = self.harness.submission(name, PROMPT, max_tokens=NUM_TOKENS)
+        await joined(source, target)
         heard = await started(self.harness, source, submission, num_before)
         move(submission, source, target)
         await until(lambda: bool(heard.moves), "the move has ended")
