@@ -32,7 +32,7 @@ def plan_lines(plan: Plan, rate: float, api_price: float | None = None) -> Itera
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _ms(seconds: float) -> str:
