@@ -70,6 +70,7 @@ def plan(
         profiles = [read_profile(hardware)] if hardware is not None else _profiles(gpu)
         prices = _prices(price_per_hour, profiles)
         planned = planned_model(model, precision, kv_dtype)
+        load.check(planned.shape.max_context_tokens)
         planner = ClusterPlanner(planned, profiles, load, prices)
         plans = planner.for_rate(rate) if rate is not None else planner.for_devices(devices or 1)
         if out_file is not None:

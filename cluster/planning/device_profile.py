@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -15,26 +15,12 @@ from cluster.errors import ConfigError
 Precision = Literal["bf16", "fp8", "int8"]
 
 
-class Efficiency(NamedTuple):
-    """What a step reaches of its device, and what it takes besides.
-
-    The defaults fit the steps of Llama 3 8B that were measured on an H100 (benchmarks/README.md, "On a
-    card"): within 1 % for decode and 3 % for prefill.
-    """
-
-    # Of the rate of copies, when weights are read; KV is read at all of it.
-    weights: float = 0.85
-    # Of the rate of large products.
-    products: float = 0.83
-    # A step's launches, and each sequence's sampling and small kernels.
-    step_s: float = 4e-4
-    sequence_s: float = 9e-6
-    # Of one sum over the ranks of a stage, whatever its size: an assumption, not measured.
-    collective_s: float = 1.2e-5
-
-
 class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of device, as it is or as `--hardware FILE` describes it."""
+    """A kind of device, as it is or as `--hardware FILE` describes it.
+
+    The defaults of what steps reach, and take besides, fit those of Llama 3 8B that were measured on an H100
+    (benchmarks/README.md, "On a card"): within 1 % for decode and 3 % for prefill.
+    """
 
     name: str
     memory_gb: float
@@ -49,27 +35,23 @@ class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_gb_s: float = 12.5
     devices_per_node: int = 8
     kind: Literal["cuda", "cpu"] = "cuda"
+    # CPU threads of a rank; of a GPU one.
+    threads: int = 1
     # Where the rates are from.
     source: str = "described by you"
-    weights_efficiency: float = Efficiency().weights
-    products_efficiency: float = Efficiency().products
-    step_us: float = 1e6 * Efficiency().step_s
-    sequence_us: float = 1e6 * Efficiency().sequence_s
-    collective_us: float = 1e6 * Efficiency().collective_s
+    # Of `read_gb_s`, when weights are read; KV is read at all of it.
+    weights_efficiency: float = 0.85
+    # Of the rates of large products.
+    products_efficiency: float = 0.83
+    # Of a step's launches, and of each sequence's sampling and small kernels.
+    step_us: float = 400.0
+    sequence_us: float = 9.0
+    # Of one sum over the ranks of a stage, whatever its size: an assumption, not measured.
+    collective_us: float = 12.0
 
     @property
     def memory_bytes(self) -> float:
         return 1e9 * self.memory_gb
-
-    @property
-    def efficiency(self) -> Efficiency:
-        return Efficiency(
-            self.weights_efficiency,
-            self.products_efficiency,
-            self.step_us / 1e6,
-            self.sequence_us / 1e6,
-            self.collective_us / 1e6,
-        )
 
     def flop_s(self, precision: Precision) -> float:
         """Return the rate of large products; of 16 bits where the device has no units for fewer."""
@@ -146,7 +128,15 @@ def read_profile(file: Path) -> DeviceProfile:
         raise ConfigError(f"--hardware {file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--hardware {file}: {error}") from error
-    rates = ("memory_gb", "read_gb_s", "bf16_tflop_s", "link_gb_s", "network_gb_s", "devices_per_node")
+    rates = (
+        "memory_gb",
+        "read_gb_s",
+        "bf16_tflop_s",
+        "link_gb_s",
+        "network_gb_s",
+        "devices_per_node",
+        "threads",
+    )
     for field in (*rates, "weights_efficiency", "products_efficiency"):
         if getattr(profile, field) <= 0:
             raise ConfigError(f"--hardware {file}: {field} must be above 0")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, PoolConfig, Role
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile
 from cluster.planning.planned_model import ITEM_BYTES, PlannedModel
 from cluster.serve.resource_needs import RankNeed, pool_need
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES, least_kv_tokens
 
-Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 # The most nodes over which one replica is laid.
 MAX_NODES = 8
@@ -58,9 +57,10 @@ def pool_keys(
     of_split = {name: value for name, value in split._asdict().items() if value > 1}
     if model.form.name != "auto":
         keys["weight_dtype"] = model.form.name
-    if model.kv_dtype != "auto":
-        keys["engine"] = {"kv_dtype": model.kv_dtype}
-    return {**keys, **of_split}
+    engine: dict[str, object] = {"kv_dtype": model.kv_dtype} if model.kv_dtype != "auto" else {}
+    if profile.threads > 1:
+        engine["num_threads"] = profile.threads
+    return {**keys, **({"engine": engine} if engine else {}), **of_split}
 
 
 def with_sequences(keys: dict[str, object], max_sequences: int) -> dict[str, object]:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from cluster.config import Role
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile
-from cluster.planning.device_split import ROLES, Role, device_splits, held_memory
+from cluster.planning.device_split import ROLES, device_splits, held_memory
 from cluster.planning.planned_model import PlannedModel
 from cluster.planning.replica_rate import MAX_SEQUENCES, CapacityFinder, PlannedLoad, ReplicaCapacity
 

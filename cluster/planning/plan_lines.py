@@ -142,7 +142,7 @@ def _prefill_lines(plan: Plan, served: ReplicaCapacity, group: str) -> Iterator[
         "time of a prompt",
         _ms(served.prefill_s),
         f"{plan.load.input_tokens} tokens: max(operations / "
-        f"({plan.profile.efficiency.products:g} x rate), weights / ({plan.profile.efficiency.weights:g} x "
+        f"({plan.profile.products_efficiency:g} x rate), weights / ({plan.profile.weights_efficiency:g} x "
         "bandwidth)) + launches and sums",
     )
     beside = " + hand-over of the last chunk" if served.role == "prefill" else " + steps of decodes between"

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cluster.config import Role
+from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile
-from cluster.planning.device_split import DeviceSplit, HeldMemory, Role, held_memory
+from cluster.planning.device_split import DeviceSplit, HeldMemory, held_memory
 from cluster.planning.planned_model import PlannedModel
 from cluster.planning.step_times import StepTimes
 
@@ -34,6 +36,14 @@ class PlannedLoad(NamedTuple):
     ttft_s: float
     tpot_s: float
 
+    def check(self, max_context_tokens: int) -> None:
+        """Raise `ConfigError` where a request is longer than the model's context."""
+        if (num_tokens := self.input_tokens + self.output_tokens) > max_context_tokens:
+            raise ConfigError(
+                f"--input and --output: {num_tokens} tokens are more than the model's context of "
+                f"{max_context_tokens}; lower one of them"
+            )
+
     @property
     def mean_context(self) -> float:
         """The tokens of a sequence in the mean of its steps."""
@@ -56,10 +66,6 @@ class ReplicaCapacity(NamedTuple):
     tpot_s: float
     prefill_s: float
     bound: str
-
-    @property
-    def rate_of_device(self) -> float:
-        return self.rate / self.split.num_devices
 
 
 class CapacityFinder:

@@ -42,7 +42,7 @@ class StepTimes:
         chunks = max(1, math.ceil(num_tokens / self.chunk_tokens))
         flops = self._work.of([(0, num_tokens)], 1).flops
         read_s = chunks * self._read_s(num_tokens / chunks)
-        product_s = flops / self._split.tp / (self._flop_s * self._profile.efficiency.products)
+        product_s = flops / self._split.tp / (self._flop_s * self._profile.products_efficiency)
         whole_s = max(read_s, product_s) + chunks * self._beside_s(num_tokens / chunks)
         # Stages follow each other by a chunk.
         return PrefillTime(whole_s * (chunks + num_stages - 1) / (chunks * num_stages), whole_s / num_stages)
@@ -51,15 +51,15 @@ class StepTimes:
         """Return the time of a step of so many sequences with so many tokens each. With several stages each
         has a part of the sequences at a time."""
         of_stage = max(1.0, batch / self._split.pp)
-        efficiency, tp = self._profile.efficiency, self._split.tp
+        profile, tp = self._profile, self._split.tp
         # Of one sequence, since batches of means are no whole numbers.
         one = self._work.of([(context - 1, 1)], 1)
         kv_bytes = one.read_bytes - self._work.read_weight_bytes(1)
-        product_s = of_stage * one.flops / tp / (self._flop_s * efficiency.products)
+        product_s = of_stage * one.flops / tp / (self._flop_s * profile.products_efficiency)
         read_s = self._read_s(of_stage)
         weights_s = math.pow(read_s**_OVERLAP_NORM + product_s**_OVERLAP_NORM, 1 / _OVERLAP_NORM)
         kv_s = of_stage * kv_bytes * self._kv_share / (1e9 * self._profile.read_gb_s)
-        sequences_s = of_stage * efficiency.sequence_s
+        sequences_s = of_stage * profile.sequence_us / 1e6
         return weights_s + kv_s + sequences_s + self._beside_s(of_stage)
 
     def transfer_s(self, num_tokens: int) -> float:
@@ -78,15 +78,15 @@ class StepTimes:
     def _read_s(self, num_tokens: float) -> float:
         """Return the time to read the weights once, of experts those that so many tokens choose."""
         num_bytes = self._work.read_weight_bytes(num_tokens) / self._split.tp
-        return num_bytes / (1e9 * self._profile.read_gb_s * self._profile.efficiency.weights)
+        return num_bytes / (1e9 * self._profile.read_gb_s * self._profile.weights_efficiency)
 
     def _beside_s(self, num_tokens: float) -> float:
         """Return what a step of so many rows takes beside reading and multiplying: launches, and sums over
         the ranks of each stage."""
-        efficiency, tp = self._profile.efficiency, self._split.tp
+        profile, tp = self._profile, self._split.tp
         if tp == 1:
-            return efficiency.step_s
+            return profile.step_us / 1e6
         num_sums = _SUMS_OF_LAYER * self._model.shape.num_layers
         num_bytes = 2 * (tp - 1) / tp * num_tokens * self._model.shape.hidden_size * ITEM_BYTES
-        each_s = efficiency.collective_s + num_bytes / (1e9 * self._profile.link_gb_s)
-        return efficiency.step_s + num_sums * each_s
+        each_s = profile.collective_us / 1e6 + num_bytes / (1e9 * profile.link_gb_s)
+        return profile.step_us / 1e6 + num_sums * each_s

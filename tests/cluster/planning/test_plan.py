@@ -33,6 +33,7 @@ CPU = {
     "bf16_tflop_s": 1.0,
     "kind": "cpu",
     "devices_per_node": 2,
+    "threads": 4,
     "step_us": 0,
     "sequence_us": 20,
 }
@@ -149,6 +150,8 @@ def test_a_folder_on_described_cpus(tmp_path: Path) -> None:
     (plan, *_) = json.loads(done.stdout)["plans"]
     assert plan["rate"] >= 2
     assert plan["cluster_yaml"] == written.read_text()
+    pools = yaml.safe_load(written.read_text())["pools"]
+    assert all(pool["engine"]["num_threads"] == 4 for pool in pools)
     checked = CliRunner().invoke(cli, ["doctor", "-f", str(written), "--json"])
     findings = json.loads(checked.stdout)["findings"]
     # Of the plan itself: the machine that runs the tests may be too small for it.
@@ -193,6 +196,10 @@ def test_people_see_formulas_where_they_ask() -> None:
         ),
         (("--model", "llama-3.3-70b", "--devices", 1), "too few devices for a replica"),
         (("--model", "no/such", "--rate", 1), "neither a folder"),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--input", 40_800),
+            "41056 tokens are more than the model's context of 40960",
+        ),
     ],
 )
 def test_bad_input(arguments: tuple[object, ...], message: str) -> None:

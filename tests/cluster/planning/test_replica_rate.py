@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config import Role
 from cluster.planning.device_profile import device_profile
-from cluster.planning.device_split import DeviceSplit, Role
+from cluster.planning.device_split import DeviceSplit
 from cluster.planning.planned_model import planned_model
 from cluster.planning.replica_rate import MISSES, CapacityFinder, PlannedLoad, ReplicaCapacity, waited_s
 
