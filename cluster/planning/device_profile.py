@@ -128,16 +128,9 @@ def read_profile(file: Path) -> DeviceProfile:
         raise ConfigError(f"--hardware {file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--hardware {file}: {error}") from error
-    rates = (
-        "memory_gb",
-        "read_gb_s",
-        "bf16_tflop_s",
-        "link_gb_s",
-        "network_gb_s",
-        "devices_per_node",
-        "threads",
-    )
-    for field in (*rates, "weights_efficiency", "products_efficiency"):
+    rates = ("read_gb_s", "bf16_tflop_s", "link_gb_s", "network_gb_s")
+    shares = ("weights_efficiency", "products_efficiency")
+    for field in ("memory_gb", "devices_per_node", "threads", *rates, *shares):
         if getattr(profile, field) <= 0:
             raise ConfigError(f"--hardware {file}: {field} must be above 0")
     return profile
