@@ -24,12 +24,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.experts import SHAPES
+from benchmarks.rank_parts import answer, joined_groups, rank_parts
 from benchmarks.replica import CLOCK
-from kvtransfer.rpc.trust import Trust
 from workers.model.apply_norm import apply_norm
 from workers.model.expert_rows import RowProducts, routed_row_bytes, row_parts
 from workers.model.experts.copy_slots import CopyPlace
@@ -53,10 +49,9 @@ from workers.model.linear_weights import LinearWeights
 from workers.model.make_linear import make_linear
 from workers.model.norm import Norm
 from workers.model.sizes import held_experts
-from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.collectives import RankGroups
 from workers.replica.copy_placement import CopyRules, place_copies
 
-HOST = "127.0.0.1"
 SMALL = SHAPES["small"]
 HIDDEN_SIZE = SMALL.hidden_size
 RULE = RouterRule(SMALL.num_experts, SMALL.num_chosen, "softmax", is_normalized=True)
@@ -95,12 +90,7 @@ def main() -> None:
 
 def measure(order: dict[str, Any]) -> None:
     """Print the lines of one number of ranks."""
-    store, address = open_store(HOST)
-    with ExitStack() as parts:
-        ranks = [
-            parts.enter_context(part({**order, "rank": rank, "address": address}))
-            for rank in range(order["num_ranks"])
-        ]
+    with rank_parts("benchmarks.expert_parallel", order) as ranks:
         for _ in order["rows"]:
             even: dict[str, float] = {}
             for _ in LOADS:
@@ -113,30 +103,6 @@ def measure(order: dict[str, Any]) -> None:
                     first[f"busiest_{way}_cpu_ms"] = busiest[way]
                     first[f"{way}_of_even"] = round(busiest[way] / even[way], 2)
                 print(json.dumps(first), flush=True)
-    del store
-
-
-@contextmanager
-def part(order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that is one rank."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.expert_parallel", "--part", json.dumps(order)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.wait()
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit("a rank of the benchmark ended early")
-    return json.loads(line)
 
 
 # --------------------------------------------------------------------------------------------- one rank
@@ -144,18 +110,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 def play(order: dict[str, Any]) -> None:
     """Compute a layer as one rank, for each number of rows and each load."""
-    torch.set_num_threads(1)
-    rank, num_ranks = order["rank"], order["num_ranks"]
-    groups = RankGroups(
-        find_store(order["address"]),
-        tp=num_ranks,
-        pp=1,
-        rank=rank,
-        device=torch.device("cpu"),
-        host=HOST,
-        host_id="here" if order["links"] == "memory" else "",
-        trust=Trust.of(b"between the ranks of this benchmark"),
-    )
+    groups = joined_groups(order)
     dtype = DTYPES[order["dtype"]]
     for num_rows in order["rows"]:
         for load in LOADS:

@@ -17,20 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.rank_parts import answer, joined_groups, rank_parts
 from benchmarks.replica import CLOCK
-from kvtransfer.rpc.trust import Trust
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import (
     AttentionBackend,
@@ -46,9 +41,8 @@ from workers.model.latent_heads import LatentHeads
 from workers.model.latent_shape import LatentShape
 from workers.model.latent_split import LatentSplit
 from workers.model.sizes import part
-from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.collectives import RankGroups
 
-HOST = "127.0.0.1"
 LATENT = LatentShape(0, 512, 128, 64, 128)
 BLOCK_TOKENS = 64
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,55 +86,16 @@ def main() -> None:
 
 def measure(order: dict[str, Any]) -> None:
     """Print the lines of one number of ranks."""
-    store, address = open_store(HOST)
-    with ExitStack() as parts:
-        ranks = [
-            parts.enter_context(rank_process({**order, "rank": rank, "address": address}))
-            for rank in range(order["num_ranks"])
-        ]
+    with rank_parts("benchmarks.split_latents", order) as ranks:
         for _ in STEPS:
             answers = [answer(rank) for rank in ranks]
             answers[0]["bytes"] = sum(it["bytes"] for it in answers)
             print(json.dumps(answers[0]), flush=True)
-    del store
-
-
-@contextmanager
-def rank_process(order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that is one rank."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.split_latents", "--part", json.dumps(order)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.wait()
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit("a rank of the benchmark ended early")
-    return json.loads(line)
 
 
 def play(order: dict[str, Any]) -> None:
     """Attend as one rank, in each of the steps."""
-    torch.set_num_threads(1)
-    groups = RankGroups(
-        find_store(order["address"]),
-        tp=order["num_ranks"],
-        pp=1,
-        rank=order["rank"],
-        device=torch.device("cpu"),
-        host=HOST,
-        host_id="here" if order["links"] == "memory" else "",
-        trust=Trust.of(b"between the ranks of this benchmark"),
-    )
+    groups = joined_groups(order)
     for step in STEPS:
         layer = AttendingLayer(step, groups, order["heads"], DTYPES[order["dtype"]])
         figures = layer.measure(order["repeat"])
