@@ -25,7 +25,7 @@ from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
 from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
-from cluster.bench.virtual_time import EventQueue
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.kv_events import BlocksStored, KvSnapshot

@@ -25,7 +25,7 @@ from cluster.bench.virtual_replica import (
     VirtualRequest,
     serial_model,
 )
-from cluster.bench.virtual_time import EventQueue
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig

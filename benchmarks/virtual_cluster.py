@@ -27,7 +27,7 @@ from cluster.bench.virtual_replica import (
     VirtualReplica,
     VirtualRequest,
 )
-from cluster.bench.virtual_time import EventQueue
+from cluster.simulation.virtual_time import EventQueue
 from cluster.errors import OverloadedError
 from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass

@@ -30,7 +30,12 @@ CLOCK = Path("kvtransfer/common/clock.py")
 PEER_CHILD = Path("workers/engine_bench/peer_child.py")
 # Where an exception of any kind becomes an answer: the main loops of actors, the last resort of a server, and
 # a library that raises bare `Exception` for a file that it cannot read.
-EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py", "cluster/text/tokenizer.py"}
+EDGES = {
+    "workers/replica/engine_core.py",
+    "workers/replica/engine_decisions.py",
+    "workers/rank/process.py",
+    "cluster/text/tokenizer.py",
+}
 EDGES |= {f"cluster/http/{name}.py" for name in ("server", "endpoints")}
 EDGES |= {"cluster/api/last_resort.py", "cluster/console/http_server.py", "cluster/errors.py"}
 EDGES.add("cluster/gateway/request_task.py")

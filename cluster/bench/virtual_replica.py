@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 
 from cluster.admission.flow import Flow
 from cluster.bench.virtual_prefix_cache import VirtualPrefixCache
-from cluster.bench.virtual_time import EventQueue
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.common.moving_average import moving_average
 from kvtransfer.kv_events import KvEvents
 from kvtransfer.messages import ReplicaIdentity

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from cluster.gateway.circuit_breaker import TURN_S, CircuitBreaker, CircuitBreakers
+from cluster.gateway.reported_load import routed_load, routed_queue
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
@@ -25,7 +26,6 @@ from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
 from router.membership import ROLES
-from router.messages import QueueState, ReplicaLoad
 from router.service import RouterService
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -47,14 +47,12 @@ from workers.messages.link import (
     StepFrame,
     Submission,
 )
-from workers.stats_record import PathMeasure, ReplicaStats
+from workers.stats_record import PathMeasure
 
 _VIEW_TIMEOUT_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
-# The statistics that the router reads.
-_ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
 # An engine core reports several times a second. The Link of one that is silent for this long is closed.
 SILENCE_S = 8.0
 # Streams are resumed elsewhere when a replica has stood still for this time, and certainly not because of the
@@ -508,8 +506,7 @@ class ReplicaConnections:
             if message.load is not None:
                 self._on_load(view, message.load)
             elif message.queue is not None:
-                queue = QueueState(**asdict(message.queue))
-                self._router.loads.on_queue(identity, queue, self._clock.now())
+                self._router.loads.on_queue(identity, routed_queue(message.queue), self._clock.now())
             self._events.on_step(identity, message)
         elif isinstance(message, KvEvents):
             in_order = self._router.tree.apply_events(message)
@@ -537,28 +534,7 @@ class ReplicaConnections:
         view.load, view.load_at = load, self._clock.now()
         view.paths = load.paths
         self.breakers.reported(load.identity, load.stalled_s, view.load_at)
-        num_running = load.num_running - load.num_paused  # as in `QueueReport`: these make way for others
-        self._router.loads.on_load(
-            ReplicaLoad(
-                identity=load.identity,
-                received_at=view.load_at,
-                max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
-                **_transfer_of(load, view.hello),
-                **{name: getattr(load, name) for name in _ROUTED} | {"num_running": num_running},
-            )
-        )
-
-
-def _transfer_of(load: LoadReport, hello: ReplicaHello | None) -> dict[str, Any]:
-    """Return the fields that say what a hand-over takes from there."""
-    if hello is None or not (moved := hello.compatibility.moved_bytes).token_bytes:
-        return {"transfer_tok_s": 0.0}
-    return {
-        "transfer_tok_s": load.transfer_gb_s * 1e9 / moved.token_bytes,
-        "window_tokens": moved.window,
-        "window_token_ratio": moved.window_token_bytes / moved.token_bytes,
-        "state_tokens": moved.state_bytes / moved.token_bytes,
-    }
+        self._router.loads.on_load(routed_load(load, view.hello, view.load_at))
 
 
 def _serves(view: ReplicaView, model: str | None) -> bool:

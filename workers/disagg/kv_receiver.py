@@ -20,11 +20,10 @@ from kvtransfer.peer_messages import LandingAbort, LandingProgress, LandingReque
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.transfer_reports import LandingClosed, Verified, WriterGone
-from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.disagg.submission_check import find_problem
 from workers.errors import QueueFullError
-from workers.interfaces import BlockSharing, RankChannel
+from workers.interfaces import BlockSharing, PeerLinks, RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
 from workers.scheduler.scheduler import Scheduler
@@ -43,7 +42,7 @@ class KvReceiver:
         vocab_size: int,
         scheduler: Scheduler,
         requests: RequestTable,
-        peers: Peers,
+        peers: PeerLinks,
         ranks: RankChannel,
         clock: Clock,
         faults: Faults,

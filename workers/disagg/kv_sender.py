@@ -27,9 +27,8 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.transfer_reports import PushDone, PushFailed, PushStopped
-from workers.disagg.peers import Peers
 from workers.disagg.request_table import ActiveRequest, Push, RequestTable
-from workers.interfaces import EngineControl, RankChannel
+from workers.interfaces import EngineControl, PeerLinks, RankChannel
 from workers.messages.link import HandOverTarget, RequestFailed, RequestKey, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
 from workers.scheduler.scheduler import Scheduler
@@ -47,7 +46,7 @@ class KvSender:
         sends: SendTable,
         scheduler: Scheduler,
         requests: RequestTable,
-        peers: Peers,
+        peers: PeerLinks,
         ranks: RankChannel,
         control: EngineControl,
         clock: Clock,

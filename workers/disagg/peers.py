@@ -39,7 +39,7 @@ from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.transfer_orders import ClosePeer, ConnectPeer, Lane
 from kvtransfer.transfer_reports import LanePath, PeerConnected, PeerConnectFailed, PeerLost
-from workers.interfaces import EngineControl, RankChannel
+from workers.interfaces import EngineControl, PrefillSide, RankChannel
 from workers.messages.link import HandOverTarget
 from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
 from workers.stats_record import PathMeasure
@@ -71,15 +71,6 @@ class _PeerFailure:
     num_failures: int
     delay_s: float
     ends_at: float
-
-
-class PrefillSide(Protocol):
-    """The writer of KV (`KvSender`): receives the messages of decode replicas, and the outcome of
-    `ensure`."""
-
-    def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None: ...
-    def peer_ready(self, peer: ReplicaIdentity) -> None: ...
-    def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None: ...
 
 
 class DecodeSide(Protocol):

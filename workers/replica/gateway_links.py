@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import TransferError, shown
@@ -52,9 +53,19 @@ _READ_BYTES = 1 << 20
 _log = logging.getLogger("tandem.engine_core")
 
 
+class NewsStream(Protocol):
+    """What takes the news of one gateway: a `FrameStream`, or the stream of a simulated link."""
+
+    def send(self, frame: Any) -> None:
+        """Send what `encode` has made of a message."""
+
+    def close(self) -> None:
+        """End the link."""
+
+
 @dataclass(slots=True)
 class _Port:
-    stream: FrameStream | None
+    stream: NewsStream | None
     lost_at: float
     news: list[News] = field(default_factory=list)
     load_sent_at: float = 0.0
@@ -67,8 +78,10 @@ class _Port:
 class GatewayLinks:
     """All gateways that this engine core knows, with the news that wait for each of them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, encode: Callable[[LinkUp], Any] = LINK_UP_CODEC.encode) -> None:
+        """`encode` makes of a message what streams take: bytes, or whatever simulated ones pass on."""
         self._clock = clock
+        self._encode = encode
         self._ports: dict[GatewayKey, _Port] = {}
 
     async def serve(
@@ -97,7 +110,7 @@ class GatewayLinks:
             if self.disconnected(key, stream):
                 on_lost(key)
 
-    def connected(self, key: GatewayKey, stream: FrameStream) -> None:
+    def connected(self, key: GatewayKey, stream: NewsStream) -> None:
         """Take in the link that a gateway has opened, and close an older one of the same gateway."""
         port = self._ports.setdefault(key, _Port(None, 0.0))
         if port.stream is not None:
@@ -108,7 +121,7 @@ class GatewayLinks:
         """Return the gateways that have a link now."""
         return {key for key, port in self._ports.items() if port.stream is not None}
 
-    def disconnected(self, key: GatewayKey, stream: FrameStream) -> bool:
+    def disconnected(self, key: GatewayKey, stream: NewsStream) -> bool:
         """Begin the grace period of a gateway whose link has ended; False where that was not its last one."""
         port = self._ports.get(key)
         if port is None or port.stream is not stream:
@@ -166,14 +179,14 @@ class GatewayLinks:
                 port.load_sent_at = port.queue_seen_at = now
             *parts, last = _parted(port.news)
             for news in parts:
-                port.stream.send(LINK_UP_CODEC.encode(_frame(news, None, None)))
+                port.stream.send(self._encode(_frame(news, None, None)))
             frame = _frame(last, load() if load_due else None, current if is_changed else None)
-            port.stream.send(LINK_UP_CODEC.encode(frame))
+            port.stream.send(self._encode(frame))
             port.news = []
 
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
         """Send a message to every connected gateway."""
-        frame = LINK_UP_CODEC.encode(message)
+        frame = self._encode(message)
         for port in self._ports.values():
             if port.stream is not None:
                 port.stream.send(frame)
@@ -182,7 +195,7 @@ class GatewayLinks:
         """Send a message to one gateway, if it is connected."""
         port = self._ports.get(key)
         if port is not None and port.stream is not None:
-            port.stream.send(LINK_UP_CODEC.encode(message))
+            port.stream.send(self._encode(message))
 
     def close(self) -> None:
         """Close every link."""

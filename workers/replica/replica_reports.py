@@ -8,7 +8,7 @@ from typing import Any
 from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_hand_overs import KvHandOvers
-from workers.disagg.peers import Peers
+from workers.interfaces import PeerLinks
 from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
 from workers.replica.block_marks import BlockMarks
@@ -30,7 +30,7 @@ class ReplicaReports:
         scheduler: Scheduler,
         steps: StepLoop,
         hand_overs: KvHandOvers,
-        peers: Peers,
+        peers: PeerLinks,
         connector: StoreConnector | None = None,
         ready: Sequence[RankReady] = (),
     ) -> None:

@@ -1,0 +1,154 @@
+"""A cluster in virtual time.
+
+    arrivals --> SimulatedGateway (RequestAdmission, RouterService, RequestTask)
+                       |  ^                      one or several, which exchange placements
+             Submission|  |StepFrame, KvEvents
+                       v  |
+                 SimulatedReplica (EngineDecisions: Scheduler, BlockPool, KvSender, KvReceiver, ...)
+                       |  ^
+               StepPlan|  |StepReport
+                       v  |
+                 SimulatedRanks (StepModel): the only part that is modelled
+
+Everything that crosses the network takes `NETWORK_S`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cluster.admission.config import AdmissionConfig
+from cluster.simulation.placement_links import PlacementLinks
+from cluster.simulation.simulated_call import CallRecord, SimulatedRequest
+from cluster.simulation.simulated_gateway import SimulatedGateway
+from cluster.simulation.simulated_peers import SimulatedPeers
+from cluster.simulation.simulated_replica import SimulatedEngine, SimulatedReplica
+from cluster.simulation.virtual_time import EventQueue
+from kvtransfer.messages import ReplicaIdentity
+from router.config import RouterConfig
+
+_TICK_S = 0.25
+
+
+class ClusterShape(NamedTuple):
+    """The replicas of a cluster, by role with their engines, and its gateways. Without `holds_back`, gateways
+    route and submit requests as they arrive, whatever the load."""
+
+    replicas: Sequence[tuple[str, SimulatedEngine]]
+    num_gateways: int = 1
+    admission: AdmissionConfig = AdmissionConfig()
+    router: RouterConfig = RouterConfig()
+    holds_back: bool = True
+
+
+class SimulatedCluster:
+    """Gateways, replicas, and the requests that have arrived."""
+
+    def __init__(self, shape: ClusterShape, seed: int) -> None:
+        self.shape = shape
+        self.random = random.Random(seed)
+        self.events = EventQueue()
+        self.clock = self.events.clock
+        self.records: list[CallRecord] = []
+        self._replicas: dict[str, SimulatedReplica] = {}
+        self._links: dict[ReplicaIdentity, SimulatedPeers] = {}
+        self._epochs: dict[str, int] = {}
+        (block_tokens,) = {engine.block_tokens for _, engine in shape.replicas}
+        self.placements = PlacementLinks(self.events, shape.num_gateways)
+        self.gateways = [
+            SimulatedGateway(
+                f"g{index}",
+                self.events,
+                self,
+                admission=shape.admission,
+                router=shape.router,
+                block_tokens=block_tokens,
+                seed=seed + index,
+                holds_back=shape.holds_back,
+                observer=self.placements.senders[index],
+            )
+            for index in range(shape.num_gateways)
+        ]
+        self.placements.join([gateway.router for gateway in self.gateways])
+        for index, (role, engine) in enumerate(shape.replicas):
+            self.add_replica(f"r{index:04}", role, engine)
+
+    @property
+    def replicas(self) -> list[SimulatedReplica]:
+        """The replicas that live."""
+        return list(self._replicas.values())
+
+    @property
+    def num_running(self) -> int:
+        """The requests that have arrived and not ended."""
+        return sum(gateway.num_running for gateway in self.gateways)
+
+    def find(self, replica_id: str) -> SimulatedReplica | None:
+        """Return the replica of this id that lives."""
+        return self._replicas.get(replica_id)
+
+    def add_replica(self, replica_id: str, role: str, engine: SimulatedEngine) -> SimulatedReplica:
+        """Add a replica that is ready now, in a new life where there was one of this id."""
+        epoch = self._epochs[replica_id] = self._epochs.get(replica_id, 0) + 1
+        identity = ReplicaIdentity(replica_id, epoch)
+        phase_s = _TICK_S * self.random.random()
+        replica = SimulatedReplica(
+            identity, role, engine, self.events, self.find, self._links, phase_s
+        )
+        self._replicas[replica_id] = replica
+        for gateway in self.gateways:
+            gateway.join(replica)
+        return replica
+
+    def end_replica(self, replica_id: str, reason: str) -> None:
+        """Let a replica die at once: gateways and peers see its links end."""
+        replica = self._replicas.pop(replica_id)
+        del self._links[replica.identity]
+        replica.end(reason)
+        for links in list(self._links.values()):
+            links.lost(replica.identity)
+        for other in self._replicas.values():
+            other.kv_receiver.writer_lost(replica.identity)
+            other.wake()
+        for gateway in self.gateways:
+            gateway.lost(replica.identity, reason)
+
+    def arrive(
+        self,
+        request: SimulatedRequest,
+        on_end: Callable[[CallRecord], None] = lambda record: None,
+        gateway: int | None = None,
+    ) -> CallRecord:
+        """Let a request arrive now, at this gateway (None: at one that is drawn)."""
+        record = CallRecord(
+            len(self.records),
+            request.tenant,
+            request.service_class,
+            request.num_prompt,
+            request.num_output,
+            self.clock.now(),
+        )
+        self.records.append(record)
+        if gateway is None:
+            gateway = self.random.randrange(len(self.gateways)) if len(self.gateways) > 1 else 0
+        self.gateways[gateway].arrive(request, record, on_end)
+        return record
+
+    def finish(self, limit_s: float) -> None:
+        """Let time pass until no request is left, or for so long."""
+        until_s = self.clock.now() + limit_s
+        while self.num_running and self.events.next_at <= until_s:
+            self.events.step()
+
+    def check(self) -> None:
+        """Assert that every request has ended, and that no block is held."""
+        assert not self.num_running
+        for gateway in self.gateways:
+            gateway.router.check()
+            gateway.admission.check()
+        for replica in self._replicas.values():
+            replica.reports.check_when_idle()
+            assert not replica.has_work
+            assert replica.pool.num_references == 0

@@ -1,0 +1,147 @@
+"""The ranks of a simulated replica: they report plans after the time that steps take, and carry out transfers
+without bytes.
+
+All ranks of a replica are one here, whose steps take as long as those of all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.simulation.step_model import StepModel
+from cluster.simulation.virtual_time import EventQueue
+from kvtransfer.messages import Shard
+from kvtransfer.peer_messages import PieceSum
+from kvtransfer.transfer_orders import CloseLanding, OpenLanding, PushOrder, StopPush, VerifyOrder
+from kvtransfer.transfer_reports import LandingClosed, PushDone, PushStopped, Verified
+from workers.messages.rank_channel import (
+    CompileGrammar,
+    GrammarCompiled,
+    RankDown,
+    RankUp,
+    ReleaseGrammar,
+    StepPlan,
+    StepReport,
+)
+
+_TRANSPORT = "simulated"
+_TOKEN_BYTES = 4
+
+
+class SimulatedRanks:
+    """The rank channel of one replica (`workers.interfaces.RankChannel`)."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        events: EventQueue,
+        report: Callable[[int, RankUp], None],
+        block_bytes: int,
+        shard: Shard,
+        max_sequences: int,
+    ) -> None:
+        """`report` is called with the rank and each of its reports, when it is made. A block has
+        `block_bytes`, and is sent as one piece, the whole `shard`."""
+        self._model = model
+        self._events = events
+        self._report = report
+        self._block_bytes = block_bytes
+        self._shard = shard
+        self._is_dead = False
+        # How many times as long steps take as the model says: disturbances.
+        self.slowness = 1.0
+        # The time in which steps ran.
+        self.busy_s = 0.0
+        self._free_at = 0.0
+        self._link_free_at = 0.0
+        # Of each slot: the position at which it continues, and the token that it samples each time.
+        self._positions = [0] * max_sequences
+        self._tokens = [b"\0" * _TOKEN_BYTES] * max_sequences
+        # The lengths of the transfers that are over, for the time lines.
+        self.num_moved_bytes = 0
+
+    def kill(self) -> None:
+        """End the ranks: nothing is reported any more."""
+        self._is_dead = True
+
+    def send_to(self, rank: int, message: RankDown) -> None:
+        """Send a message to the one rank that there is."""
+        self.send(message)
+
+    def send(self, message: RankDown) -> None:
+        """Carry out a plan or an order, and report it when it would be done."""
+        match message:
+            case StepPlan():
+                self._run(message)
+            case PushOrder():
+                self._push(message)
+            case VerifyOrder(landing_id):
+                self._answer(Verified(landing_id, ()))
+            case StopPush(landing_id):
+                self._answer(PushStopped(landing_id))
+            case CloseLanding(landing_id):
+                self._answer(LandingClosed(landing_id, ()))
+            case CompileGrammar(grammar):
+                self._answer(GrammarCompiled(grammar.digest))
+            case OpenLanding() | ReleaseGrammar():
+                pass
+            case _:
+                raise AssertionError(f"a simulated rank was sent {type(message).__name__}")
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def _run(self, plan: StepPlan) -> None:
+        """Run a plan behind those before it."""
+        began_at = max(self._events.clock.now(), self._free_at)
+        took_s = self.slowness * self._step_s(plan)
+        self.busy_s += took_s
+        self._free_at = began_at + took_s
+        tokens = b"".join([self._tokens[slot] for slot in plan.sample_slots])
+        report = StepReport(plan.step, tokens, began_at, self._free_at)
+        self._events.at(self._free_at, lambda: self._tell(report))
+
+    def _step_s(self, plan: StepPlan) -> float:
+        """Return what the plan takes, and move its slots on."""
+        positions, chunks = self._positions, []
+        num_sequences = num_context_tokens = 0
+        for start in plan.starts:
+            for sample in start.samples:
+                self._tokens[sample.slot] = (sample.seed & 0x7FFFFFFF).to_bytes(_TOKEN_BYTES, "little")
+        for entry in plan.entries:
+            if entry.num_tokens > 1:
+                chunks.append((entry.start, entry.num_tokens))
+            else:
+                num_sequences += 1
+                num_context_tokens += entry.start
+            for slot in (entry.slot, *entry.sample_slots):
+                positions[slot] = entry.start + entry.num_tokens
+        for slot in memoryview(plan.decodes).cast("I"):
+            num_sequences += 1
+            num_context_tokens += positions[slot]
+            positions[slot] += 1
+        if self._model.is_serial:
+            return sum(num_tokens for _, num_tokens in chunks) * self._model.token_s
+        return self._model.step_s(num_sequences, num_context_tokens, chunks)
+
+    # -------------------------------------------------------------------------------------- transfers
+
+    def _push(self, order: PushOrder) -> None:
+        """Send blocks over the link, behind those before them."""
+        num_bytes = self._block_bytes * len(order.moves)
+        now = self._events.clock.now()
+        began_at = max(now, self._link_free_at)
+        took_s = self._model.push_s + num_bytes / self._model.link_bytes_s
+        self._link_free_at = began_at + took_s
+        self.num_moved_bytes += num_bytes
+        pieces = tuple([PieceSum(move.block_index, 0, self._shard, 0) for move in order.moves])
+        done = PushDone(
+            order.push_id, order.landing_id, pieces, num_bytes, took_s, began_at, _TRANSPORT, order.traffic
+        )
+        self._events.at(self._link_free_at, lambda: self._tell(done))
+
+    def _answer(self, report: RankUp) -> None:
+        self._events.after(0.0, lambda: self._tell(report))
+
+    def _tell(self, report: RankUp) -> None:
+        if not self._is_dead:
+            self._report(0, report)

@@ -1,0 +1,74 @@
+"""What the steps of a simulated replica take, and what transfers from it take: the only part that is modelled.
+
+A step of `n` sequences that decode with `c` tokens of context in all, and of chunks of prompts, takes
+
+    base + n x sequence + c x context + sum over chunks (tokens x token + tokens x earlier x attention)
+
+where `earlier` is the mean number of tokens before those of the chunk. These are the coefficients that every
+replica measures of itself (`workers.scheduler.step_costs`), so a running cluster, `tandem bench engine` and
+`tandem plan` can all give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cluster.planning.device_profile import DeviceProfile
+from cluster.planning.device_split import DeviceSplit
+from cluster.planning.planned_model import PlannedModel
+from cluster.planning.step_times import StepTimes
+
+# The sequences and tokens of the steps of which `planned_steps` takes the coefficients.
+_FEW, _MANY = 1, 64
+_SHORT, _LONG = 1024, 4096
+
+
+class StepModel(NamedTuple):
+    """The coefficients, in seconds; see the module's text."""
+
+    base_s: float
+    sequence_s: float
+    context_s: float
+    token_s: float
+    attention_s: float = 0.0
+    # The rate at which KV leaves the replica, in bytes a second, and what each push takes beside.
+    link_bytes_s: float = 12.5e9
+    push_s: float = 0.0005
+    # Steps are computed one prompt at a time, whole, and cost nothing else: a queue at a constant rate.
+    is_serial: bool = False
+
+    def decode_s(self, num_sequences: int, num_context_tokens: int) -> float:
+        """Return what a step takes without prompts."""
+        return self.base_s + num_sequences * self.sequence_s + num_context_tokens * self.context_s
+
+    def step_s(
+        self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]
+    ) -> float:
+        """Return what a step takes. `chunks` are the first position and the tokens of each."""
+        step_s = self.decode_s(num_sequences, num_context_tokens)
+        for start, num_tokens in chunks:
+            step_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))
+        return step_s
+
+
+def planned_steps(model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> StepModel:
+    """Return the coefficients of what a plan predicts: exact for one sequence and for 64 behind 1,024 and
+    behind 4,096 tokens, and for prompts of these lengths; in between a plan's steps are a few per cent
+    shorter or longer, since reading and multiplying overlap."""
+    times = StepTimes(model, profile, split)
+    context_s = (times.decode_s(_MANY, _LONG) - times.decode_s(_MANY, _SHORT)) / (_MANY * (_LONG - _SHORT))
+    of_one = times.decode_s(_FEW, _SHORT) - _FEW * _SHORT * context_s
+    of_many = times.decode_s(_MANY, _SHORT) - _MANY * _SHORT * context_s
+    sequence_s = max(0.0, (of_many - of_one) / (_MANY - _FEW))
+    short_s, long_s = times.prefill(_SHORT).busy_s, times.prefill(_LONG).busy_s
+    # A prompt takes tokens x token + tokens^2 / 2 x attention.
+    attention_s = max(0.0, 2 * (long_s / _LONG - short_s / _SHORT) / (_LONG - _SHORT))
+    return StepModel(
+        base_s=max(of_one - sequence_s, 0.0),
+        sequence_s=sequence_s,
+        context_s=context_s,
+        token_s=long_s / _LONG - attention_s * _LONG / 2,
+        attention_s=attention_s,
+        link_bytes_s=1e9 * profile.network_gb_s * split.tp,
+    )
