@@ -60,9 +60,7 @@ class PlacementLinks:
     def __init__(self, events: EventQueue, num_gateways: int) -> None:
         self._events = events
         self._peers: list[tuple[int, PeerPlacements]] = []
-        self.senders = [
-            PlacementSender(events, self._send_from(source)) for source in range(num_gateways)
-        ]
+        self.senders = [PlacementSender(events, self._send_from(source)) for source in range(num_gateways)]
 
     def join(self, routers: Sequence[RouterService]) -> None:
         """Let these gateways, whose placements the senders observe, follow each other."""

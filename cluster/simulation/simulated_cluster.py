@@ -23,7 +23,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.simulation.placement_links import PlacementLinks
 from cluster.simulation.simulated_call import CallRecord, SimulatedRequest
 from cluster.simulation.simulated_gateway import SimulatedGateway
-from cluster.simulation.simulated_peers import SimulatedPeers
+from cluster.simulation.simulated_peers import NETWORK_S, SimulatedPeers
 from cluster.simulation.simulated_replica import SimulatedEngine, SimulatedReplica
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.messages import ReplicaIdentity
@@ -41,6 +41,8 @@ class ClusterShape(NamedTuple):
     admission: AdmissionConfig = AdmissionConfig()
     router: RouterConfig = RouterConfig()
     holds_back: bool = True
+    # Do steps that only decode in runs, where that changes nothing.
+    skips: bool = True
 
 
 class SimulatedCluster:
@@ -66,6 +68,7 @@ class SimulatedCluster:
                 router=shape.router,
                 block_tokens=block_tokens,
                 seed=seed + index,
+                on_hold=self._catch_up,
                 holds_back=shape.holds_back,
                 observer=self.placements.senders[index],
             )
@@ -95,7 +98,7 @@ class SimulatedCluster:
         identity = ReplicaIdentity(replica_id, epoch)
         phase_s = _TICK_S * self.random.random()
         replica = SimulatedReplica(
-            identity, role, engine, self.events, self.find, self._links, phase_s
+            identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s
         )
         self._replicas[replica_id] = replica
         for gateway in self.gateways:
@@ -103,17 +106,31 @@ class SimulatedCluster:
         return replica
 
     def end_replica(self, replica_id: str, reason: str) -> None:
-        """Let a replica die at once: gateways and peers see its links end."""
-        replica = self._replicas.pop(replica_id)
+        """Let a replica die, as soon as what it has sent so far has arrived: gateways and peers see its links
+        end."""
+        replica = self._replicas[replica_id]
+        replica.stop_runs()
+        self.events.after(2 * NETWORK_S, lambda: self._end(replica, reason))
+
+    def _end(self, replica: SimulatedReplica, reason: str) -> None:
+        del self._replicas[replica.identity.replica_id]
         del self._links[replica.identity]
         replica.end(reason)
         for links in list(self._links.values()):
             links.lost(replica.identity)
         for other in self._replicas.values():
+            other.catch_up()
             other.kv_receiver.writer_lost(replica.identity)
             other.wake()
         for gateway in self.gateways:
             gateway.lost(replica.identity, reason)
+
+    def _may_skip(self) -> bool:
+        return self.shape.skips and all(gateway.is_quiet for gateway in self.gateways)
+
+    def _catch_up(self) -> None:
+        for replica in self._replicas.values():
+            replica.catch_up()
 
     def arrive(
         self,

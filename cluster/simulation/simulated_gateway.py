@@ -65,10 +65,12 @@ class SimulatedGateway:
         router: RouterConfig,
         block_tokens: int,
         seed: int,
+        on_hold: Callable[[], None],
         holds_back: bool = True,
         observer: PlacementObserver | None = None,
     ) -> None:
-        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load."""
+        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load. `on_hold` is called
+        when requests begin to wait here: from then on every step of a replica may let one of them go."""
         self.name = name
         self.key: GatewayKey = name, 1
         self._events = events
@@ -76,6 +78,8 @@ class SimulatedGateway:
         self._replicas = replicas
         self._block_tokens = block_tokens
         self._holds_back = holds_back
+        self._on_hold = on_hold
+        self._is_holding = False
         self.router = RouterService(router, block_tokens, self._clock, seed, salt=name, observer=observer)
         self.rungs: list[tuple[float, Rung]] = []
         seeds = itertools.count(seed)
@@ -93,9 +97,17 @@ class SimulatedGateway:
         return len(self._calls)
 
     @property
-    def holds_requests(self) -> bool:
-        """Whether any request waits here for a replica."""
-        return bool(self.admission.waiting) or len(self.admission.retries.queue) > 0
+    def is_quiet(self) -> bool:
+        """Whether no request waits here for a replica, and none is under pressure to."""
+        if self.admission.degradation.ladder.rung is not Rung.NORMAL:
+            return False
+        return not self.admission.waiting and not len(self.admission.retries.queue)
+
+    def _look(self) -> None:
+        """Notice that requests begin to wait here."""
+        was_holding, self._is_holding = self._is_holding, not self.is_quiet
+        if self._is_holding and not was_holding:
+            self._on_hold()
 
     # ---------------------------------------------------------------------------------------- calls
 
@@ -113,6 +125,7 @@ class SimulatedGateway:
         except RequestError as error:
             _refused(record, error, now)
             on_end(record)
+        self._look()
 
     def _accept(
         self,
@@ -219,6 +232,7 @@ class SimulatedGateway:
             if call.state.is_at(identity):
                 call.apply(call.state.on_lost, identity, reason)
         self.admission.pump()
+        self._look()
 
     def _on_message(self, source: ReplicaIdentity, message: LinkUp) -> None:
         if isinstance(message, ReplicaHello):
@@ -277,6 +291,7 @@ class SimulatedGateway:
             if (call := calls.get(ended.request_id)) is not None:
                 call.apply(call.state.on_move_ended, source, ended)
         self.admission.pump(source.replica_id)
+        self._look()
 
     def _on_failure(self, source: ReplicaIdentity, failure: RequestFailed) -> None:
         if (call := self._calls.get(failure.request_id)) is not None:

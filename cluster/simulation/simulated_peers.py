@@ -25,6 +25,9 @@ class LinkedReplica(Protocol):
     identity: ReplicaIdentity
     kv_receiver: KvReceiver
 
+    def catch_up(self) -> None:
+        """Do the steps that are over by now, before anything else arrives."""
+
     def wake(self) -> None:
         """Call the replica's turn after what arrived."""
 
@@ -48,15 +51,18 @@ class SimulatedPeers:
         find: Callable[[str], LinkedReplica | None],
         links: Mapping[ReplicaIdentity, SimulatedPeers],
         shard: Shard,
+        catch_up: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
         """`find` returns a replica by its id, and `links` has the links of every replica that lives. A writer
-        sends each block as one piece, the whole `shard`."""
+        sends each block as one piece, the whole `shard`. The owner is called to `catch_up` before what
+        arrives, and to `wake` behind it."""
         self._identity = identity
         self._events = events
         self._find = find
         self._links = links
         self._shard = shard
+        self._catch_up = catch_up
         self._wake = wake
         self._ready: dict[ReplicaIdentity, _Way] = {}
         self._opening: set[ReplicaIdentity] = set()
@@ -71,11 +77,13 @@ class SimulatedPeers:
 
     def _opened(self, reader: ReplicaIdentity, side: PrefillSide) -> None:
         self._opening.discard(reader)
+        self._catch_up()
         replica = self._find(reader.replica_id)
         if replica is None or replica.identity != reader or not replica.is_alive:
             side.peer_failed(reader, "nobody answers there")
         else:
             self._ready[reader] = _Way(side, replica)
+            replica.catch_up()
             replica.kv_receiver.writer_joined(self._identity, [[(0, self._shard)]])
             side.peer_ready(reader)
         self._wake()
@@ -89,6 +97,7 @@ class SimulatedPeers:
 
     def _arrive_at(self, reader: LinkedReplica, message: PeerLinkMessage) -> None:
         if reader.is_alive and reader.identity in self._ready:
+            reader.catch_up()
             reader.kv_receiver.message(self._identity, message)
             reader.wake()
 
@@ -99,12 +108,14 @@ class SimulatedPeers:
     def answered(self, reader: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """Take a message of a replica to which this one writes."""
         if (way := self._ready.get(reader)) is not None:
+            self._catch_up()
             way.side.message(reader, message)
             self._wake()
 
     def lost(self, peer: ReplicaIdentity) -> None:
         """Take in that a replica has died: it reads nothing from here any more."""
         if (way := self._ready.pop(peer, None)) is not None:
+            self._catch_up()
             way.side.peer_failed(peer, "the peer link closed")
             self._wake()
 

@@ -6,7 +6,10 @@ All ranks of a replica are one here, whose steps take as long as those of all of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cluster.simulation.step_model import StepModel
 from cluster.simulation.virtual_time import EventQueue
@@ -24,6 +27,16 @@ from workers.messages.rank_channel import (
     StepReport,
 )
 
+
+class _DueReport(NamedTuple):
+    """The report of a plan, before it is made."""
+
+    step: int
+    tokens: bytes
+    began_at: float
+    finished_at: float
+
+
 _TRANSPORT = "simulated"
 _TOKEN_BYTES = 4
 
@@ -36,15 +49,18 @@ class SimulatedRanks:
         model: StepModel,
         events: EventQueue,
         report: Callable[[int, RankUp], None],
+        catch_up: Callable[[], None],
         block_bytes: int,
         shard: Shard,
         max_sequences: int,
     ) -> None:
-        """`report` is called with the rank and each of its reports, when it is made. A block has
-        `block_bytes`, and is sent as one piece, the whole `shard`."""
+        """`report` is called with the rank and each of its reports, when it is made, and `catch_up` before
+        that of a step: a run of steps may end there. A block has `block_bytes`, and is sent as one piece, the
+        whole `shard`."""
         self._model = model
         self._events = events
         self._report = report
+        self._catch_up = catch_up
         self._block_bytes = block_bytes
         self._shard = shard
         self._is_dead = False
@@ -52,8 +68,11 @@ class SimulatedRanks:
         self.slowness = 1.0
         # The time in which steps ran.
         self.busy_s = 0.0
-        self._free_at = 0.0
+        # Reports of plans that are computed, the oldest first, with what each took.
+        self._due: deque[_DueReport] = deque()
         self._link_free_at = 0.0
+        # When the next report is made; events for other times were made for runs of steps that were cut.
+        self._alarm_at = math.inf
         # Of each slot: the position at which it continues, and the token that it samples each time.
         self._positions = [0] * max_sequences
         self._tokens = [b"\0" * _TOKEN_BYTES] * max_sequences
@@ -92,13 +111,68 @@ class SimulatedRanks:
 
     def _run(self, plan: StepPlan) -> None:
         """Run a plan behind those before it."""
-        began_at = max(self._events.clock.now(), self._free_at)
+        began_at = max(self._events.clock.now(), self._due[-1].finished_at if self._due else 0.0)
         took_s = self.slowness * self._step_s(plan)
-        self.busy_s += took_s
-        self._free_at = began_at + took_s
         tokens = b"".join([self._tokens[slot] for slot in plan.sample_slots])
-        report = StepReport(plan.step, tokens, began_at, self._free_at)
-        self._events.at(self._free_at, lambda: self._tell(report))
+        self._due.append(_DueReport(plan.step, tokens, began_at, began_at + took_s))
+        if len(self._due) == 1:
+            self._arm()
+
+    def _arm(self) -> None:
+        """Report the oldest plan when it is done."""
+        at = self._alarm_at = self._due[0].finished_at if self._due else math.inf
+        if self._due:
+            self._events.at(at, lambda: self._ring(at))
+
+    def _ring(self, at: float) -> None:
+        if at != self._alarm_at or self._is_dead:
+            return
+        self._catch_up()
+        due = self._due.popleft()
+        assert due.finished_at == at, "a report is made when it is due"
+        self.busy_s += due.finished_at - due.began_at
+        self._arm()
+        self._report(0, StepReport(due.step, due.tokens, due.began_at, due.finished_at))
+
+    @property
+    def began_at(self) -> float:
+        """When the oldest plan that is out began."""
+        return self._due[0].began_at
+
+    def report_first_at(self, at: float) -> None:
+        """Make the next report at that time, not before."""
+        self._alarm_at = at
+        self._events.at(at, lambda: self._ring(at))
+
+    def run_of_steps(self, num_steps: int, num_decodes: int, num_context_tokens: int) -> list[float]:
+        """Return when each of so many steps would be done, and then those that the plans out at a time would
+        be by then: all of them of `num_decodes` decodes, the first behind so many tokens."""
+        times = [it.finished_at for it in self._due]
+        num_tokens = num_context_tokens + len(times) * num_decodes
+        at = times[-1]
+        for _ in range(num_steps):
+            at += self.slowness * self._model.decode_s(num_decodes, num_tokens)
+            num_tokens += num_decodes
+            times.append(at)
+        return times
+
+    def skip(self, num_steps: int, times: Sequence[float], slots: Sequence[int]) -> None:
+        """Let the plans that are out be those of so many steps later; `times` are those of `run_of_steps`,
+        and `slots` those that decode."""
+        num_out, first = len(self._due), self._due[0]
+        self.busy_s += times[num_steps - 1] - first.began_at
+        for slot in slots:
+            self._positions[slot] += num_steps
+        tokens, step = first.tokens, first.step + num_steps
+        self._due.clear()
+        for index in range(num_out):
+            began_at, finished_at = times[num_steps + index - 1], times[num_steps + index]
+            self._due.append(_DueReport(step + index, tokens, began_at, finished_at))
+        self._arm()
+
+    def token_of(self, slot: int) -> bytes:
+        """Return the token that the slot samples each time."""
+        return self._tokens[slot]
 
     def _step_s(self, plan: StepPlan) -> float:
         """Return what the plan takes, and move its slots on."""

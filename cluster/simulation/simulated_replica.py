@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 from cluster.simulation.simulated_peers import NETWORK_S, LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
-from cluster.simulation.step_model import StepModel
+from cluster.simulation.step_model import KnownCosts, StepModel
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
@@ -22,11 +23,12 @@ from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from workers.config import EngineConfig
 from workers.messages.link import GatewayKey, LinkDown, LinkUp
-from workers.messages.rank_channel import RankReady
+from workers.messages.rank_channel import RankReady, RankUp
 from workers.replica.engine_decisions import EngineDecisions, EngineSurroundings
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.decode_run import DecodeRun
 from workers.scheduler.scheduler import Scheduler
 
 # The period in which engine cores look after leases and deadlines, as `workers.replica.engine_core.TICK_S`.
@@ -82,6 +84,17 @@ class GatewayEnd(NamedTuple):
         """The gateway hears of a replica's end from the cluster."""
 
 
+class _StepRun(NamedTuple):
+    """Steps that are passed over, at most so many, and when each and those after them are done."""
+
+    num_steps: int
+    times: list[float]
+
+
+def _never() -> bool:
+    return False
+
+
 def _as_it_is(message: LinkUp) -> LinkUp:
     return message
 
@@ -97,23 +110,31 @@ class SimulatedReplica(EngineDecisions):
         events: EventQueue,
         find: Callable[[str], LinkedReplica | None],
         links: MutableMapping[ReplicaIdentity, SimulatedPeers],
+        may_skip: Callable[[], bool],
         phase_s: float = 0.0,
     ) -> None:
-        """`find` returns a replica by its id, and `links` has the links of every one that lives. The first
-        look at leases comes after `phase_s`, so that replicas do not look at once."""
+        """`find` returns a replica by its id, and `links` has the links of every one that lives. While it
+        `may_skip`, steps that only decode are done in runs. The first look at leases comes after `phase_s`,
+        so that replicas do not look at once."""
         self.engine = engine
         self._events = events
         self._pump_scheduled = False
+        self._may_skip = may_skip
+        self._run: _StepRun | None = None
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
         block_bytes = compatibility.token_bytes * engine.block_tokens
         self.ranks = SimulatedRanks(
-            engine.steps, events, self.on_rank_message, block_bytes, shard, engine.max_sequences
+            engine.steps,
+            events,
+            self.on_rank_message,
+            self.catch_up,
+            block_bytes,
+            shard,
+            engine.max_sequences,
         )
         pool = BlockPool(engine.num_blocks, engine.block_tokens)
-        scheduler = Scheduler(
-            config, pool, eos_token_ids=(), max_context_tokens=engine.max_context_tokens
-        )
+        scheduler = Scheduler(config, pool, eos_token_ids=(), max_context_tokens=engine.max_context_tokens)
         ready = RankReady(
             rank=0,
             process_id=0,
@@ -128,7 +149,9 @@ class SimulatedReplica(EngineDecisions):
             warm_up_s=0.0,
         )
         transfer = TransferConfig()
-        peers = links[identity] = SimulatedPeers(identity, events, find, links, shard, self.wake)
+        peers = links[identity] = SimulatedPeers(
+            identity, events, find, links, shard, self.catch_up, self.wake
+        )
         super().__init__(
             EngineSurroundings(
                 identity=identity,
@@ -139,7 +162,7 @@ class SimulatedReplica(EngineDecisions):
                 pool=pool,
                 group_pools=(),
                 scheduler=scheduler,
-                steps=StepLoop(scheduler, self.ranks.send, clock),
+                steps=StepLoop(scheduler, self.ranks.send, clock, costs=KnownCosts(engine.steps)),
                 sends=SendTable(transfer, engine.block_tokens, 1, []),
                 landings=LandingTable(transfer, pool, engine.block_tokens, 1, []),
                 max_migrations=transfer.max_migrations,
@@ -150,6 +173,7 @@ class SimulatedReplica(EngineDecisions):
                 faults=Faults(),
             )
         )
+        self._decodes = DecodeRun(scheduler)
         events.after(phase_s or _TICK_S, self._tick)
 
     @property
@@ -165,11 +189,27 @@ class SimulatedReplica(EngineDecisions):
     def receive(self, gateway: GatewayKey, message: LinkDown) -> None:
         """Take a message of a gateway, unless the replica has died."""
         if self.is_alive:
+            self.catch_up()
             self.take(gateway, message)
+
+    def on_rank_message(self, rank: int, message: RankUp) -> None:
+        self.catch_up()
+        super().on_rank_message(rank, message)
+
+    def stop_runs(self) -> None:
+        """Send all tokens up to now, and do steps one by one from now on."""
+        self._may_skip = _never
+        self.catch_up()
+        self.flush()
 
     def end(self, reason: str) -> None:
         """Die, with everything that runs here."""
         self.kill_ranks(reason)
+
+    def set_role(self, role: str, epoch: int) -> None:
+        self.catch_up()
+        self.flush()
+        super().set_role(role, epoch)
 
     def wake(self) -> None:
         if not self._pump_scheduled:
@@ -179,9 +219,49 @@ class SimulatedReplica(EngineDecisions):
     def pump(self) -> None:
         self._pump_scheduled = False
         super().pump()
+        if self._may_skip():
+            self._begin_run()
+
+    def _begin_run(self) -> None:
+        """Pass over the steps that change nothing but positions and tokens, up to the last one before more
+        happens: a step that ends or needs a block, or a report of the load that is due."""
+        num_steps = self._decodes.num_steps(self.steps.depth)
+        if num_steps < 2 or self._run is not None or self.kv_receiver.landings.num_waiting:
+            return
+        if len(self.migration) or not self._gateways.have_seen(self.reports.queue()):
+            return
+        num_decodes = len(self._decodes.sequences)
+        times = self.ranks.run_of_steps(num_steps, num_decodes, self._decodes.num_context_tokens)
+        num_steps = min(num_steps, bisect_left(times, self._gateways.next_load_at))
+        if num_steps < 2:
+            return
+        self._run = _StepRun(num_steps, times)
+        self.ranks.report_first_at(times[num_steps])
+
+    def catch_up(self) -> None:
+        """Do the steps of the run that are over by now."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        num_steps = min(run.num_steps, bisect_right(run.times, self._clock.now()))
+        if not num_steps:
+            self.ranks.report_first_at(run.times[0])
+            return
+        sequences, began_at = self._decodes.sequences, self.ranks.began_at
+        slots = [sequence.slot for sequence in sequences]
+        deltas = self._decodes.repeat(num_steps, [self.ranks.token_of(slot) for slot in slots])
+        past = run.times[:num_steps]
+        self.ranks.skip(num_steps, run.times, slots)
+        self.steps.skip(
+            [end - begin for begin, end in zip([began_at, *past], past, strict=False)], len(slots)
+        )
+        self._gateways.passed(past)
+        for delta in deltas:
+            self.table.post_delta(delta)
 
     def _tick(self) -> None:
         if self.is_alive:
+            self.catch_up()
             self.tick()
             self._events.after(_TICK_S, self._tick)
 

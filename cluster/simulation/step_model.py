@@ -11,13 +11,15 @@ replica measures of itself (`workers.scheduler.step_costs`), so a running cluste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from cluster.planning.device_profile import DeviceProfile
 from cluster.planning.device_split import DeviceSplit
 from cluster.planning.planned_model import PlannedModel
 from cluster.planning.step_times import StepTimes
+from workers.messages.rank_channel import StepPlan
+from workers.scheduler.step_costs import StepCosts
 
 # The sequences and tokens of the steps of which `planned_steps` takes the coefficients.
 _FEW, _MANY = 1, 64
@@ -42,14 +44,32 @@ class StepModel(NamedTuple):
         """Return what a step takes without prompts."""
         return self.base_s + num_sequences * self.sequence_s + num_context_tokens * self.context_s
 
-    def step_s(
-        self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]
-    ) -> float:
+    def step_s(self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
         """Return what a step takes. `chunks` are the first position and the tokens of each."""
         step_s = self.decode_s(num_sequences, num_context_tokens)
         for start, num_tokens in chunks:
             step_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))
         return step_s
+
+
+class KnownCosts(StepCosts):
+    """The costs that a replica has measured of steps which take what the model says: those of the model."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__()
+        self._coefficients = {
+            "prefill_token_s": model.token_s,
+            "attention_token_s": model.attention_s,
+            "decode_base_s": model.base_s,
+            "decode_sequence_s": model.sequence_s,
+            "decode_context_s": model.context_s,
+        }
+
+    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
+        """Learn nothing new."""
+
+    def coefficients(self) -> dict[str, Any]:
+        return self._coefficients
 
 
 def planned_steps(model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> StepModel:

@@ -95,7 +95,7 @@ class ExpectedSlots:
     """The ranks' knowledge of every slot once they have taken in the scheduler's newest plan."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        issued, sequences = scheduler._issued[-1], slotted(scheduler)
+        issued, sequences = scheduler.issued[-1], slotted(scheduler)
         self._tables = known_tables(sequences)
         named = issued.sequences
         self._whole = {sequence.slot: list(sequence.block_ids) for sequence in named}

@@ -179,7 +179,7 @@ class StagedEngine:
         expected = ExpectedSlots(self.scheduler)
         expected.check(self._reader.tables, self._reader.positions)
         expected.check_windows(self._reader.windows)
-        issued = self.scheduler._issued[-1]  # others are out that named a request before it was suspected
+        issued = self.scheduler.issued[-1]  # others are out that named a request before it was suspected
         has_suspect = any(it.request.submission.suspect for it in issued.sequences)
         assert issued.is_isolated == has_suspect
         self._step_to_works[plan.step] = works
@@ -198,7 +198,7 @@ class StagedEngine:
     def oldest_works(self) -> list[tuple[Work, SchedulerSequence]]:
         """Return what the oldest plan lets each sequence compute."""
         step = self.steps[0]
-        (issued,) = (it for it in self.scheduler._issued if it.step == step.plan.step)
+        (issued,) = (it for it in self.scheduler.issued if it.step == step.plan.step)
         return list(zip(step.works, issued.sequences, strict=True))
 
     def losable_slots(self) -> list[int]:
@@ -320,7 +320,7 @@ class StagedEngine:
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
-        issued = self.scheduler._issued
+        issued = self.scheduler.issued
         requests = {it.request for plan in issued for it in plan.sequences}
         assert len(requests) == 1 or not any(it.is_isolated for it in issued), "a suspect is not alone"
         self.scheduler.check(len(self.blocks_of_landings), self.group_blocks_of_landings)

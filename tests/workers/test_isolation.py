@@ -16,7 +16,7 @@ def names(side: StagedEngine) -> list[set[str]]:
     """Of the requests in each plan that is out."""
     return [
         {sequence.request.submission.request_id for sequence in issued.sequences}
-        for issued in side.scheduler._issued
+        for issued in side.scheduler.issued
     ]
 
 
@@ -192,7 +192,7 @@ def test_in_flight_is_what_the_steps_name() -> None:
     plan(side)
     plan(side)
     assert names(side) == [{"a"}, {"a", "b"}]
-    first, second = (issued.step for issued in side.scheduler._issued)
+    first, second = (issued.step for issued in side.scheduler.issued)
     assert side.scheduler.in_flight({first}) == {("a", 1)}
     assert side.scheduler.in_flight({second}) == {("a", 1), ("b", 1)}
     assert side.scheduler.in_flight(()) == set()

@@ -177,7 +177,7 @@ def test_a_lost_state_is_computed_again_from_the_last_snapshot() -> None:
     take(lose(side, "lost"))
     assert side.scheduler.life.num_preemptions == 1
     take(step(side))
-    again = side.plans or side.scheduler._issued
+    again = side.plans or side.scheduler.issued
     assert not again
     rest = finish(side)
     for key, tokens in rest.items():

@@ -10,7 +10,8 @@ cancelled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -183,6 +184,24 @@ class GatewayLinks:
             frame = _frame(last, load() if load_due else None, current if is_changed else None)
             port.stream.send(self._encode(frame))
             port.news = []
+
+    @property
+    def next_load_at(self) -> float:
+        """The time from which on `flush` sends a report that is due; inf without any gateway."""
+        connected = [port.load_sent_at for port in self._ports.values() if port.stream is not None]
+        return min(connected, default=math.inf) + LOAD_PERIOD_S
+
+    def have_seen(self, queue: QueueReport) -> bool:
+        """Whether every gateway knows this state of the queue, or what decides of it."""
+        seen = _taken(queue)
+        return all(port.queue == seen for port in self._ports.values() if port.stream is not None)
+
+    def passed(self, times: Sequence[float]) -> None:
+        """Take in that `flush` would have found nothing new at these times, at which no report was due."""
+        for port in self._ports.values():
+            for now in times:
+                if now >= port.queue_seen_at + QUEUE_PERIOD_S:
+                    port.queue_seen_at = now
 
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
         """Send a message to every connected gateway."""

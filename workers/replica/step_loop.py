@@ -10,7 +10,7 @@ with other clocks: their times are only compared with times of the same rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -57,10 +57,11 @@ class StepLoop:
         stats: StepStats | None = None,
         piece_s: float = 0.0,
         copies: ExpertCopies | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         """`send` gives a plan to every rank; `stats` counts what the steps came to. `piece_s` is how long
         the largest piece of a step, between two marks of progress, takes by the ranks' measured rates. Plans
-        carry the orders of `copies`."""
+        carry the orders of `copies`. `costs` learns what steps take."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
@@ -71,7 +72,7 @@ class StepLoop:
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = StepRates()
-        self.costs = StepCosts()
+        self.costs = costs or StepCosts()
         self.stats = stats or StepStats()
         self.copies = copies or ExpertCopies()
         self.num_steps = 0
@@ -148,6 +149,24 @@ class StepLoop:
         self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
         return outcome
+
+    @property
+    def depth(self) -> int:
+        """The most plans that are unreported."""
+        return self._depth
+
+    def skip(self, step_s: Sequence[float], num_decodes: int) -> None:
+        """Count steps of `num_decodes` decodes alone, of which each took so long, and which were settled at
+        once (`workers.scheduler.decode_run`): the unreported plans are later ones, of the same sequences."""
+        num_steps, now = len(step_s), self._clock.now()
+        self.num_steps += num_steps
+        self._last_settled_at = now
+        for each_s in step_s:
+            self.rates.add_decode(each_s)
+        self.stats.skip(step_s, num_decodes)
+        for it in self._unreported:
+            it.plan = replace(it.plan, step=it.plan.step + num_steps)
+            it.progressed_at = now
 
     def steps_under_way(self) -> set[int]:
         """Return the first step that each rank has not reported: the step that a rank that ends or hangs is

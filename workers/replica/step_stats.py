@@ -71,6 +71,16 @@ class StepStats:
         self._average_bytes = moving_average(self._average_bytes, work.read_bytes, _WEIGHT)
         self._average_busy_s = moving_average(self._average_busy_s, busy_s, _WEIGHT)
 
+    def skip(self, step_s: Sequence[float], num_decodes: int) -> None:
+        """Count steps of so many decodes alone, of which each took so long, without their arithmetic."""
+        num_steps = len(step_s)
+        self.num_steps_by_batch[bisect.bisect_left(BATCH_BOUNDS, num_decodes)] += num_steps
+        self.num_batched_sequences += num_steps * num_decodes
+        self.num_computed_tokens += num_steps * num_decodes
+        self.num_sampled_tokens += num_steps * num_decodes
+        for each_s in step_s:
+            self.busy_s += each_s
+
     def settled(self, outcome: StepOutcome) -> None:
         """Count the scheduler's outcome of a step."""
         self.num_sampled_tokens += len(outcome.tokens)

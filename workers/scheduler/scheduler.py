@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import replace as replace_plan
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -68,7 +69,7 @@ class Scheduler:
 
     The parts are public, for reading and for calls that concern one part alone: the settings (`config`), the
     limits of one request (`limits`), the requests with their blocks and grammars (`life`), their counts
-    (`counts`), the pause of the class `batch` (`pause`), sequences that move to another replica
+    (`counts`), the unreported plans (`issued`), the pause of the class `batch` (`pause`), sequences that move to another replica
     (`migration`), and the search for a request that fails (`isolation`).
     """
 
@@ -113,14 +114,14 @@ class Scheduler:
         self.pause = BatchPause(self.life, config.max_sequences)
         self.counts = SequenceCounts(self.life, self.pause, pool)
         self._planner = Planner(config, self.life, micro, self.isolation, self.pause)
-        self._issued: deque[IssuedPlan] = deque()
+        self.issued: deque[IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no request and no unreported plan."""
-        return not self.life.requests and not self._issued
+        return not self.life.requests and not self.issued
 
     def check(self, num_other_references: int = 0, num_other_group_references: Seq[int] = ()) -> None:
         """Assert every invariant of pools and sequences. The others are references of landings, to blocks
@@ -207,7 +208,7 @@ class Scheduler:
 
     def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
         """Return the requests that may have caused a fault in one of these steps."""
-        return self.isolation.in_flight([plan for plan in self._issued if plan.step in steps])
+        return self.isolation.in_flight([plan for plan in self.issued if plan.step in steps])
 
     def is_here(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt waits, runs or is held here."""
@@ -321,19 +322,28 @@ class Scheduler:
         computed now. Requests whose deadline has passed end first."""
         self._failures += self.life.expire(now)
         batch = StepBatch(self._step + 1, self.config.max_batch_tokens)
-        self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
+        self._planner.fill(batch, now, [plan.suspect for plan in self.issued])
         self.life.handled = None
         if not batch.num_planned:
             return None
         self._step = batch.step
-        self._issued.append(batch.issued())
+        self.issued.append(batch.issued())
         return batch.plan(self.life.take_freed_slots())
+
+    def skip(self, num_steps: int) -> None:
+        """Note that so many steps like the unreported ones were settled, and as many planned, whose effects
+        on sequences were made at once (`workers.scheduler.decode_run`)."""
+        self._step += num_steps
+        for index, plan in enumerate(self.issued):
+            starts = [start + num_steps for start in plan.decode_starts]
+            self.issued[index] = replace_plan(plan, step=plan.step + num_steps, decode_starts=starts)
+        self.life.settle(self.issued[0].step - 1)
 
     # ------------------------------------------------------------------------------------------ settle
 
     def settle(self, report: StepReport, now: float) -> StepOutcome:
         """Settle the oldest unreported plan, and return everything that its report changed."""
-        issued = self._issued.popleft()
+        issued = self.issued.popleft()
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
         rows = _Rows(report)

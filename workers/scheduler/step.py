@@ -168,11 +168,15 @@ class StepRates:
             return
         num_chunk_tokens = sum(entry.num_tokens for entry in plan.entries if entry.num_tokens > 1)
         if not num_chunk_tokens:
-            self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+            self.add_decode(sum(stage_to_busy_s))
         elif 2 * num_chunk_tokens >= plan.num_tokens:
             self._chunk_tokens = moving_average(self._chunk_tokens, num_chunk_tokens, 0.2)
             self._chunk_s = moving_average(self._chunk_s, max(stage_to_busy_s), 0.2)
             self.prefill_tok_s = self._chunk_tokens / self._chunk_s
+
+    def add_decode(self, step_s: float) -> None:
+        """Note a step of decodes alone, which took so long in all stages together."""
+        self.decode_step_s = moving_average(self.decode_step_s, step_s, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
