@@ -86,3 +86,36 @@ def test_kv_of_the_last_chunk_follows_the_prompt(llama: PlannedModel) -> None:
     assert of_model.transfer_s(512) == pytest.approx(512 * 131_072 / 12.5e9)
     assert of_model.transfer_s(10_000) == of_model.transfer_s(2048)
     assert times(llama, split=DeviceSplit(4)).transfer_s(512) == pytest.approx(of_model.transfer_s(512) / 4)
+
+
+def test_a_step_of_decodes_alone_and_of_chunks_alone(llama: PlannedModel) -> None:
+    of_model = times(llama)
+    assert of_model.step_s(32, 1024) == of_model.decode_s(32, 1024)
+    assert of_model.step_s(0, 0, [(0, 2048)]) == pytest.approx(of_model.prefill(2048).latency_s, rel=0.001)
+    assert of_model.step_s(0, 0) == 0.0
+    # Later chunks attend to earlier ones.
+    assert of_model.step_s(0, 0, [(30_000, 2048)]) > 1.3 * of_model.step_s(0, 0, [(0, 2048)])
+
+
+@given(st.integers(1, 200), st.integers(1, 8000), st.integers(1, 2048))
+def test_one_step_for_decodes_and_a_chunk_saves_reading_the_weights_twice(
+    decodes: int, context: int, num_tokens: int
+) -> None:
+    of_model = times(planned_model("llama-3.1-8b", "auto", "auto"))
+    alone = of_model.step_s(decodes, context), of_model.step_s(0, 0, [(0, num_tokens)])
+    mixed = of_model.step_s(decodes, context, [(0, num_tokens)])
+    assert max(alone) < mixed < sum(alone)
+
+
+def test_stages_have_a_part_of_the_sequences_each(llama: PlannedModel) -> None:
+    of_stages = times(llama, split=DeviceSplit(1, 4))
+    assert of_stages.decode_s(64, 1024) == of_stages.step_s(16, 1024)
+
+
+@pytest.mark.parametrize("split", [ONE, DeviceSplit(2, 2)])
+def test_a_cached_prefix_is_not_computed(llama: PlannedModel, split: DeviceSplit) -> None:
+    of_model = times(llama, split=split)
+    whole, suffix = of_model.prefill(8192), of_model.prefill(8192, 6144)
+    # The rest attends to what is cached, so it takes more than a prompt of its length alone.
+    assert of_model.prefill(2048).busy_s < suffix.busy_s < 0.4 * whole.busy_s
+    assert of_model.prefill(8192, 8192) == of_model.prefill(8192, 8191)
