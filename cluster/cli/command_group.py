@@ -23,6 +23,7 @@ _MODULES: Mapping[str, tuple[str, str]] = {
     "doctor": ("cluster.cli.doctor", "doctor"),
     "quantize": ("cluster.cli.quantize_command", "quantize"),
     "plan": ("cluster.cli.plan_command", "plan"),
+    "simulate": ("cluster.bench.simulate_command", "simulate"),
     "bench": ("cluster.bench.bench_command", "cli"),
     "store": ("cluster.cli.store", "cli"),
     "key": ("cluster.cli.key", "cli"),

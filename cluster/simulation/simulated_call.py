@@ -1,4 +1,4 @@
-"""A call of a client of the simulated cluster: the task of a request, whose output is counted and not read."""
+"""A call of a client of the simulated cluster: a request's task, whose output is counted and not read."""
 
 from __future__ import annotations
 

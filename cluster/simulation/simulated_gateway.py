@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -69,8 +70,9 @@ class SimulatedGateway:
         holds_back: bool = True,
         observer: PlacementObserver | None = None,
     ) -> None:
-        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load. `on_hold` is called
-        when requests begin to wait here: from then on every step of a replica may let one of them go."""
+        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load.
+        `on_hold` is called when requests begin to wait here: from then on every step of a replica may let one
+        of them go."""
         self.name = name
         self.key: GatewayKey = name, 1
         self._events = events
@@ -144,10 +146,8 @@ class SimulatedGateway:
             )
             record.num_output = prepared.sampling.max_tokens
             self.admission.bytes.count(queued, prepared.num_bytes)
-            try:
+            with contextlib.suppress(NoReplicaError):  # its call tries again
                 self.admission.place(queued, first_route_request(prepared))
-            except NoReplicaError:
-                pass  # its call tries again
         else:
             queued.goes_at_once = queued.is_judged = True
         due_at = now + self.admission.config.of(request.service_class).aging_s

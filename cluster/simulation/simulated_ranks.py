@@ -193,8 +193,6 @@ class SimulatedRanks:
             num_sequences += 1
             num_context_tokens += positions[slot]
             positions[slot] += 1
-        if self._model.is_serial:
-            return sum(num_tokens for _, num_tokens in chunks) * self._model.token_s
         return self._model.step_s(num_sequences, num_context_tokens, chunks)
 
     # -------------------------------------------------------------------------------------- transfers

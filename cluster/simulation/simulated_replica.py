@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
+from cluster.simulation.batch_gate import BatchGate, Batching
 from cluster.simulation.simulated_peers import NETWORK_S, LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
 from cluster.simulation.step_model import KnownCosts, StepModel
@@ -22,7 +23,7 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from workers.config import EngineConfig
-from workers.messages.link import GatewayKey, LinkDown, LinkUp
+from workers.messages.link import Cancel, GatewayKey, LinkDown, LinkUp, Submission
 from workers.messages.rank_channel import RankReady, RankUp
 from workers.replica.engine_decisions import EngineDecisions, EngineSurroundings
 from workers.replica.gateway_links import GatewayLinks
@@ -50,6 +51,7 @@ class SimulatedEngine(NamedTuple):
     max_sequences: int = 256
     token_bytes: int = 131072
     max_context_tokens: int = 1 << 20
+    batching: Batching = "continuous"
 
     @property
     def config(self) -> EngineConfig:
@@ -174,6 +176,9 @@ class SimulatedReplica(EngineDecisions):
             )
         )
         self._decodes = DecodeRun(scheduler)
+        self._gate: BatchGate | None = None
+        if engine.batching != "continuous":
+            self._gate = BatchGate(engine.batching, engine.max_sequences, events)
         events.after(phase_s or _TICK_S, self._tick)
 
     @property
@@ -188,9 +193,16 @@ class SimulatedReplica(EngineDecisions):
 
     def receive(self, gateway: GatewayKey, message: LinkDown) -> None:
         """Take a message of a gateway, unless the replica has died."""
-        if self.is_alive:
-            self.catch_up()
-            self.take(gateway, message)
+        if not self.is_alive:
+            return
+        self.catch_up()
+        if self._gate is not None and isinstance(message, Submission):
+            key = message.request_id, message.attempt
+            self._gate.put(key, lambda: self.take(gateway, message))
+            return
+        if self._gate is not None and isinstance(message, Cancel):
+            self._gate.drop((message.request_id, message.attempt))
+        self.take(gateway, message)
 
     def on_rank_message(self, rank: int, message: RankUp) -> None:
         self.catch_up()
@@ -219,6 +231,8 @@ class SimulatedReplica(EngineDecisions):
     def pump(self) -> None:
         self._pump_scheduled = False
         super().pump()
+        if self._gate is not None:
+            self._gate.review(self.table.__contains__)
         if self._may_skip():
             self._begin_run()
 

@@ -1,12 +1,16 @@
-"""What the steps of a simulated replica take, and what transfers from it take: the only part that is modelled.
+"""What steps of a simulated replica take, and transfers from it: the only part that is modelled.
 
-A step of `n` sequences that decode with `c` tokens of context in all, and of chunks of prompts, takes
+A step of `n` sequences that decode, with `c` tokens of context in all, takes
 
-    base + n x sequence + c x context + sum over chunks (tokens x token + tokens x earlier x attention)
+    base + n x sequence + c x context
 
-where `earlier` is the mean number of tokens before those of the chunk. These are the coefficients that every
-replica measures of itself (`workers.scheduler.step_costs`), so a running cluster, `tandem bench engine` and
-`tandem plan` can all give them.
+and one that also computes chunks of prompts
+
+    max(base, sum over chunks of tokens x (token + earlier x attention)) + n x sequence + c x context
+
+where `earlier` is the mean number of tokens before those of the chunk: weights are read while prompts are
+multiplied. Every replica measures these coefficients of itself (`workers.scheduler.step_costs`), so a running
+cluster, `tandem bench engine` and `tandem plan` can all give them.
 """
 
 from __future__ import annotations
@@ -37,19 +41,18 @@ class StepModel(NamedTuple):
     # The rate at which KV leaves the replica, in bytes a second, and what each push takes beside.
     link_bytes_s: float = 12.5e9
     push_s: float = 0.0005
-    # Steps are computed one prompt at a time, whole, and cost nothing else: a queue at a constant rate.
-    is_serial: bool = False
 
     def decode_s(self, num_sequences: int, num_context_tokens: int) -> float:
         """Return what a step takes without prompts."""
-        return self.base_s + num_sequences * self.sequence_s + num_context_tokens * self.context_s
+        return self.base_s + (num_sequences * self.sequence_s + num_context_tokens * self.context_s)
 
     def step_s(self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
         """Return what a step takes. `chunks` are the first position and the tokens of each."""
-        step_s = self.decode_s(num_sequences, num_context_tokens)
+        prompts_s = 0.0
         for start, num_tokens in chunks:
-            step_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))
-        return step_s
+            prompts_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))
+        decodes_s = num_sequences * self.sequence_s + num_context_tokens * self.context_s
+        return max(self.base_s, prompts_s) + decodes_s
 
 
 class KnownCosts(StepCosts):

@@ -16,6 +16,8 @@ class EventQueue:
         self.clock = ManualClock()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
+        # The calls that were made.
+        self.num_events = 0
 
     @property
     def next_at(self) -> float:
@@ -33,6 +35,7 @@ class EventQueue:
     def step(self) -> None:
         """Move to the time of the next call, and make it."""
         time_s, _, call = heapq.heappop(self._due)
+        self.num_events += 1
         self.clock.advance(max(0.0, time_s - self.clock.now()))
         call()
 

@@ -69,8 +69,8 @@ class Scheduler:
 
     The parts are public, for reading and for calls that concern one part alone: the settings (`config`), the
     limits of one request (`limits`), the requests with their blocks and grammars (`life`), their counts
-    (`counts`), the unreported plans (`issued`), the pause of the class `batch` (`pause`), sequences that move to another replica
-    (`migration`), and the search for a request that fails (`isolation`).
+    (`counts`), the unreported plans (`issued`), the pause of the class `batch` (`pause`), sequences that move
+    to another replica (`migration`), and the search for a request that fails (`isolation`).
     """
 
     def __init__(

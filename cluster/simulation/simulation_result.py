@@ -1,0 +1,116 @@
+"""What a simulation has found: latencies, goodput, hits, balance, use and cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cluster.simulation.simulated_call import CallRecord
+from cluster.simulation.simulated_cluster import SimulatedCluster
+
+
+class SimulatedObjectives(NamedTuple):
+    """What a good request keeps, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def kept_by(self, record: CallRecord) -> bool:
+        """Whether the request has all its tokens, in time."""
+        return record.is_good and record.ttft_s <= self.ttft_s and record.tpot_s <= self.tpot_s
+
+
+class ReplicaUse(NamedTuple):
+    """What one replica has done: the time in which its steps ran, the tokens of prompts that it has computed
+    and those that it has found, and the tokens that it has sent."""
+
+    replica_id: str
+    role: str
+    busy_s: float
+    num_computed: int
+    num_found: int
+    num_steps: int
+
+
+class SimulationResult(NamedTuple):
+    """The figures of one simulation. Times are seconds; what no request has is 0."""
+
+    records: Sequence[CallRecord]
+    replicas: Sequence[ReplicaUse]
+    span_s: float
+    objectives: SimulatedObjectives
+    price_per_s: float | None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        good = [record for record in self.records if record.is_good]
+        ttfts, tpots = [it.ttft_s for it in good], [it.tpot_s for it in good if it.num_output > 1]
+        num_kept = sum(map(self.objectives.kept_by, self.records))
+        num_prompt = sum(it.num_prompt for it in good)
+        num_tokens = num_prompt + sum(it.num_output for it in good)
+        computing = [it.num_computed for it in self.replicas if it.role != "decode"]
+        mean = sum(computing) / len(computing) if computing else 0.0
+        cost = self.price_per_s
+        return {
+            "requests": len(self.records),
+            "finished": len(good),
+            "refused": sum(it.refusal == "refused" for it in self.records),
+            "failed": sum(it.refusal == "failed" for it in self.records),
+            "span_s": round(self.span_s, 3),
+            "ttft_mean_s": _rounded(np.mean(ttfts) if ttfts else 0.0),
+            "ttft_p50_s": _quantile(ttfts, 0.5),
+            "ttft_p99_s": _quantile(ttfts, 0.99),
+            "tpot_p50_s": _quantile(tpots, 0.5),
+            "tpot_p99_s": _quantile(tpots, 0.99),
+            "goodput_rps": _rounded(num_kept / self.span_s),
+            "output_tok_s": _rounded(sum(it.num_output for it in good) / self.span_s),
+            "hit_rate": _rounded(sum(it.num_cached for it in good) / num_prompt if num_prompt else 0.0),
+            "imbalance": _rounded(max(computing) / mean if mean else 1.0),
+            "utilization": _rounded(
+                sum(it.busy_s for it in self.replicas) / (len(self.replicas) * self.span_s)
+            ),
+            "cost_per_million_tokens": (
+                None if cost is None or not num_tokens else _rounded(1e6 * cost * self.span_s / num_tokens)
+            ),
+            "moved": sum(it.num_moves for it in self.records),
+            "retried": sum(max(0, it.num_attempts - 1) for it in self.records),
+            "attempts": dict(Counter(it.num_attempts for it in good)),
+        }
+
+
+def result_of(
+    cluster: SimulatedCluster,
+    began_at: float,
+    objectives: SimulatedObjectives,
+    price_per_s: float | None = None,
+) -> SimulationResult:
+    """Return the result of a cluster whose requests have ended, the first of which came not before
+    `began_at`."""
+    ends = [record.ended_at for record in cluster.records if record.ended_at is not None]
+    uses = []
+    for replica in cluster.replicas:
+        stats = replica.steps.stats
+        num_found = sum(stats.num_hit_tokens.values())
+        uses.append(
+            ReplicaUse(
+                replica.identity.replica_id,
+                replica.role,
+                replica.ranks.busy_s,
+                stats.num_queried_tokens - num_found,
+                num_found,
+                replica.steps.num_steps,
+            )
+        )
+    span_s = max(ends, default=began_at) - began_at
+    return SimulationResult(cluster.records, uses, max(span_s, 1e-9), objectives, price_per_s)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return _rounded(np.quantile(values, share)) if values else 0.0
+
+
+def _rounded(value: Any) -> float:
+    return round(float(value), 6)
