@@ -99,7 +99,7 @@ class StatusThread:
             replica_id = look.record.identity.replica_id
             known = before.get(replica_id)
             if known is None or not known[0].is_same(look):
-                known = look, _replica(look)
+                known = look, replica_message(look)
                 self.num_built += 1
                 let_others_run()  # the event loop may have been waiting
             self._built[replica_id] = known
@@ -107,17 +107,19 @@ class StatusThread:
                 known[1].load.age_s = age_s
             status.replicas.append(known[1])
             if (waiting := held.get(replica_id)) is not None:
-                status.replicas[-1].held.CopyFrom(_held(waiting))
+                status.replicas[-1].held.CopyFrom(held_message(waiting))
         return status
 
 
-def _held(load: QueuedLoad) -> admin_pb.Held:
+def held_message(load: QueuedLoad) -> admin_pb.Held:
+    """Return the load that waits in a gateway as the public message."""
     return admin_pb.Held(
         num_prompts=load.num_prompts, num_tokens=load.num_tokens, num_sequences=load.num_sequences
     )
 
 
-def _replica(look: ReplicaLook) -> admin_pb.Replica:
+def replica_message(look: ReplicaLook) -> admin_pb.Replica:
+    """Return a replica as the public message."""
     record = look.record
     return admin_pb.Replica(
         replica_id=record.identity.replica_id,

@@ -6,9 +6,11 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from cluster.roster.messages import ScalingChange
 from cluster.simulation.planned_failures import PlannedFailure, schedule_failures
 from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
 from cluster.simulation.simulated_load import LoadDriver, SimulatedSession
+from cluster.simulation.simulated_scaling import PlannedScaling, SimulatedScaling
 from cluster.simulation.simulation_result import SimulatedObjectives, SimulationResult, result_of
 from cluster.simulation.time_lines import TimeLines
 
@@ -21,7 +23,7 @@ _PROGRESS_EVENTS = 4096
 
 class SimulationPlan(NamedTuple):
     """What is simulated. `price_per_s` is that of all devices together. With `samples_s` above 0, the state
-    of all replicas is noted as often."""
+    of all replicas is noted as often. With `scaling` the replicas of the shape are those at the beginning."""
 
     shape: ClusterShape
     sessions: Iterable[SimulatedSession]
@@ -30,6 +32,7 @@ class SimulationPlan(NamedTuple):
     failures: tuple[PlannedFailure, ...] = ()
     price_per_s: float | None = None
     samples_s: float = 0.0
+    scaling: PlannedScaling | None = None
 
 
 class Simulated(NamedTuple):
@@ -38,6 +41,7 @@ class Simulated(NamedTuple):
     result: SimulationResult
     time_lines: TimeLines
     num_left_out: int
+    moves: tuple[ScalingChange, ...] = ()
 
 
 def run_simulation(
@@ -54,6 +58,7 @@ def run_simulation(
     cluster.events.run(_BEGINS_S)
     schedule_failures(cluster, list(plan.failures))
     lines = TimeLines(cluster, plan.samples_s)
+    scaling = None if plan.scaling is None else SimulatedScaling(cluster, plan.scaling)
     driver = LoadDriver(cluster, plan.sessions, most_tokens)
     driver.start()
     was_enabled = gc.isenabled()
@@ -65,7 +70,11 @@ def run_simulation(
         if was_enabled:
             gc.enable()
     result = result_of(cluster, _BEGINS_S, plan.objectives, plan.price_per_s)
-    return Simulated(result, lines, driver.num_left_out)
+    if scaling is None:
+        return Simulated(result, lines, driver.num_left_out)
+    started_s = scaling.serve.starting_s(_BEGINS_S, _BEGINS_S + result.span_s)
+    result = result._replace(replica_s=result.replica_s + started_s)
+    return Simulated(result, lines, driver.num_left_out, tuple(scaling.moves))
 
 
 def _run(cluster: SimulatedCluster, driver: LoadDriver, on_progress: Callable[[float, int], None]) -> None:

@@ -45,6 +45,14 @@ class ClusterShape(NamedTuple):
     skips: bool = True
 
 
+class ReplicaLife(NamedTuple):
+    """A replica that has ended: when it was ordered, and when it ended."""
+
+    replica: SimulatedReplica
+    began_at: float
+    ended_at: float
+
+
 class SimulatedCluster:
     """Gateways, replicas, and the requests that have arrived."""
 
@@ -57,6 +65,8 @@ class SimulatedCluster:
         self._replicas: dict[str, SimulatedReplica] = {}
         self._links: dict[ReplicaIdentity, SimulatedPeers] = {}
         self._epochs: dict[str, int] = {}
+        self._began_at: dict[ReplicaIdentity, float] = {}
+        self.past: list[ReplicaLife] = []
         (block_tokens,) = {engine.block_tokens for _, engine in shape.replicas}
         self.placements = PlacementLinks(self.events, shape.num_gateways)
         self.gateways = [
@@ -92,8 +102,11 @@ class SimulatedCluster:
         """Return the replica of this id that lives."""
         return self._replicas.get(replica_id)
 
-    def add_replica(self, replica_id: str, role: str, engine: SimulatedEngine) -> SimulatedReplica:
-        """Add a replica that is ready now, in a new life where there was one of this id."""
+    def add_replica(
+        self, replica_id: str, role: str, engine: SimulatedEngine, ordered_at: float | None = None
+    ) -> SimulatedReplica:
+        """Add a replica that is ready now, in a new life where there was one of this id. It was `ordered_at`
+        (None: now)."""
         epoch = self._epochs[replica_id] = self._epochs.get(replica_id, 0) + 1
         identity = ReplicaIdentity(replica_id, epoch)
         phase_s = _TICK_S * self.random.random()
@@ -101,6 +114,7 @@ class SimulatedCluster:
             identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s
         )
         self._replicas[replica_id] = replica
+        self._began_at[identity] = self.clock.now() if ordered_at is None else ordered_at
         for gateway in self.gateways:
             gateway.join(replica)
         return replica
@@ -112,10 +126,30 @@ class SimulatedCluster:
         replica.stop_runs()
         self.events.after(2 * NETWORK_S, lambda: self._end(replica, reason))
 
-    def _end(self, replica: SimulatedReplica, reason: str) -> None:
-        del self._replicas[replica.identity.replica_id]
+    def remove_replica(self, replica_id: str) -> None:
+        """Let a replica that is drained go, as soon as what it has sent so far has arrived."""
+        replica = self._replicas[replica_id]
+        replica.stop_runs()
+        self.events.after(2 * NETWORK_S, lambda: self._end(replica, "it has left", replica.stop))
+
+    def replica_s(self, since_s: float, until_s: float) -> float:
+        """Return the seconds of all replicas together between two times, each from its order to its end."""
+        lives = [(life.began_at, life.ended_at) for life in self.past]
+        lives += [(self._began_at[replica.identity], until_s) for replica in self.replicas]
+        return sum(max(0.0, min(ended, until_s) - max(began, since_s)) for began, ended in lives)
+
+    def _end(
+        self, replica: SimulatedReplica, reason: str, stop: Callable[[], None] | None = None
+    ) -> None:
+        if self._replicas.pop(replica.identity.replica_id, None) is not replica:
+            return
         del self._links[replica.identity]
-        replica.end(reason)
+        began_at = self._began_at.pop(replica.identity)
+        self.past.append(ReplicaLife(replica, began_at, self.clock.now()))
+        if stop is None:
+            replica.end(reason)
+        else:
+            stop()
         for links in list(self._links.values()):
             links.lost(replica.identity)
         for other in self._replicas.values():

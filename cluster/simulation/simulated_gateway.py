@@ -17,9 +17,10 @@ from cluster.errors import OverloadedError, RequestError
 from cluster.gateway.reported_load import routed_load, routed_queue
 from cluster.gateway.request_task import RequestStart
 from cluster.gateway.submissions import first_route_request
+from cluster.simulation.gateway_figures import GatewayFigures
 from cluster.simulation.simulated_call import CallRecord, CountedText, SimulatedCall, SimulatedRequest
 from cluster.simulation.simulated_peers import NETWORK_S
-from cluster.simulation.simulated_replica import SimulatedReplica
+from cluster.simulation.simulated_replica import PassedSteps, SimulatedReplica
 from cluster.simulation.virtual_time import EventQueue
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import extend_keys
@@ -33,6 +34,7 @@ from router.service import RouterService
 from workers.messages.link import (
     GatewayKey,
     HandOverTarget,
+    Leaving,
     LinkDown,
     LinkUp,
     PauseBatch,
@@ -88,6 +90,7 @@ class SimulatedGateway:
         self.admission = RequestAdmission(
             admission, self.router, self._clock, lambda: next(seeds), events.at, self._on_rung
         )
+        self.figures = GatewayFigures()
         self._hellos: dict[ReplicaIdentity, ReplicaHello] = {}
         self._targets: dict[str, HandOverTarget] = {}
         self._calls: dict[str, SimulatedCall] = {}
@@ -161,6 +164,7 @@ class SimulatedGateway:
             on_end=lambda error: self._on_end(queued.request_id, record, error, on_end),
         )
         self._calls[queued.request_id] = call
+        self.figures.arrived(queued.request_id, now)
         call.begin()
 
     def _prepared(self, request: SimulatedRequest, request_id: str, number: int) -> PreparedRequest:
@@ -184,6 +188,7 @@ class SimulatedGateway:
         on_end: Callable[[CallRecord], None],
     ) -> None:
         now, call = self._clock.now(), self._calls.pop(request_id)
+        self.figures.ended(request_id)
         summary = call.summary()
         record.first_token_at = summary.first_token_at or None
         record.num_attempts, record.num_moves = summary.num_attempts, summary.num_moves
@@ -226,6 +231,7 @@ class SimulatedGateway:
         if self._hellos.pop(identity, None) is None:
             return
         del self._targets[identity.replica_id]
+        self.figures.lost(identity.replica_id)
         self.router.remove_replica(identity.replica_id)
         self.admission.leave(identity.replica_id)
         for call in list(self._calls.values()):
@@ -234,13 +240,13 @@ class SimulatedGateway:
         self.admission.pump()
         self._look()
 
-    def _on_message(self, source: ReplicaIdentity, message: LinkUp) -> None:
+    def _on_message(self, source: ReplicaIdentity, message: LinkUp, passed: PassedSteps | None) -> None:
         if isinstance(message, ReplicaHello):
             self._joined(message)
         elif source not in self._hellos:
             return
         elif isinstance(message, StepFrame):
-            self._on_frame(source, message)
+            self._on_frame(source, message, passed)
         elif isinstance(message, KvEvents):
             if not self.router.tree.apply_events(message):
                 self._post(source, KvSnapshotRequest("gap"))
@@ -248,6 +254,10 @@ class SimulatedGateway:
             self.router.tree.apply_snapshot(message)
         elif isinstance(message, RoleChanged):
             self._changed_role(source, message)
+        elif isinstance(message, Leaving):
+            self.figures.leaving(source.replica_id)
+            self.router.members.set_leaving(source.replica_id)
+            self._let_streams(source, may_stay=False)
 
     def _joined(self, hello: ReplicaHello) -> None:
         identity, now = hello.identity, self._clock.now()
@@ -255,6 +265,7 @@ class SimulatedGateway:
         self._targets[identity.replica_id] = HandOverTarget(identity, identity.replica_id)
         self.router.add_replica(identity, hello.role)
         self.router.loads.on_load(routed_load(hello.load, hello, now))
+        self.figures.joined(hello, now)
         self._post(identity, KvSnapshotRequest("connect"))
         if self._pauses_batch:
             self._post(identity, PauseBatch(True))
@@ -262,28 +273,35 @@ class SimulatedGateway:
 
     def _changed_role(self, source: ReplicaIdentity, changed: RoleChanged) -> None:
         self.router.add_replica(source, changed.role)
-        may_stay = changed.role != "prefill"
+        self.figures.changed_role(source.replica_id, changed)
+        self._let_streams(source, may_stay=changed.role != "prefill")
+
+    def _let_streams(self, source: ReplicaIdentity, *, may_stay: bool) -> None:
+        """Let streams leave a replica, or stay after all."""
         if not may_stay:
             self.admission.leave(source.replica_id)
         for call in list(self._calls.values()):
             call.apply(call.state.on_streams, source, may_stay)
         self.admission.pump()
 
-    def _on_frame(self, source: ReplicaIdentity, frame: StepFrame) -> None:
+    def _on_frame(self, source: ReplicaIdentity, frame: StepFrame, passed: PassedSteps | None) -> None:
         """Take the news of a step, as `cluster.gateway.request_manager.RequestManager.on_step` does."""
         now, calls = self._clock.now(), self._calls
         if frame.load is not None:
             self.router.loads.on_load(routed_load(frame.load, self._hellos[source], now))
+            self.figures.loaded(frame.load, now)
         elif frame.queue is not None:
             self.router.loads.on_queue(source, routed_queue(frame.queue), now)
         for report in frame.prefills:
             if (call := calls.get(report.request_id)) is not None:
+                self.figures.prefilled(report)
                 call.apply(call.state.on_prefilled, report)
         for joined in frame.hand_overs:
             if (call := calls.get(joined.request_id)) is not None:
                 call.apply(call.state.on_handed_over, source, joined)
         for delta in frame.deltas:
             if (call := calls.get(delta.request_id)) is not None:
+                self.figures.streamed(delta, now, passed)
                 call.apply(call.state.on_delta, source, delta)
         for failure in frame.failures:
             self._on_failure(source, failure)

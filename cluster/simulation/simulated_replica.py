@@ -23,9 +23,9 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from workers.config import EngineConfig
-from workers.messages.link import Cancel, GatewayKey, LinkDown, LinkUp, Submission
+from workers.messages.link import Cancel, GatewayKey, LinkDown, LinkUp, Submission, TokenDelta
 from workers.messages.rank_channel import RankReady, RankUp
-from workers.replica.engine_decisions import EngineDecisions, EngineSurroundings
+from workers.replica.engine_decisions import DRAIN_LOOK_S, EngineDecisions, EngineSurroundings
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
@@ -73,14 +73,33 @@ class SimulatedEngine(NamedTuple):
         )
 
 
+class PassedSteps(NamedTuple):
+    """The steps of a run whose tokens are sent together: when those of each would have arrived, and the first
+    indices of what each request gets of them."""
+
+    caught_up_at: float
+    arrivals: list[float]
+    first_indices: dict[str, int]
+
+    def has(self, delta: TokenDelta) -> bool:
+        """Whether these are tokens of the run."""
+        return self.first_indices.get(delta.request_id) == delta.first_index
+
+
+Arrive = Callable[[LinkUp, PassedSteps | None], None]
+
+
 class GatewayEnd(NamedTuple):
-    """The gateway's end of a link: what is sent arrives there after the time of the network."""
+    """The gateway's end of a link: what is sent arrives there after the time of the network, with the steps
+    of which it has the tokens, where those were passed over."""
 
     events: EventQueue
-    arrive: Callable[[LinkUp], None]
+    arrive: Arrive
+    passed: Callable[[], PassedSteps | None]
 
     def send(self, frame: Any) -> None:
-        self.events.after(NETWORK_S, lambda: self.arrive(frame))
+        passed = self.passed()
+        self.events.after(NETWORK_S, lambda: self.arrive(frame, passed))
 
     def close(self) -> None:
         """The gateway hears of a replica's end from the cluster."""
@@ -123,6 +142,7 @@ class SimulatedReplica(EngineDecisions):
         self._pump_scheduled = False
         self._may_skip = may_skip
         self._run: _StepRun | None = None
+        self._passed: PassedSteps | None = None
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
         block_bytes = compatibility.token_bytes * engine.block_tokens
@@ -186,9 +206,9 @@ class SimulatedReplica(EngineDecisions):
         """Whether anybody answers here."""
         return not self._death
 
-    def connect(self, gateway: GatewayKey, arrive: Callable[[LinkUp], None]) -> None:
+    def connect(self, gateway: GatewayKey, arrive: Arrive) -> None:
         """Open the link of a gateway, which `arrive` reads."""
-        self._gateways.connected(gateway, GatewayEnd(self._events, arrive))
+        self._gateways.connected(gateway, GatewayEnd(self._events, arrive, self._passed_now))
         self._gateways.send(gateway, self.hello())
 
     def receive(self, gateway: GatewayKey, message: LinkDown) -> None:
@@ -217,6 +237,29 @@ class SimulatedReplica(EngineDecisions):
     def end(self, reason: str) -> None:
         """Die, with everything that runs here."""
         self.kill_ranks(reason)
+
+    def drain(self, drain_s: float, on_drained: Callable[[], None]) -> None:
+        """Leave, as `workers.replica.engine_core.EngineCore.drain`; `on_drained` is called unless the replica
+        dies before."""
+        self.catch_up()
+        self.flush()
+        self.begin_drain(drain_s)
+        deadline = self._clock.now() + drain_s
+
+        def look() -> None:
+            if not self.is_drained and self._clock.now() < deadline:
+                self._events.after(DRAIN_LOOK_S, look)
+            elif self.is_alive:
+                self.catch_up()
+                self.end_drain()
+                on_drained()
+
+        look()
+
+    def stop(self) -> None:
+        """End after a drain: nothing runs here any more."""
+        self._death = "it has left"
+        self.ranks.kill()
 
     def set_role(self, role: str, epoch: int) -> None:
         self.catch_up()
@@ -265,6 +308,11 @@ class SimulatedReplica(EngineDecisions):
         slots = [sequence.slot for sequence in sequences]
         deltas = self._decodes.repeat(num_steps, [self.ranks.token_of(slot) for slot in slots])
         past = run.times[:num_steps]
+        self._passed = PassedSteps(
+            self._clock.now(),
+            [at + NETWORK_S for at in past],
+            {delta.request_id: delta.first_index for delta in deltas},
+        )
         self.ranks.skip(num_steps, run.times, slots)
         self.steps.skip(
             [end - begin for begin, end in zip([began_at, *past], past, strict=False)], len(slots)
@@ -272,6 +320,17 @@ class SimulatedReplica(EngineDecisions):
         self._gateways.passed(past)
         for delta in deltas:
             self.table.post_delta(delta)
+
+    def _passed_now(self) -> PassedSteps | None:
+        """Return the run whose tokens are sent at this moment."""
+        passed = self._passed
+        return passed if passed is not None and passed.caught_up_at == self._clock.now() else None
+
+    def report(self) -> None:
+        """Send the tokens up to now, and the load if it is due."""
+        if self.is_alive:
+            self.catch_up()
+            self.flush()
 
     def _tick(self) -> None:
         if self.is_alive:

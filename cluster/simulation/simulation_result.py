@@ -43,6 +43,9 @@ class SimulationResult(NamedTuple):
     span_s: float
     objectives: SimulatedObjectives
     price_per_s: float | None
+    # The time of all replicas together, from their orders to their ends, and that in which steps ran.
+    replica_s: float
+    busy_s: float
 
     def figures(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -69,9 +72,9 @@ class SimulationResult(NamedTuple):
             "output_tok_s": _rounded(sum(it.num_output for it in good) / self.span_s),
             "hit_rate": _rounded(sum(it.num_cached for it in good) / num_prompt if num_prompt else 0.0),
             "imbalance": _rounded(max(computing) / mean if mean else 1.0),
-            "utilization": _rounded(
-                sum(it.busy_s for it in self.replicas) / (len(self.replicas) * self.span_s)
-            ),
+            "utilization": _rounded(self.busy_s / self.replica_s),
+            "replica_hours": _rounded(self.replica_s / 3600),
+            "good_per_replica_hour": _rounded(num_kept / self.replica_s * 3600),
             "cost_per_million_tokens": (
                 None if cost is None or not num_tokens else _rounded(1e6 * cost * self.span_s / num_tokens)
             ),
@@ -104,8 +107,10 @@ def result_of(
                 replica.steps.num_steps,
             )
         )
-    span_s = max(ends, default=began_at) - began_at
-    return SimulationResult(cluster.records, uses, max(span_s, 1e-9), objectives, price_per_s)
+    span_s = max(max(ends, default=began_at) - began_at, 1e-9)
+    replica_s = max(cluster.replica_s(began_at, began_at + span_s), 1e-9)
+    busy_s = sum(it.busy_s for it in uses) + sum(life.replica.ranks.busy_s for life in cluster.past)
+    return SimulationResult(cluster.records, uses, span_s, objectives, price_per_s, replica_s, busy_s)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

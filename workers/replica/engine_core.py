@@ -24,9 +24,9 @@ from kvtransfer.transfer_reports import PeerConnected, PeerConnectFailed, PeerLo
 from workers.config import EngineConfig
 from workers.disagg.peers import Peers
 from workers.errors import RankDiedError
-from workers.messages.link import GatewayKey, HandOverTarget, Leaving, RequestKey, longest_link_frame
+from workers.messages.link import GatewayKey, HandOverTarget, RequestKey, longest_link_frame
 from workers.messages.rank_channel import RankReady, RankUp
-from workers.replica.engine_decisions import EngineDecisions, EngineSurroundings
+from workers.replica.engine_decisions import DRAIN_LOOK_S, EngineDecisions, EngineSurroundings
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
@@ -41,7 +41,6 @@ from workers.store_connector.engine_parts import EngineParts
 _log = logging.getLogger("tandem.engine_core")
 
 TICK_S = 0.25
-_LEAVES = "the replica leaves"
 
 
 class EngineCore(EngineDecisions):
@@ -159,15 +158,11 @@ class EngineCore(EngineDecisions):
         """Accept no more requests, and hand back those that have not begun. Return when all running ones have
         finished or moved, or when `drain_s` is over: the rest then resume at another replica, which
         recomputes their KV."""
-        self._gateways.broadcast(Leaving(drain_s))
-        self.requests.leave(_LEAVES)
-        self.kv_receiver.leave(_LEAVES)
-        self.wake()
+        self.begin_drain(drain_s)
         deadline = self._clock.now() + drain_s
-        while self.has_work and not self._death and self._clock.now() < deadline:
-            await self._clock.sleep(TICK_S / 5)
-        self.requests.hand_back_all()
-        self.flush()
+        while not self.is_drained and self._clock.now() < deadline:
+            await self._clock.sleep(DRAIN_LOOK_S)
+        self.end_drain()
 
     def check_health(self) -> None:
         """Raise `RankDiedError` if a rank has ended or hangs in a step."""

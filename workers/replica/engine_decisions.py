@@ -46,6 +46,7 @@ from workers.messages.link import (
     CachePurged,
     Cancel,
     GatewayKey,
+    Leaving,
     LinkDown,
     Move,
     PauseBatch,
@@ -71,6 +72,9 @@ _log = logging.getLogger("tandem.engine_core")
 # The time after which the requests of a step without progress are reported. Gateways leave the replica later
 # (`cluster.gateway.circuit_breaker.STALLED_S`).
 STALL_REPORT_S = 0.5
+# How often a replica that leaves looks whether it is drained.
+DRAIN_LOOK_S = 0.05
+_LEAVES = "the replica leaves"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +213,24 @@ class EngineDecisions:
         self.role, self.role_epoch = role, epoch
         _log.info("%s: role %s from epoch %d on", self.identity.replica_id, role, epoch)
         self._gateways.broadcast(RoleChanged(role, epoch))
+
+    def begin_drain(self, drain_s: float) -> None:
+        """Accept no more requests, and hand back those that have not begun. Gateways let streams move away;
+        `end_drain` follows when none is left, or after `drain_s`."""
+        self._gateways.broadcast(Leaving(drain_s))
+        self.requests.leave(_LEAVES)
+        self.kv_receiver.leave(_LEAVES)
+        self.wake()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing has to leave any more."""
+        return bool(self._death) or not self.has_work
+
+    def end_drain(self) -> None:
+        """Hand back what is left: it resumes at another replica, which recomputes its KV."""
+        self.requests.hand_back_all()
+        self.flush()
 
     def hello(self) -> ReplicaHello:
         """Return the greeting to a gateway."""
