@@ -15,6 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cluster.bench.bench_runs import bench_table
 from cluster.bench.serving_load import BenchRequest, Objectives, summarize
+from cluster.bench.simulated_scaling_options import planned_scaling
 from cluster.bench.simulation_options import Format, LoadOptions, ReplicaOptions, price_per_s, roles_of
 from cluster.cli.terminal import NONE, AsJson, die, made_table, out
 from cluster.errors import BenchError, ConfigError
@@ -42,6 +43,9 @@ _SHOWN = (
     ("imbalance of computed prompts", "imbalance", True),
     ("attempts that were repeated", "retried", False),
     ("streams that moved", "moved", False),
+    ("replica-hours", "replica_hours", True),
+    ("good requests a replica-hour", "good_per_replica_hour", True),
+    ("changes of counts and roles", "scaling_changes", False),
     ("a million tokens cost", "cost_per_million_tokens", False),
     ("left out: longer than the KV", "left_out", False),
 )
@@ -95,6 +99,13 @@ def simulate(
     slo_ttft_ms: Annotated[float, typer.Option(min=0.1, help="First token of a good request.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Each further token of one.")] = 100.0,
     price_per_hour: Annotated[float | None, typer.Option(min=1e-9, help="Of a device.")] = None,
+    autoscale: Annotated[
+        str, typer.Option(help="prefill=1:8,decode=1:8: pools, by role, that the autoscaler moves, and limits.")
+    ] = "",
+    start_s: Annotated[float, typer.Option(min=0, help="Until a new replica serves.")] = 60.0,
+    change_roles: Annotated[
+        bool, typer.Option("--change-roles", help="With --autoscale: replicas may play the other role.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each request.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG plots; needs matplotlib.")] = None,
@@ -138,6 +149,9 @@ def simulate(
         roles = roles_of(prefill, decode, are_colocated=colocated)
         engine = replicas.engine(load, sum(role != "decode" for role in roles))
         failed = tuple(parse_failures(failures))
+        scaling = planned_scaling(
+            autoscale, start_s, slo_ttft_ms / 1e3, slo_tpot_ms / 1e3, may_change_roles=change_roles
+        )
         runs = {
             name: _run(
                 SimulationPlan(
@@ -153,6 +167,7 @@ def simulate(
                     failed,
                     price_per_s(price_per_hour, len(roles) * tp * pp),
                     samples_s=load.span_s / _NUM_SAMPLES if plots is not None else 0.0,
+                    scaling=scaling,
                 )
             )
             for name in policies
@@ -224,7 +239,7 @@ def _as_bench(record: CallRecord) -> BenchRequest:
 
 
 def _figures(simulated: Simulated) -> dict[str, Any]:
-    return simulated.result.figures() | {"left_out": simulated.num_left_out}
+    return simulated.result.figures() | {"left_out": simulated.num_left_out, "scaling_changes": len(simulated.moves)}
 
 
 def _show(runs: Mapping[str, Simulated], objectives: Objectives) -> None:

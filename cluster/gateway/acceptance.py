@@ -195,7 +195,7 @@ class Acceptance:
                 queued.flow.service_class, prepared.sampling.max_tokens
             )
         is_cut = not request.resume and 0 < cap < prepared.sampling.max_tokens
-        prepared = prepared.capped(cap)
+        prepared = prepared.capped(cap).waiting_for_start(self._connections.start_patience_s)
         self.admission.bytes.count(queued, num_bytes + prepared.num_bytes)
         if not queued.goes_at_once:
             self._place(queued, prepared, charge)

@@ -154,7 +154,11 @@ class ReplicaConnections:
         router: RouterService,
         trust: Trust,
         clock: Clock,
+        start_patience_s: float = 0.0,
     ) -> None:
+        """`start_patience_s`: how long a request waits for the first replica where pools may have none;
+        0: they always have some."""
+        self.start_patience_s = start_patience_s
         self._hello = GatewayHello(gateway_id, epoch)
         self._block_tokens = block_tokens
         self._roster = roster
@@ -225,7 +229,10 @@ class ReplicaConnections:
         return HandOverTarget(view.hello.identity, view.record.address)
 
     def has_route(self) -> bool:
-        """Whether any request could be placed: a decode replica is a complete engine."""
+        """Whether any request could be placed: a decode replica is a complete engine. Where pools may have no
+        replica, one starts for the request."""
+        if self.start_patience_s and self.compatibility is not None:
+            return True
         return any(view.takes_requests and view.role != "prefill" for view in self._views.values())
 
     def is_connected(self) -> bool:

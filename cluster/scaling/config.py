@@ -12,7 +12,8 @@ class PoolLimits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min: int = Field(default=1, ge=1)
+    # 0: none while nothing is asked for; the first request then starts one.
+    min: int = Field(default=1, ge=0)
     max: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
@@ -49,6 +50,20 @@ class ScalingConfig(BaseModel):
     down_cool_down_s: float = Field(default=120.0, ge=0)
     # How long a replica must have been idle, and the other role short, before its role changes.
     role_change_after_s: float = Field(default=20.0, ge=0)
+    # How long nothing must have been asked for before pools whose `min` is 0 have no replica.
+    zero_after_s: float = Field(default=600.0, gt=0)
+    # How long a request waits for a replica where pools may have none.
+    zero_patience_s: float = Field(default=300.0, gt=0)
+
+    @property
+    def start_patience_s(self) -> float:
+        """How long a request waits for the first replica; 0 where pools always have one."""
+        return self.zero_patience_s if self.scales_to_zero else 0.0
+
+    @property
+    def scales_to_zero(self) -> bool:
+        """Whether any pool may have no replica."""
+        return self.autoscale and any(limits.min == 0 for limits in self.pools.values())
 
     @property
     def autoscaled(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from cluster.scaling.forecast_replicas import ReplicaNeed
 from cluster.scaling.policy_input import HYSTERESIS, PolicyView, ReplicaKind
 from cluster.scaling.role_changes import role_changes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
+from cluster.scaling.scale_to_zero import is_unused, moves_to_zero
 from cluster.scaling.scaling_plan import PoolMove, RoleAssignment, RoleReturn, ScalingPlan
 
 __all__ = ["Policy", "PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
@@ -26,7 +27,9 @@ _MIN_STALE_S = 10.0
 
 def history_span_s(config: ScalingConfig) -> float:
     """Return how much history `decide` looks at: the span to make a `History` with."""
-    return max(config.forecast_s, config.down_cool_down_s, config.role_change_after_s) + 2 * config.interval_s
+    zero_after_s = config.zero_after_s if config.scales_to_zero else 0.0
+    longest_s = max(config.forecast_s, config.down_cool_down_s, config.role_change_after_s, zero_after_s)
+    return longest_s + 2 * config.interval_s
 
 
 def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> ScalingPlan:
@@ -46,7 +49,9 @@ def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], n
     changes = role_changes(view, needs, lasting)
     if not config.autoscale:
         return ScalingPlan(role_changes=changes)
-    moves: list[PoolMove] = []
+    moves: list[PoolMove] = list(moves_to_zero(view))
+    if moves:
+        return ScalingPlan(tuple(moves), changes)
     notes: list[str] = []
     targets = _targets(view, needs, notes)
     for name, kind in view.kinds.items():
@@ -81,10 +86,17 @@ def _targets(view: PolicyView, needs: Mapping[str, ReplicaNeed], notes: list[str
             and (wanted := shortage.num_replicas - kind.num_borrowed) > target.num_replicas
         ):
             target = _Target(wanted, f"now: {shortage.reason}")
-        targets[name] = target
+        targets[name] = target if kind.num_desired else _first_of(view, target)
     if PREFILL in targets and DECODE in targets and BOTH not in targets:
         targets[PREFILL] = _not_beyond_decode(view, targets[PREFILL], targets[DECODE], notes)
     return targets
+
+
+def _first_of(view: PolicyView, target: _Target) -> _Target:
+    """Return the target of a kind without replicas: none until something is asked for."""
+    if is_unused(view, view.config.zero_after_s):
+        return _Target(0, "nothing is asked for")
+    return target._replace(num_replicas=1, reason="now: requests have come, and there is no replica")
 
 
 def _not_beyond_decode(view: PolicyView, prefill: _Target, decode: _Target, notes: list[str]) -> _Target:

@@ -150,6 +150,7 @@ class Gateway:
             router=router,
             trust=trust,
             clock=clock,
+            start_patience_s=config.scaling.start_patience_s,
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)

@@ -73,7 +73,11 @@ def run_simulation(
     if scaling is None:
         return Simulated(result, lines, driver.num_left_out)
     started_s = scaling.serve.starting_s(_BEGINS_S, _BEGINS_S + result.span_s)
-    result = result._replace(replica_s=result.replica_s + started_s)
+    replica_s = result.replica_s + started_s
+    price_per_s = plan.price_per_s
+    if price_per_s is not None:  # that of the replicas at the beginning
+        price_per_s *= replica_s / (len(plan.shape.replicas) * result.span_s)
+    result = result._replace(replica_s=replica_s, price_per_s=price_per_s)
     return Simulated(result, lines, driver.num_left_out, tuple(scaling.moves))
 
 

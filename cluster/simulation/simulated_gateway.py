@@ -91,6 +91,8 @@ class SimulatedGateway:
             admission, self.router, self._clock, lambda: next(seeds), events.at, self._on_rung
         )
         self.figures = GatewayFigures()
+        # How long requests wait for the first replica, where there may be none.
+        self.start_patience_s = 0.0
         self._hellos: dict[ReplicaIdentity, ReplicaHello] = {}
         self._targets: dict[str, HandOverTarget] = {}
         self._calls: dict[str, SimulatedCall] = {}
@@ -178,7 +180,7 @@ class SimulatedGateway:
             sampling=SamplingParams(max_tokens=request.num_output, ignore_eos=True),
             samples=(SampleStart(0, number + 1),),
             deadline_at=None,
-        )
+        ).waiting_for_start(self.start_patience_s)
 
     def _on_end(
         self,

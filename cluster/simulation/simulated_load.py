@@ -72,12 +72,13 @@ def drawn_sessions(
     at_s = 0.0
     for _ in range(num_requests):
         num_input, num_output = lengths.draw(source)
-        new = partial(_drawn, int(source.integers(1 << 62)), num_input, min(shared_tokens, num_input - 1))
+        new = partial(drawn_prompt, int(source.integers(1 << 62)), num_input, min(shared_tokens, num_input - 1))
         yield SimulatedSession(at_s, (SimulatedTurn(new, num_output),))
         at_s += source.exponential(1 / rate_s)
 
 
-def _drawn(seed: int, num_tokens: int, num_shared: int) -> np.ndarray:
+def drawn_prompt(seed: int, num_tokens: int, num_shared: int = 0) -> np.ndarray:
+    """Return the tokens of a prompt, of which the first `num_shared` are those of all others."""
     own = np.random.default_rng(seed).integers(0, _VOCABULARY, num_tokens - num_shared, dtype=np.uint32)
     return np.concatenate([np.arange(num_shared, dtype=np.uint32), own]) if num_shared else own
 

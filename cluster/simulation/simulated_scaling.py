@@ -58,6 +58,7 @@ class SimulatedScaling:
         for gateway in cluster.gateways:
             gateway.figures.ttft_slo_s = plan.config.ttft_slo_s
             gateway.figures.itl_slo_s = plan.config.itl_slo_s
+            gateway.start_patience_s = plan.config.start_patience_s
         cluster.events.after(0.0, self._collect)
 
     @property

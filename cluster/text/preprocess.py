@@ -135,6 +135,12 @@ class PreparedRequest:
         """The seed of the request, which is that of its first sample."""
         return self.samples[0].seed
 
+    def waiting_for_start(self, start_patience_s: float) -> PreparedRequest:
+        """Return the request with at least this patience for the first replica."""
+        if start_patience_s <= self.first_patience_s:
+            return self
+        return replace(self, first_patience_s=start_patience_s)
+
     def capped(self, max_tokens: int) -> PreparedRequest:
         """Return the request with at most this many tokens of output a sample; 0: unchanged."""
         if not 0 < max_tokens < self.sampling.max_tokens:

@@ -1,0 +1,42 @@
+"""What `--autoscale` of `tandem simulate` describes."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from cluster.errors import ConfigError
+from cluster.scaling import scaler
+from cluster.scaling.config import PoolLimits, ScalingConfig
+from cluster.simulation.simulated_scaling import PlannedScaling
+from cluster.simulation.simulated_serve import ReplicaTimes
+
+_FORM = re.compile(r"(?P<pool>prefill|decode|both)=(?P<min>[0-9]+):(?P<max>[0-9]+)")
+
+
+def planned_scaling(
+    text: str, start_s: float, ttft_slo_s: float, itl_slo_s: float, *, may_change_roles: bool
+) -> PlannedScaling | None:
+    """Return the scaling of the pools in `prefill=1:8,decode=1:8`, for these objectives; None without any.
+    Raises `ConfigError`."""
+    if not text:
+        return None
+    config = ScalingConfig(
+        autoscale=True,
+        change_roles=may_change_roles,
+        pools=dict(map(_limits, text.split(","))),
+        ttft_slo_s=ttft_slo_s,
+        itl_slo_s=itl_slo_s,
+    )
+    # Its moves are figures here, and no news for operators.
+    logging.getLogger(scaler.__name__).setLevel(logging.ERROR)
+    return PlannedScaling(config, ReplicaTimes(start_s))
+
+
+def _limits(entry: str) -> tuple[str, PoolLimits]:
+    found = _FORM.fullmatch(entry.strip())
+    if found is None or int(found["max"]) < max(1, int(found["min"])):
+        raise ConfigError(
+            f"--autoscale {entry}: expected ROLE=MIN:MAX with MAX at least 1 and MIN, as prefill=1:8"
+        )
+    return found["pool"], PoolLimits(min=int(found["min"]), max=int(found["max"]))
