@@ -3,11 +3,11 @@
 A simulated cluster of the code that serves, with the scaler that serves at its period and replicas that take
 a minute to start, gets three loads:
 
-- `public`, with `--trace FILE` (Mooncake's format): its first requests, whose rate and mix hardly change.
+- `public`, with `--trace FILE` (Mooncake's format): its first requests, whose rate hardly changes.
   Autoscaling begins with the best static split, and shall keep 0.98 of its goodput.
 - `diurnal`: half an hour whose rate rises from a tenth of its peak and falls again. Autoscaling shall have 1.1
   times the goodput.
-- `shift`: long prompts with short answers, then short prompts with long answers. 1.1 times as well.
+- `shift`: long prompts with short answers, then short ones with long answers. 1.1 times as well.
 
 A good request keeps both objectives. Of each number of replicas the best split is searched from the split of
 the means of the autoscaled counts; between the two whole numbers around the mean of these, goodput is
@@ -228,9 +228,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     judged = [
         judge(load, has_moves=arguments.moves)
-        for load in loads(
-            arguments.loads.split(","), arguments.trace, arguments.requests, arguments.seed
-        )
+        for load in loads(arguments.loads.split(","), arguments.trace, arguments.requests, arguments.seed)
     ]
     raise SystemExit(not all(judged))
 

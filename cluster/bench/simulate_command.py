@@ -100,7 +100,8 @@ def simulate(
     slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Each further token of one.")] = 100.0,
     price_per_hour: Annotated[float | None, typer.Option(min=1e-9, help="Of a device.")] = None,
     autoscale: Annotated[
-        str, typer.Option(help="prefill=1:8,decode=1:8: pools, by role, that the autoscaler moves, and limits.")
+        str,
+        typer.Option(help="prefill=1:8,decode=1:8: pools, by role, that the autoscaler moves, and limits."),
     ] = "",
     start_s: Annotated[float, typer.Option(min=0, help="Until a new replica serves.")] = 60.0,
     change_roles: Annotated[
@@ -239,7 +240,10 @@ def _as_bench(record: CallRecord) -> BenchRequest:
 
 
 def _figures(simulated: Simulated) -> dict[str, Any]:
-    return simulated.result.figures() | {"left_out": simulated.num_left_out, "scaling_changes": len(simulated.moves)}
+    return simulated.result.figures() | {
+        "left_out": simulated.num_left_out,
+        "scaling_changes": len(simulated.moves),
+    }
 
 
 def _show(runs: Mapping[str, Simulated], objectives: Objectives) -> None:

@@ -1,6 +1,6 @@
 """Which replicas play the other role, where that is short, until home needs them: idle ones, and decode
-replicas that decode could do without. A decode replica is hardly ever idle, since prompts that wait at prefill
-replicas have their blocks there already; its streams move to the others.
+replicas that decode could do without. A decode replica is hardly ever idle, since prompts that wait at
+prefill replicas have their blocks there already; its streams move to the others.
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ class SimulatedCluster:
         lives += [(self._began_at[replica.identity], until_s) for replica in self.replicas]
         return sum(max(0.0, min(ended, until_s) - max(began, since_s)) for began, ended in lives)
 
-    def _end(
-        self, replica: SimulatedReplica, reason: str, stop: Callable[[], None] | None = None
-    ) -> None:
+    def _end(self, replica: SimulatedReplica, reason: str, stop: Callable[[], None] | None = None) -> None:
         if self._replicas.pop(replica.identity.replica_id, None) is not replica:
             return
         del self._links[replica.identity]

@@ -72,7 +72,9 @@ def drawn_sessions(
     at_s = 0.0
     for _ in range(num_requests):
         num_input, num_output = lengths.draw(source)
-        new = partial(drawn_prompt, int(source.integers(1 << 62)), num_input, min(shared_tokens, num_input - 1))
+        new = partial(
+            drawn_prompt, int(source.integers(1 << 62)), num_input, min(shared_tokens, num_input - 1)
+        )
         yield SimulatedSession(at_s, (SimulatedTurn(new, num_output),))
         at_s += source.exponential(1 / rate_s)
 

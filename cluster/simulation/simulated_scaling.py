@@ -121,4 +121,6 @@ def _cluster_config(engines: Mapping[str, SimulatedEngine], scaling: ScalingConf
 def _check_pools(pools: Mapping[str, PoolLimits], engines: Mapping[str, SimulatedEngine]) -> None:
     for pool in pools:
         if pool not in engines:
-            raise ConfigError(f"--autoscale {pool}: no replica of this role is simulated, but {', '.join(engines)}")
+            raise ConfigError(
+                f"--autoscale {pool}: no replica of this role is simulated, but {', '.join(engines)}"
+            )

@@ -46,6 +46,24 @@ def test_an_idle_decode_replica_computes_prompts_where_prefill_is_short() -> Non
     assert (lend.replica_id, lend.role) == ("decode-0", "prefill")
 
 
+def test_a_decode_replica_that_can_be_spared_computes_prompts_where_prefill_is_short() -> None:
+    """Prompts that wait have blocks at every decode replica, so none is ever idle."""
+    landing = {"num_landings": 3, "num_free_blocks": 900}
+    replicas = (queueing(100_000), decoding(0, num_running=2, **landing), decoding(1, **landing))
+    (lend,) = decided(replicas, (pool("prefill"), pool("decode", 2)), settings=LENDING).role_changes
+    assert isinstance(lend, RoleAssignment)
+    assert (lend.replica_id, lend.role) == ("decode-1", "prefill")
+    assert lend.reason.startswith("decode could do with one replica less for 20 s, while prefill is short")
+
+
+def test_a_decode_replica_whose_blocks_are_needed_is_not_lent() -> None:
+    replicas = (
+        queueing(100_000),
+        *(decoding(number, num_running=9, num_free_blocks=500) for number in (0, 1)),
+    )
+    assert decided(replicas, (pool("prefill"), pool("decode", 2)), settings=LENDING).role_changes == ()
+
+
 def test_the_last_replica_of_a_role_is_not_lent() -> None:
     assert decided((prefilling(0), decoding(0, **FULL)), PAIR, settings=LENDING).role_changes == ()
 
