@@ -18,8 +18,8 @@ from cluster.scaling.simulation import (
     TICK_S,
     Arrival,
     Outcomes,
+    ReplayedCluster,
     ServiceModel,
-    SimulatedCluster,
     SimulatedRequest,
 )
 
@@ -93,7 +93,7 @@ class _Replay:
         self._pools = tuple(pools)
         self._config = config
         self._scheme = scheme
-        self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
+        self._cluster = ReplayedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
         self._history = History(history_span_s(config))
         self._assigned: dict[str, tuple[str, float]] = {}
         self._changes: list[ScalingChange] = []
