@@ -54,7 +54,7 @@ class ServiceModel(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedRequest:
+class ReplayedRequest:
     """A request on its way."""
 
     arrival: Arrival
@@ -81,16 +81,16 @@ class ReplayedReplica:
     ready_at: float
     model: ServiceModel
     is_leaving: bool = False
-    prompts: deque[SimulatedRequest] = field(default_factory=deque)
+    prompts: deque[ReplayedRequest] = field(default_factory=deque)
     # The sum of the prompts' tokens.
     queued_tokens: float = 0.0
-    computing: SimulatedRequest | None = None
+    computing: ReplayedRequest | None = None
     # The next prompt to be computed: it has its space.
-    granted: SimulatedRequest | None = None
+    granted: ReplayedRequest | None = None
     # Requests with their KV here, for a slot of the batch.
-    waiting: deque[SimulatedRequest] = field(default_factory=deque)
+    waiting: deque[ReplayedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
-    batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
+    batch: list[tuple[float, int, ReplayedRequest]] = field(default_factory=list)
     progress: float = 0.0
     # KV of all requests that run here, wait or are landing, without the tokens that the batch generated since
     # each joined.
@@ -148,7 +148,7 @@ class Outcomes:
 
     # The time that the replicas of each pool existed, starting and leaving ones included.
     replica_s: dict[str, float]
-    jobs: list[SimulatedRequest] = field(default_factory=list)
+    jobs: list[ReplayedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
     num_late_gaps: float = 0.0
     num_preemptions: int = 0
@@ -216,13 +216,13 @@ class ReplayedCluster:
 
     def submit(self, arrival: Arrival) -> None:
         """Submit a request, which is at a prefill replica at once."""
-        job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
+        job = ReplayedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
         self._counted.num_sequences += 1
         self._queue(job)
 
-    def _queue(self, job: SimulatedRequest) -> None:
+    def _queue(self, job: ReplayedRequest) -> None:
         """Queue a request at the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
@@ -285,7 +285,7 @@ class ReplayedCluster:
         target.held_tokens += job.kv_tokens
         target.num_landings += 1
 
-    def _finish_prompt(self, replica: ReplayedReplica, job: SimulatedRequest, at: float) -> None:
+    def _finish_prompt(self, replica: ReplayedReplica, job: ReplayedRequest, at: float) -> None:
         replica.has_prefilled = True
         target = job.target
         assert target is not None
@@ -329,7 +329,7 @@ class ReplayedCluster:
         while replica.used_tokens > self._model.kv_tokens and len(replica.batch) > 1:
             self._preempt(replica)
 
-    def _leave_batch(self, replica: ReplayedReplica, end: float, job: SimulatedRequest) -> None:
+    def _leave_batch(self, replica: ReplayedReplica, end: float, job: ReplayedRequest) -> None:
         replica.joined_progress -= end - job.remaining_output
         replica.held_tokens -= job.kv_tokens
 
@@ -346,7 +346,7 @@ class ReplayedCluster:
         job.remaining_prompt = job.kv_tokens
         self._queue(job)
 
-    def _end(self, job: SimulatedRequest) -> None:
+    def _end(self, job: ReplayedRequest) -> None:
         job.end_at = self.now + TICK_S
         self._counted.ended([job.arrival.output_tokens])
 
