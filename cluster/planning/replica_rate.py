@@ -24,17 +24,30 @@ _VARIATION = 1.0
 MAX_SEQUENCES = 512
 # No replica is planned busier: queues grow without end as this comes close to 1.
 _MOST_BUSY = 0.95
-_NUM_BISECTIONS = 50
+_NUM_BISECTIONS = 32
 
 
 class PlannedLoad(NamedTuple):
     """What is asked of the cluster: mean tokens of prompts and answers, and objectives for nine of ten
-    requests."""
+    requests. A share of the prompts' tokens, `hit_rate`, has KV that is found again, of which what is not on
+    a device takes `load_s` a prompt to load."""
 
     input_tokens: int
     output_tokens: int
     ttft_s: float
     tpot_s: float
+    hit_rate: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of a mean prompt that are not computed."""
+        return min(int(self.hit_rate * self.input_tokens), self.input_tokens - 1)
+
+    @property
+    def computed_tokens(self) -> int:
+        """The tokens of a mean prompt that are computed."""
+        return self.input_tokens - self.cached_tokens
 
     def check(self, max_context_tokens: int) -> None:
         """Raise `ConfigError` where a request is longer than the model's context."""
@@ -68,11 +81,34 @@ class ReplicaCapacity(NamedTuple):
     bound: str
 
 
+class SplitMemory:
+    """Remembers what devices hold by the split, whatever the load."""
+
+    def __init__(self, model: PlannedModel, profile: DeviceProfile) -> None:
+        self._model, self._profile = model, profile
+        self._split_to_held: dict[DeviceSplit, HeldMemory | None] = {}
+
+    def of(self, split: DeviceSplit) -> HeldMemory | None:
+        """Return what a device holds with as many sequences as plans have at most; None where too little is
+        left for KV."""
+        if split not in self._split_to_held:
+            held = held_memory(self._model, self._profile, split, MAX_SEQUENCES)
+            self._split_to_held[split] = held
+        return self._split_to_held[split]
+
+
 class CapacityFinder:
     """Finds what replicas of a model hold on one kind of device."""
 
-    def __init__(self, model: PlannedModel, profile: DeviceProfile, load: PlannedLoad) -> None:
+    def __init__(
+        self,
+        model: PlannedModel,
+        profile: DeviceProfile,
+        load: PlannedLoad,
+        memory: SplitMemory | None = None,
+    ) -> None:
         self._model, self._profile, self._load = model, profile, load
+        self._memory = memory or SplitMemory(model, profile)
 
     def find(self, split: DeviceSplit, role: Role) -> ReplicaCapacity | None:
         """Return the capacity; None where it has no memory, or where not even one request at a time meets the
@@ -87,10 +123,11 @@ class CapacityFinder:
         return None if replica is None else replica.at(rate)
 
     def _replica(self, split: DeviceSplit, role: Role) -> _Replica | None:
-        memory = held_memory(self._model, self._profile, split, MAX_SEQUENCES)
+        memory = self._memory.of(split)
         if memory is None:
             return None
-        times = StepTimes(self._model, self._profile, split)
+        device_tokens = memory.kv_tokens if split.offload_tokens else math.inf
+        times = StepTimes(self._model, self._profile, split, device_tokens)
         return _Replica(self._load, split, role, memory, times)
 
 
@@ -102,10 +139,10 @@ class _Replica:
     ) -> None:
         self._load, self._split, self._role = load, split, role
         self._memory, self._times = memory, times
-        self._prefill = times.prefill(load.input_tokens)
-        self._num_chunks = math.ceil(load.input_tokens / times.chunk_tokens)
+        self._prefill = times.prefill(load.input_tokens, load.cached_tokens)
+        self._num_chunks = math.ceil(load.computed_tokens / times.chunk_tokens)
         of_sequence = load.input_tokens + load.output_tokens
-        self._most_batch = min(float(MAX_SEQUENCES), memory.kv_tokens / of_sequence)
+        self._most_batch = min(float(MAX_SEQUENCES), memory.all_tokens / of_sequence)
 
     def capacity(self) -> ReplicaCapacity | None:
         """Return the capacity, None if there is none."""
@@ -186,8 +223,14 @@ class _Replica:
         if load >= _MOST_BUSY:
             return None
         wait_s = waited_s(load, service_s)
-        transfer_s = self._times.transfer_s(self._load.input_tokens) if self._role == "prefill" else 0.0
-        return self._prefill.latency_s + between_s + transfer_s + wait_s
+        transfer_s = self._transfer_s() if self._role == "prefill" else 0.0
+        return self._load.load_s + self._prefill.latency_s + between_s + transfer_s + wait_s
+
+    def _transfer_s(self) -> float:
+        """Return by how much later than the prompt is computed its KV has reached the other replica: with
+        the last chunk's, or with that of a long cached prefix."""
+        last_s = self._times.transfer_s(self._load.computed_tokens)
+        return max(last_s, self._times.network_s(self._load.input_tokens) - self._prefill.latency_s)
 
 
 def waited_s(load: float, service_s: float) -> float:

@@ -3,6 +3,7 @@ counts those of a checkpoint's files."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -51,9 +52,12 @@ class ShapeWeights:
         return round(sum(it.num_items * it.bytes_each(item_bytes, form) for it in self._of(rank)))
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
-        """Return the size of weights of experts in host memory: plans leave none there."""
-        assert not rank.expert_offload
-        return 0
+        """Return the size of weights of experts in host memory: of all where the CPU computes some."""
+        if not rank.expert_offload:
+            return 0
+        alone = dataclasses.replace(rank, expert_offload=0)
+        num_items = sum(it.num_items for it in self._of(alone) if it.part == "experts")
+        return round(num_items * item_bytes)
 
     def mean_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm) -> WeightBytes:
         """Return the mean bytes of the weights that the rank keeps."""
@@ -120,5 +124,7 @@ class ShapeWeights:
             shared = shape.num_products * hidden * len(part(shape.shared_size, rank.tp_rank, rank.tp))
             yield _Weights("layers", shared, self._products, is_product=True)
         held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
-        of_experts = shape.num_products * hidden * len(held.columns) * len(held.experts)
-        yield _Weights("experts", of_experts, self._experts, is_product=True)
+        num_experts = max(len(held.experts) - rank.expert_offload, 0)
+        of_experts = shape.num_products * hidden * len(held.columns) * num_experts
+        # Experts that may change places are not rounded.
+        yield _Weights("experts", of_experts, self._experts, is_product=not rank.expert_offload)
