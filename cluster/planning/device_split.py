@@ -159,7 +159,9 @@ def _beside(
         # The store of a node has 1 GB where nothing else is said.
         of_node = RAY_BYTES + 1_000_000_000
         processes = PROCESS_BYTES + ENGINE_CORE_BYTES // split.num_devices
-        return _Beside(processes + of_node // profile.devices_per_node, mapping_bytes(0) + ALIGNMENT_BYTES)
+        of_pool = mapping_bytes(0) + ALIGNMENT_BYTES
+        staging = len(rank.block_bytes.block_bytes) * of_pool
+        return _Beside(processes + of_node // profile.devices_per_node, staging)
     staging = sum(transfer_buffer_bytes(size) for size in rank.block_bytes.block_bytes)
     if not split.expert_offload and split.pp == 1:
         num_layers = math.ceil(model.shape.num_layers / split.pp)
@@ -206,9 +208,11 @@ def device_splits(model: PlannedModel, profile: DeviceProfile) -> Iterator[Devic
             yield split
 
 
-def host_splits(model: PlannedModel, profile: DeviceProfile, num_tokens: int) -> Iterator[DeviceSplit]:
+def host_splits(
+    model: PlannedModel, profile: DeviceProfile, sequence_tokens: int, max_sequences: int
+) -> Iterator[DeviceSplit]:
     """Yield splits of small cards: experts of each layer that the CPU computes, and KV in host memory as far
-    as that fits there and sequences of `num_tokens` can use it."""
+    as that fits there and `max_sequences` of `sequence_tokens` can use it."""
     if profile.kind == "cpu":
         return
     if (mixture := model.shape.mixture) is not None:
@@ -218,10 +222,11 @@ def host_splits(model: PlannedModel, profile: DeviceProfile, num_tokens: int) ->
             if not refusal(model, profile, split):
                 yield split
     for split in device_splits(model, profile):
-        held = held_memory(model, profile, split, 1) if split.pp == 1 and split.ep == 1 else None
+        is_one_stage = split.pp == 1 and split.ep == 1
+        held = held_memory(model, profile, split, max_sequences) if is_one_stage else None
         if held is None:
             continue
-        yield from _with_host_kv(model, profile, split, held, num_tokens)
+        yield from _with_host_kv(model, profile, split, held, sequence_tokens * max_sequences)
 
 
 def _with_host_kv(

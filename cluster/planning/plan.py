@@ -132,10 +132,12 @@ class ModelOnDevices:
         where nothing else meets the objectives, or where it may."""
         finder = self.finder(load)
         found = self._of(finder, self.splits, most_devices)
-        if any(found.values()) and not self._tries_host:
+        is_served = found["both"] or (found["prefill"] and found["decode"])
+        if is_served and not self._tries_host:
             return found
-        num_tokens = MAX_SEQUENCES * (load.input_tokens + load.output_tokens)
-        of_host = self._of(finder, host_splits(self.model, self.profile, num_tokens), most_devices)
+        num_tokens = load.input_tokens + load.output_tokens
+        splits = host_splits(self.model, self.profile, num_tokens, MAX_SEQUENCES)
+        of_host = self._of(finder, splits, most_devices)
         return {role: found[role] + of_host[role] for role in ROLES}
 
     @staticmethod

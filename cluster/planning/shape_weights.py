@@ -4,6 +4,7 @@ counts those of a checkpoint's files."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class ShapeWeights:
         scheme = model.quantization
         self._products = None if scheme is None else scheme.formats[0].format
         self._experts = experts or self._products
+        # A layer of each kind.
+        self._kind_to_layer = {self._kind(layer): layer for layer in reversed(range(model.num_layers))}
 
     def num_weights(self) -> float:
         """Return the number of all weights."""
@@ -72,12 +75,14 @@ class ShapeWeights:
     def _of(self, rank: RankShape) -> Iterator[_Weights]:
         """Yield what the rank keeps."""
         model, hidden = self._model, self._model.hidden_size
-        for layer in range(rank.first_layer, rank.end_layer):
-            yield from self._of_attention(rank, layer)
-            yield from self._of_feed_forward(rank, layer)
-            yield _Weights("layers", 2 * hidden)  # norms
+        kinds = Counter(map(self._kind, range(rank.first_layer, rank.end_layer)))
+        for kind, num_layers in kinds.items():
+            layer = self._kind_to_layer[kind]
+            for weights in (*self._of_attention(rank, layer), *self._of_feed_forward(rank, layer)):
+                yield weights._replace(num_items=num_layers * weights.num_items)
+            yield _Weights("layers", 2 * hidden * num_layers)  # norms
             if size := model.layer_shapes.input_size:
-                yield _Weights("layers", 2 * hidden * size, self._products, is_product=True)
+                yield _Weights("layers", 2 * hidden * size * num_layers, self._products, is_product=True)
         table = len(part(model.vocab_size, rank.tp_rank, rank.tp)) * hidden
         ends = rank.is_first_stage, rank.is_last_stage
         if rank.is_last_stage or (model.tie_word_embeddings and any(ends)):
@@ -89,6 +94,12 @@ class ShapeWeights:
             columns = model.num_layers * model.layer_shapes.input_size
             yield _Weights("beside", rows * columns)
             yield _Weights("beside", hidden * columns, self._products, is_product=True)
+
+    def _kind(self, layer: int) -> tuple[object, ...]:
+        """Return all that the weights of a layer depend on."""
+        model = self._model
+        attention = model.has_attention(layer), model.has_own_kv(layer), model.has_key_values(layer)
+        return *attention, model.heads_of(layer), model.has_experts(layer), model.intermediate_size_of(layer)
 
     def _of_attention(self, rank: RankShape, layer: int) -> Iterator[_Weights]:
         """Yield the products of a layer's attention, or of its state."""
