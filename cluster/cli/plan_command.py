@@ -17,7 +17,7 @@ from cluster.planning.plan import ClusterPlanner, Plan
 from cluster.planning.planned_model import PlannedModel, model_of_shape, planned_model
 from cluster.planning.recommended_config import chart_values, cluster_file
 from cluster.planning.replica_rate import PlannedLoad
-from cluster.planning.store_tiers import PrefixReuse
+from cluster.planning.store_tiers import NodeStorage, PrefixReuse
 from cluster.planning.tier_sizer import plans_with_tiers
 from workers.errors import CheckpointError
 
@@ -26,61 +26,67 @@ _KV_DTYPES = ("auto", "int8", "fp8")
 _LATENT_KVS = ("replicated", "split")
 
 
+Name = Annotated[
+    str, typer.Option(help="Folder, GGUF file or config.json, or the name of a published shape: qwen3-8b.")
+]
+Shape = Annotated[
+    str, typer.Option(help="Sizes of a model, as layers=32,hidden=4096,...; in place of --model.")
+]
+Hardware = Annotated[
+    Path | None, typer.Option(help="A JSON file that describes another device; in place of --gpu.")
+]
+Rate = Annotated[float | None, typer.Option(min=1e-6, help="Requests a second to hold.")]
+Devices = Annotated[int | None, typer.Option(min=1, help="What so many devices hold, in place of --rate.")]
+HitRate = Annotated[
+    float, typer.Option(min=0.0, max=0.99, help="Share of the prompts' tokens in earlier requests.")
+]
+ReuseAfter = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Mean seconds until they come back: sizes the tiers of the store."),
+]
+DramGb = Annotated[float | None, typer.Option(min=0.0, help="Most of a node's host memory for the store.")]
+NvmeGb = Annotated[float | None, typer.Option(min=0.0, help="Most of a node's disks for it.")]
+DramPrice = Annotated[float, typer.Option(min=0.0, help="Of a GB of host memory and an hour.")]
+NvmePrice = Annotated[float, typer.Option(min=0.0, help="Of a GB of NVMe and an hour.")]
+Offload = Annotated[
+    bool,
+    typer.Option("--offload", help="Also try experts and KV in host memory where devices could hold all."),
+]
+SloTtft = Annotated[float, typer.Option(min=0.1, help="First token of nine of ten requests.")]
+SloTpot = Annotated[float, typer.Option(min=0.1, help="Each further token of nine of ten requests.")]
+LatentKv = Annotated[str, typer.Option(help=f"Latents on several ranks: {', '.join(_LATENT_KVS)}.")]
+ApiPrice = Annotated[
+    str, typer.Option(help="Of a million tokens at an API: 0.5, or of prompts and answers, 0.15:0.6.")
+]
+Utilization = Annotated[
+    float, typer.Option(min=0.001, max=1.0, help="The mean rate, as a share of the rate to hold.")
+]
+
+
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(help="Folder, GGUF file or config.json, or the name of a published shape: qwen3-8b."),
-    ] = "",
-    shape: Annotated[
-        str, typer.Option(help="Sizes of a model, as layers=32,hidden=4096,...; in place of --model.")
-    ] = "",
+    model: Name = "",
+    shape: Shape = "",
     gpu: Annotated[str, typer.Option(help="Devices to choose from, as H100 or H100,L40S.")] = "H100",
-    hardware: Annotated[
-        Path | None, typer.Option(help="A JSON file that describes another device; in place of --gpu.")
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second to hold.")] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="What so many devices hold, in place of --rate.")
-    ] = None,
+    hardware: Hardware = None,
+    rate: Rate = None,
+    devices: Devices = None,
     input_tokens: Annotated[int, typer.Option("--input", min=1, help="Mean tokens of a prompt.")] = 1024,
     output_tokens: Annotated[int, typer.Option("--output", min=1, help="Mean tokens of an answer.")] = 256,
-    hit_rate: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="Share of the prompts' tokens in earlier requests.")
-    ] = 0.0,
-    reuse_after: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Mean seconds until they come back: sizes the tiers of the store."),
-    ] = None,
-    dram_gb: Annotated[
-        float | None, typer.Option(min=0.0, help="Most of a node's host memory for the store.")
-    ] = None,
-    nvme_gb: Annotated[float | None, typer.Option(min=0.0, help="Most of a node's disks for it.")] = None,
-    dram_price: Annotated[float, typer.Option(min=0.0, help="Of a GB of host memory and an hour.")] = 0.0,
-    nvme_price: Annotated[float, typer.Option(min=0.0, help="Of a GB of NVMe and an hour.")] = 0.0,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload", help="Also try experts and KV in host memory where devices could hold all."
-        ),
-    ] = False,
-    slo_ttft_ms: Annotated[
-        float, typer.Option(min=0.1, help="First token of nine of ten requests.")
-    ] = 1000.0,
-    slo_tpot_ms: Annotated[
-        float, typer.Option(min=0.1, help="Each further token of nine of ten requests.")
-    ] = 50.0,
+    hit_rate: HitRate = 0.0,
+    reuse_after: ReuseAfter = None,
+    dram_gb: DramGb = None,
+    nvme_gb: NvmeGb = None,
+    dram_price: DramPrice = 0.0,
+    nvme_price: NvmePrice = 0.0,
+    offload: Offload = False,
+    slo_ttft_ms: SloTtft = 1000.0,
+    slo_tpot_ms: SloTpot = 50.0,
     precision: Annotated[str, typer.Option(help=f"Of weights: {', '.join(_PRECISIONS)}.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help=f"Of keys and values: {', '.join(_KV_DTYPES)}.")] = "auto",
-    latent_kv: Annotated[
-        str, typer.Option(help=f"Latents on several ranks: {', '.join(_LATENT_KVS)}.")
-    ] = "replicated",
+    latent_kv: LatentKv = "replicated",
     price_per_hour: Annotated[str, typer.Option(help="Of a device: 2.5, or H100=2.5,L40S=0.9.")] = "",
-    api_price: Annotated[
-        str, typer.Option(help="Of a million tokens at an API: 0.5, or of prompts and answers, 0.15:0.6.")
-    ] = "",
-    utilization: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="The mean rate, as a share of the rate to hold.")
-    ] = 1.0,
+    api_price: ApiPrice = "",
+    utilization: Utilization = 1.0,
     explain: Annotated[bool, typer.Option("--explain", help="Show how each figure is computed.")] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the cluster's file there.")] = None,
     as_json: AsJson = False,
@@ -96,26 +102,20 @@ def plan(
         raise typer.BadParameter("give either --model or --shape", param_hint="--model")
     if reuse_after is not None and not hit_rate:
         raise typer.BadParameter("needs a --hit-rate above 0", param_hint="--reuse-after")
-    for name, value, known in (
-        ("--precision", precision, _PRECISIONS),
-        ("--kv-dtype", kv_dtype, _KV_DTYPES),
-        ("--latent-kv", latent_kv, _LATENT_KVS),
-    ):
-        if value not in known:
-            raise typer.BadParameter(f"{value} is none of {', '.join(known)}", param_hint=name)
+    _check_choice("--precision", precision, _PRECISIONS)
+    _check_choice("--kv-dtype", kv_dtype, _KV_DTYPES)
+    _check_choice("--latent-kv", latent_kv, _LATENT_KVS)
     load = PlannedLoad(input_tokens, output_tokens, slo_ttft_ms / 1e3, slo_tpot_ms / 1e3, hit_rate)
     try:
         profiles = [read_profile(hardware)] if hardware is not None else _profiles(gpu)
-        prices = _prices(price_per_hour, profiles)
-        of_api = _api_price(api_price, load)
+        prices, of_api = _prices(price_per_hour, profiles), _api_price(api_price, load)
         planned = _model(model, shape, (precision, kv_dtype, latent_kv))
         load.check(planned.shape.max_context_tokens)
         planner = ClusterPlanner(planned, profiles, load, prices, tries_host=offload)
         if reuse_after is not None:
             reuse = PrefixReuse(hit_rate, reuse_after, dram_price, nvme_price)
-            plans = plans_with_tiers(
-                planner, load, reuse, rate=rate, num_devices=devices or 1, dram_gb=dram_gb, nvme_gb=nvme_gb
-            )
+            limits = NodeStorage(dram_gb, nvme_gb)
+            plans = plans_with_tiers(planner, load, reuse, limits, rate=rate, num_devices=devices or 1)
         else:
             plans = planner.for_rate(rate) if rate is not None else planner.for_devices(devices or 1)
         if out_file is not None:
@@ -128,11 +128,15 @@ def plan(
         return
     output.show(explain=explain)
     if plans[0].refusal:
-        err.print(
-            f"no file: the engine does not start this: {plans[0].refusal}", markup=False, soft_wrap=True
-        )
+        sentence = f"no file: the engine does not start this: {plans[0].refusal}"
+        err.print(sentence, markup=False, soft_wrap=True)
     elif out_file is None:
         _print_files(plans[0])
+
+
+def _check_choice(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise typer.BadParameter(f"{value} is none of {', '.join(known)}", param_hint=option)
 
 
 def _model(name: str, shape: str, settings: tuple[str, str, str]) -> PlannedModel:

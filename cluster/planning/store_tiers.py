@@ -25,6 +25,13 @@ class PrefixReuse(NamedTuple):
         return self.hit_rate * -math.expm1(-kept_s / self.gap_s)
 
 
+class NodeStorage(NamedTuple):
+    """The most that a node has for each tier of the store; None: what its profile says."""
+
+    dram_gb: float | None = None
+    nvme_gb: float | None = None
+
+
 class PlannedTier(NamedTuple):
     """A tier over the whole cluster: its size, how long it keeps what it holds, the share of the prompts'
     tokens that are found in it and in no faster one, and the time to load a block from it. `why` says what

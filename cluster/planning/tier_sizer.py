@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from cluster.planning.plan import ClusterPlanner, Plan
 from cluster.planning.replica_rate import PlannedLoad
 from cluster.planning.step_times import StepTimes
-from cluster.planning.store_tiers import BLOCK_TOKENS, PlannedTier, PrefixReuse, TierPlan
+from cluster.planning.store_tiers import BLOCK_TOKENS, NodeStorage, PlannedTier, PrefixReuse, TierPlan
 
 # A larger tier finds no more than a twentieth of what comes back.
 _MOST_TIMES = 3.0
@@ -19,24 +19,25 @@ _NUM_BISECTIONS = 60
 # The rate of hits and the devices depend on each other: rounds until they agree, and how well.
 _NUM_ROUNDS, _AGREEMENT = 6, 0.002
 
+_OF_PROFILE = NodeStorage()
+
 
 class TierSizer:
-    """Sizes the tiers of a plan at a rate of requests. `dram_gb` and `nvme_gb` are the most of a node, None:
-    what its profile has."""
+    """Sizes the tiers of a plan at a rate of requests."""
 
     def __init__(
         self,
         plan: Plan,
         rate: float,
         reuse: PrefixReuse,
-        dram_gb: float | None = None,
-        nvme_gb: float | None = None,
+        storage: NodeStorage = _OF_PROFILE,
     ) -> None:
         self._plan, self._rate, self._reuse = plan, rate, reuse
         self._pool = plan.pools[0]  # which computes prompts
         profile, split = self._pool.profile, self._pool.capacity.split
         self._times = StepTimes(plan.model, profile, split)
         self._num_nodes = math.ceil(self._pool.num_devices / profile.devices_per_node)
+        dram_gb, nvme_gb = storage
         self._dram_gb = _DRAM_SHARE * profile.host_memory_gb if dram_gb is None else dram_gb
         self._nvme_gb = profile.nvme_gb if nvme_gb is None else nvme_gb
         load = plan.load
@@ -152,18 +153,17 @@ def plans_with_tiers(
     planner: ClusterPlanner,
     load: PlannedLoad,
     reuse: PrefixReuse,
+    storage: NodeStorage = _OF_PROFILE,
     *,
     rate: float | None,
     num_devices: int = 1,
-    dram_gb: float | None = None,
-    nvme_gb: float | None = None,
 ) -> list[Plan]:
     """Return plans whose prompts are found again as far as the tiers of the best one keep them, which has
     these; for a rate, or for devices without one. Raises `ConfigError` where there is none."""
     hits = load._replace(hit_rate=reuse.hit_rate)
     for _ in range(_NUM_ROUNDS):
         plans = planner.for_rate(rate, hits) if rate is not None else planner.for_devices(num_devices, hits)
-        tiers = TierSizer(plans[0], rate or plans[0].rate, reuse, dram_gb, nvme_gb).plan()
+        tiers = TierSizer(plans[0], rate or plans[0].rate, reuse, storage).plan()
         if abs(tiers.hit_rate - hits.hit_rate) < _AGREEMENT:
             break
         hits = load._replace(hit_rate=tiers.hit_rate, load_s=tiers.load_s(load.input_tokens))

@@ -20,7 +20,7 @@ from cluster.planning.device_profile import DeviceProfile, device_profile
 from cluster.planning.plan import ClusterPlanner, Plan
 from cluster.planning.planned_model import planned_model
 from cluster.planning.replica_rate import PlannedLoad
-from cluster.planning.store_tiers import BLOCK_TOKENS, PrefixReuse, TierPlan
+from cluster.planning.store_tiers import BLOCK_TOKENS, NodeStorage, PrefixReuse, TierPlan
 from cluster.planning.tier_sizer import TierSizer, plans_with_tiers
 
 LLAMA = planned_model("llama-3.1-8b", "auto", "auto")
@@ -39,7 +39,7 @@ PLAN: Plan = planner().for_rate(RATE)[0]
 
 def tiers_of(reuse: PrefixReuse, profile: DeviceProfile = H100, **most: float) -> TierPlan:
     pools = tuple(pool._replace(profile=profile) for pool in PLAN.pools)
-    return TierSizer(PLAN._replace(pools=pools), RATE, reuse, **most).plan()
+    return TierSizer(PLAN._replace(pools=pools), RATE, reuse, NodeStorage(**most)).plan()
 
 
 def simulated_hits(size_tokens: float, num_requests: int) -> float:
@@ -125,13 +125,13 @@ def test_a_dear_tier_is_smaller() -> None:
 
 
 def test_devices_and_hits_agree() -> None:
-    found = plans_with_tiers(planner(), LOAD, REUSE, rate=100.0, dram_gb=50)[0]
+    found = plans_with_tiers(planner(), LOAD, REUSE, NodeStorage(50), rate=100.0)[0]
     assert found.tiers is not None
     assert found.load.hit_rate == pytest.approx(found.tiers.hit_rate, abs=0.003)
     assert found.load.hit_rate < REUSE.hit_rate
     without = planner().for_rate(100.0)[0]
     assert found.num_devices < without.num_devices
-    few = plans_with_tiers(planner(), LOAD, REUSE, rate=None, num_devices=2, dram_gb=50)[0]
+    few = plans_with_tiers(planner(), LOAD, REUSE, NodeStorage(50), rate=None, num_devices=2)[0]
     assert few.rate > planner().for_devices(2)[0].rate
 
 
