@@ -20,6 +20,7 @@ from workers.model.rank_memory import (
     PROCESS_BYTES,
     graph_sizes,
     least_kv_tokens,
+    most_useful_kv_tokens,
 )
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -135,7 +136,8 @@ def held_memory(
     need = pool_need(pool, config, model.shape, model.weights, ITEM_BYTES)
     found: HeldMemory | None = None
     for rank in need.ranks:
-        held = _of_rank(rank, _beside(model, profile, split, pool, rank), profile, pool)
+        most_blocks = most_useful_kv_tokens(model.shape, max_sequences) // pool.engine.block_tokens
+        held = _of_rank(rank, _beside(model, profile, split, pool, rank), profile, pool, most_blocks)
         if held.kv_tokens < least_kv_tokens(model.shape, pool.engine.block_tokens):
             return None
         if found is None or held.kv_tokens < found.kv_tokens:
@@ -171,10 +173,12 @@ def _beside(
     return _Beside(CUDA_CONTEXT_BYTES, staging)
 
 
-def _of_rank(rank: RankNeed, beside: _Beside, profile: DeviceProfile, pool: PoolConfig) -> HeldMemory:
+def _of_rank(
+    rank: RankNeed, beside: _Beside, profile: DeviceProfile, pool: PoolConfig, most_blocks: int
+) -> HeldMemory:
     allowed = pool.engine.memory_share * profile.memory_bytes
     left = allowed - rank.weight_bytes - rank.activation_bytes - sum(beside)
-    num_blocks = rank.block_bytes.fitting_blocks(max(int(left), 0))
+    num_blocks = min(rank.block_bytes.fitting_blocks(max(int(left), 0)), most_blocks)
     kv_tokens = num_blocks * pool.engine.block_tokens
     token_bytes = rank.block_bytes.bytes_of(num_blocks) / kv_tokens if kv_tokens else 0.0
     return HeldMemory(

@@ -49,7 +49,8 @@ def _memory_lines(plan: Plan, pool: PlannedPool, group: str) -> Iterator[PlanLin
         group,
         "KV of a replica",
         f"{memory.all_tokens:,} tokens",
-        f"{gb(memory.kv_bytes)} / {memory.token_bytes / 1e3:.1f} kB a token on the fullest device",
+        f"{gb(memory.kv_bytes)} / {memory.token_bytes / 1e3:.1f} kB a token on the fullest device, at most "
+        f"{MAX_SEQUENCES} contexts of the model",
     )
     sequence, context = load.input_tokens + load.output_tokens, plan.model.shape.max_context_tokens
     most = min(MAX_SEQUENCES, memory.all_tokens // sequence)

@@ -17,7 +17,7 @@ _MOST_TIMES = 3.0
 _DRAM_SHARE = 0.5
 _NUM_BISECTIONS = 60
 # The rate of hits and the devices depend on each other: rounds until they agree, and how well.
-_NUM_ROUNDS, _AGREEMENT = 6, 0.002
+_NUM_ROUNDS, _FREE_ROUNDS, _AGREEMENT = 8, 4, 0.002
 
 _OF_PROFILE = NodeStorage()
 
@@ -161,10 +161,12 @@ def plans_with_tiers(
     """Return plans whose prompts are found again as far as the tiers of the best one keep them, which has
     these; for a rate, or for devices without one. Raises `ConfigError` where there is none."""
     hits = load._replace(hit_rate=reuse.hit_rate)
-    for _ in range(_NUM_ROUNDS):
+    for number in range(_NUM_ROUNDS):
         plans = planner.for_rate(rate, hits) if rate is not None else planner.for_devices(num_devices, hits)
         tiers = TierSizer(plans[0], rate or plans[0].rate, reuse, storage).plan()
-        if abs(tiers.hit_rate - hits.hit_rate) < _AGREEMENT:
+        gained = tiers.hit_rate - hits.hit_rate
+        # Where they swing, devices for fewer hits than there are suffice.
+        if abs(gained) < _AGREEMENT or (number >= _FREE_ROUNDS and gained > 0):
             break
         hits = load._replace(hit_rate=tiers.hit_rate, load_s=tiers.load_s(load.input_tokens))
     return [plans[0]._replace(tiers=tiers), *plans[1:]]

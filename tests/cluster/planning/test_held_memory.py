@@ -22,7 +22,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 8192,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 131072,
 }
 NAME_TO_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"intermediate_size": 4096, "tie_word_embeddings": True}),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from chart_harness import objects, only
 from typer.testing import CliRunner
 
 from cluster.cli.main import cli
@@ -18,7 +19,7 @@ from cluster.planning.device_profile import DeviceProfile, device_profile
 from cluster.planning.device_split import DeviceSplit, held_memory, host_splits, refusal
 from cluster.planning.plan import ClusterPlanner
 from cluster.planning.planned_model import planned_model
-from cluster.planning.recommended_config import cluster_file
+from cluster.planning.recommended_config import chart_values, cluster_file
 from cluster.planning.replica_rate import PlannedLoad
 from cluster.planning.step_times import StepTimes
 
@@ -100,6 +101,12 @@ def test_prompts_on_gpus_and_decoding_on_cpus_where_that_is_cheaper() -> None:
     assert found.price_per_hour == pytest.approx(
         9.0 * found.pools[0].num_devices + 0.01 * found.pools[1].num_devices
     )
+    config = parse_config(yaml.safe_load(cluster_file(found)), "cluster.yaml")
+    for pool in config.pools:
+        pool.check_model(small.shape)
+    groups = only(objects(yaml.safe_load(chart_values(found))), "RayService")["spec"]["rayClusterConfig"]
+    names = {group["groupName"] for group in groups["workerGroupSpecs"]}
+    assert names == {"gateway", "pool-prefill", "pool-decode"}
     pools = yaml.safe_load(cluster_file(found))["pools"]
     assert [(pool["role"], pool["device"]) for pool in pools] == [("prefill", "cuda"), ("decode", "cpu")]
     assert pools[1]["engine"]["num_threads"] == 128

@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from chart_harness import objects, only
 from typer.testing import CliRunner
 
 from cluster.cli.main import cli
 from cluster.config import parse_config
 from cluster.planning.device_profile import DeviceProfile, device_profile
 from cluster.planning.plan import ClusterPlanner, Plan
+from cluster.planning.plan_lines import plan_lines
 from cluster.planning.planned_model import planned_model
 from cluster.planning.replica_rate import PlannedLoad
 from cluster.planning.store_tiers import BLOCK_TOKENS, NodeStorage, PrefixReuse, TierPlan
@@ -135,6 +137,15 @@ def test_devices_and_hits_agree() -> None:
     assert few.rate > planner().for_devices(2)[0].rate
 
 
+def test_every_tier_says_how() -> None:
+    found = plans_with_tiers(planner(), LOAD, REUSE, NodeStorage(250), rate=RATE)[0]
+    lines = {line.name: line for line in plan_lines(found, RATE) if line.group == "store"}
+    assert list(lines) == ["device", "DRAM", "NVMe", "found again"]
+    assert all(line.value and line.formula for line in lines.values())
+    assert "0.18 ms to load" in lines["DRAM"].formula
+    assert "all that nodes have: 250 GB" in lines["DRAM"].formula
+
+
 def run(*arguments: object) -> Any:
     done = CliRunner().invoke(cli, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
@@ -147,7 +158,9 @@ def test_the_files_have_the_tiers() -> None:
     config = parse_config(yaml.safe_load(plan["cluster_yaml"]), "cluster.yaml")
     assert (config.store.dram_gb, config.store.nvme_gb) == (100, 900)
     assert [tier["name"] for tier in plan["tiers"]] == ["device", "dram", "nvme"]
-    assert yaml.safe_load(plan["values_yaml"])["config"]["store"]["dram_gb"] == 100
+    values = yaml.safe_load(plan["values_yaml"])
+    assert values["config"]["store"]["dram_gb"] == 100 // plan["pools"][0]["replicas"]
+    assert only(objects(values), "RayService")
     text = run(*arguments, "--dram-gb", 0, "--nvme-gb", 0).stdout
     assert "does not pay" in text
 
