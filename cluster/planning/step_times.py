@@ -69,7 +69,8 @@ class StepTimes:
         self._model, self._profile, self._split = model, profile, split
         self._work = model.work_with_offload(split.expert_offload)
         is_divided = model.latent_kv == "split"
-        self._kv_share = 1 / split.tp if is_divided else max(1 / split.tp, 1 / model.shape.kv_cells.num_cells)
+        # Of the KV of a token, what each rank of a stage has.
+        self.kv_share = 1 / split.tp if is_divided else max(1 / split.tp, 1 / model.shape.kv_cells.num_cells)
         self._flop_s = profile.flop_s(model.product_precision(profile.kind))
         self._device_tokens = device_tokens
         self.chunk_tokens = DEVICE_TO_STEP_SIZES[profile.kind].chunk_tokens
@@ -145,7 +146,7 @@ class StepTimes:
         beyond = max(0.0, num_tokens - self._device_tokens)
         if not beyond:
             return 0.0
-        return beyond * self.token_bytes * self._kv_share / (1e9 * self._profile.host_link_gb_s)
+        return beyond * self.token_bytes * self.kv_share / (1e9 * self._profile.host_link_gb_s)
 
     @functools.cached_property
     def token_bytes(self) -> float:
@@ -161,7 +162,7 @@ class StepTimes:
     def _kv_s(self, num_bytes: float) -> float:
         """Return the time in which the ranks of a stage read their shares of so much KV."""
         profile = self._profile
-        return num_bytes * self._kv_share / (1e9 * profile.read_gb_s * profile.kv_efficiency)
+        return num_bytes * self.kv_share / (1e9 * profile.read_gb_s * profile.kv_efficiency)
 
     def _product_s(self, flops: float) -> float:
         """Return the time in which the ranks of a stage multiply together."""

@@ -16,6 +16,8 @@ _MOST_TIMES = 3.0
 # The part of a node's host memory that the store may have.
 _DRAM_SHARE = 0.5
 _NUM_BISECTIONS = 60
+# The share of time in which the rate of a tier is used at most.
+_MOST_BUSY = 0.8
 # The rate of hits and the devices depend on each other: rounds until they agree, and how well.
 _NUM_ROUNDS, _FREE_ROUNDS, _AGREEMENT = 8, 4, 0.002
 
@@ -46,17 +48,18 @@ class TierSizer:
     def plan(self) -> TierPlan:
         """Return the tiers, each as large as it pays."""
         profile, token_bytes = self._pool.profile, self._times.token_bytes
-        ranks = self._pool.capacity.split.tp
-        dram_s = BLOCK_TOKENS * token_bytes / ranks / (1e9 * profile.host_link_gb_s)
+        dram_s = BLOCK_TOKENS * token_bytes * self._times.kv_share / (1e9 * profile.host_link_gb_s)
         nvme_s = max(dram_s, BLOCK_TOKENS * token_bytes / (1e9 * profile.nvme_gb_s))
         device = self._on_devices()
         tiers = [device]
         price = self._reuse.dram_price, self._reuse.nvme_price
-        for name, block_load_s, most_gb, gb_price in (
-            ("dram", dram_s, self._dram_gb, price[0]),
-            ("nvme", nvme_s, self._nvme_gb, price[1]),
+        num_loading = self._pool.num_replicas, self._num_nodes
+        for name, block_load_s, most_gb, gb_price, num_at_once in (
+            ("dram", dram_s, self._dram_gb, price[0], num_loading[0]),
+            ("nvme", nvme_s, self._nvme_gb, price[1], num_loading[1]),
         ):
-            tiers.append(self._of_host(name, block_load_s, most_gb, gb_price, tiers))
+            tier = self._of_host(name, block_load_s, most_gb, gb_price, tiers)
+            tiers.append(self._as_read(tier, num_at_once))
         return TierPlan(
             self._reuse, tuple(tiers), BLOCK_TOKENS * self._token_s, self._num_nodes, self._token_price
         )
@@ -117,6 +120,14 @@ class TierSizer:
             return without("faster tiers keep as much as pays")
         hit_rate = self._reuse.found(its_s) - self._reuse.found(kept_s)
         return PlannedTier(name, num_bytes, its_s, hit_rate, block_load_s, why)
+
+    def _as_read(self, tier: PlannedTier, num_at_once: int) -> PlannedTier:
+        """Return the tier with no more found than can be loaded, by so many at a time."""
+        blocks_s = self._rate * self._plan.load.input_tokens / BLOCK_TOKENS
+        most = _MOST_BUSY * num_at_once / (tier.block_load_s * blocks_s)
+        if tier.hit_rate <= most:
+            return tier
+        return tier._replace(hit_rate=most, why=f"{tier.why}; finds no more than can be read")
 
     def _paying_s(self, gb_price: float) -> float:
         """Return how long it pays to keep KV: until another second's bytes cost more than the devices' time

@@ -6,14 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from doctor_harness import FakeMachine
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.rank_memory import Resident
 from benchmarks.rank_process import RankProcess
+from cluster.config import parse_config
 from cluster.planning.device_profile import DeviceProfile, device_profile
-from cluster.planning.device_split import DeviceSplit, HeldMemory, held_memory
+from cluster.planning.device_split import DeviceSplit, HeldMemory, held_memory, pool_keys, with_sequences
 from cluster.planning.planned_model import planned_model
+from cluster.serve.auto_kv import planned_needs
 from workers.model.rank_memory import GROUP_BYTES
 
 _SIZES: dict[str, Any] = {
@@ -122,6 +126,27 @@ def test_a_started_rank_holds_what_was_planned(tmp_path: Path, name: str) -> Non
     weights = many.held.weights - few.held.weights
     assert weights > 100 << 20
     assert many.own_bytes - few.own_bytes == pytest.approx(weights, rel=0.05)
+
+
+@pytest.mark.parametrize("num_sockets", [1, 2, 4])
+def test_the_start_on_cpus_decides_as_planned(tmp_path: Path, num_sockets: int) -> None:
+    """With a replica on each socket of a machine of this memory."""
+    sizes: dict[str, Any] = {**_SIZES, "intermediate_size": 1024, "num_hidden_layers": 4}
+    write_random_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16", **sizes)
+    model, profile = (
+        planned_model(str(tmp_path / "model"), "auto", "auto"),
+        msgspec.structs.replace(SERVER, memory_gb=16.0, devices_per_node=num_sockets),
+    )
+    held = held_memory(model, profile, DeviceSplit(1), 64)
+    assert held is not None
+    keys = with_sequences(pool_keys(model, profile, DeviceSplit(1), "both"), 64)
+    config = parse_config(
+        {"model": model.source, "pools": [{**keys, "replicas": num_sockets, "surge": False}]}, "cluster.yaml"
+    )
+    memory = f"MemTotal: {num_sockets * 15_625_000} kB\nMemAvailable: {num_sockets * 15_625_000} kB\n"
+    machine = FakeMachine(tmp_path, {"proc/meminfo": memory}).view()
+    decided = planned_needs(config, machine, is_running=True).pools[0]
+    assert held.kv_tokens == pytest.approx(decided.kv_tokens, rel=0.02)
 
 
 def test_each_part_is_counted_on_a_gpu() -> None:

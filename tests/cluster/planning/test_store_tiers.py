@@ -111,6 +111,19 @@ def test_no_tier_is_larger_than_finds_what_comes_back_or_than_the_nodes_have() -
     assert all_of_it.num_bytes == nvme.num_bytes
 
 
+def test_no_more_is_found_than_can_be_read() -> None:
+    """Disks that read a block in little less than a replica computes one are busy with few of the hits."""
+    slow = msgspec.structs.replace(H100, nvme_gb_s=5.8)
+    _, _, fast_nvme = tiers_of(REUSE, H100, dram_gb=0).tiers
+    pools = tuple(pool._replace(profile=slow) for pool in PLAN.pools)
+    sizer = TierSizer(PLAN._replace(pools=pools), 10 * RATE, REUSE, NodeStorage(0, 100_000))
+    _, _, nvme = sizer.plan().tiers
+    read_gb_s = nvme.hit_rate * 10 * RATE * LOAD.input_tokens * 131_072 / 1e9
+    assert read_gb_s == pytest.approx(0.8 * 5.8)
+    assert nvme.hit_rate < fast_nvme.hit_rate
+    assert nvme.why.endswith("; finds no more than can be read")
+
+
 def test_a_dear_tier_is_smaller() -> None:
     """Its last GB saves what it costs."""
     reuse = REUSE._replace(dram_price=0.0003)
