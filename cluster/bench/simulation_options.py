@@ -15,10 +15,10 @@ from cluster.bench.conversations import read_conversations
 from cluster.bench.mooncake_trace import MooncakeTrace
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile, device_profile, read_profile
-from cluster.planning.device_split import DeviceSplit, held_memory
-from cluster.planning.planned_model import PlannedModel, planned_model
-from cluster.planning.step_times import StepTimes
+from cluster.planning.device_split import DeviceSplit
+from cluster.planning.planned_model import planned_model
 from cluster.simulation.batch_gate import Batching
+from cluster.simulation.planned_engine import planned_engine
 from cluster.simulation.simulated_cluster import ClusterShape
 from cluster.simulation.simulated_load import (
     DrawnLengths,
@@ -29,16 +29,14 @@ from cluster.simulation.simulated_load import (
     trace_sessions,
 )
 from cluster.simulation.simulated_replica import SimulatedEngine
-from cluster.simulation.step_model import StepModel, planned_steps
+from cluster.simulation.step_model import StepModel
 from router.config import RouterConfig
-from workers.config import DEVICE_TO_STEP_SIZES
 
 FORMATS = ("mooncake", "sharegpt", "synthetic")
 BATCHING: tuple[str, ...] = get_args(Batching)
 # Of drawn requests and of conversations, where no number is given.
 _DEFAULT_REQUESTS = 1000
 _MAX_SEQUENCES = 256
-_BLOCK_TOKENS = 64
 # Without a model: what a decode step takes, on a device of no kind, and the blocks of its KV.
 _STEP_S, _SEQUENCE_S, _CONTEXT_S = 0.008, 1e-5, 4e-8
 _DEFAULT_BLOCKS = 6000
@@ -172,9 +170,8 @@ class SimulatedReplicaOptions:
         if self.model:
             if self.utilization is not None:
                 raise ConfigError("--utilization: is for replicas without --model, whose speed it decides")
-            engine = _engine_on(
-                planned_model(self.model, "auto", "auto"), self._profile(), DeviceSplit(self.tp, self.pp)
-            )
+            model, split = planned_model(self.model, "auto", "auto"), DeviceSplit(self.tp, self.pp)
+            engine = planned_engine(model, self._profile(), split, _MAX_SEQUENCES)
         elif self.hardware:
             raise ConfigError("--model: name the model that runs on --hardware")
         else:
@@ -200,25 +197,3 @@ class SimulatedReplicaOptions:
         if self.hardware.endswith(".json"):
             return read_profile(Path(self.hardware))
         return device_profile(self.hardware)
-
-
-def _engine_on(model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> SimulatedEngine:
-    """Return the engine of a replica of the model on these devices, as `tandem plan` predicts it. Raises
-    `ConfigError` where the model does not fit them."""
-    memory = held_memory(model, profile, split, _MAX_SEQUENCES)
-    if memory is None:
-        raise ConfigError(
-            f"--hardware {profile.name}: {model.source} does not fit {split.num_devices} of them; give a "
-            "larger --tp or --pp"
-        )
-    times, sizes = StepTimes(model, profile, split), DEVICE_TO_STEP_SIZES[profile.kind]
-    return SimulatedEngine(
-        planned_steps(model, profile, split),
-        num_blocks=max(2, memory.kv_tokens // _BLOCK_TOKENS),
-        block_tokens=_BLOCK_TOKENS,
-        max_batch_tokens=sizes.max_batch_tokens,
-        chunk_tokens=sizes.chunk_tokens,
-        max_sequences=_MAX_SEQUENCES,
-        token_bytes=max(4, int(times.token_bytes)),
-        max_context_tokens=model.shape.max_context_tokens,
-    )

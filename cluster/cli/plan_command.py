@@ -19,6 +19,7 @@ from cluster.planning.recommended_config import chart_values, cluster_file
 from cluster.planning.replica_rate import PlannedLoad
 from cluster.planning.store_tiers import NodeStorage, PrefixReuse
 from cluster.planning.tier_sizer import plans_with_tiers
+from cluster.simulation.plan_check import checked_plans
 from workers.errors import CheckpointError
 
 _PRECISIONS = ("auto", "bf16", "fp8", "int8", "int4")
@@ -58,6 +59,7 @@ LatentKv = Annotated[str, typer.Option(help=f"Latents on several ranks: {', '.jo
 ApiPrice = Annotated[
     str, typer.Option(help="Of a million tokens at an API: 0.5, or of prompts and answers, 0.15:0.6.")
 ]
+Check = Annotated[bool, typer.Option(help="Simulate the best plans, and recommend one that holds.")]
 Utilization = Annotated[
     float, typer.Option(min=0.001, max=1.0, help="The mean rate, as a share of the rate to hold.")
 ]
@@ -89,6 +91,7 @@ def plan(
     utilization: Utilization = 1.0,
     explain: Annotated[bool, typer.Option("--explain", help="Show how each figure is computed.")] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the cluster's file there.")] = None,
+    check: Check = True,
     as_json: AsJson = False,
 ) -> None:
     """Plan a cluster: devices, split, replicas of each role, and cost.
@@ -118,11 +121,13 @@ def plan(
             plans = plans_with_tiers(planner, load, reuse, limits, rate=rate, num_devices=devices or 1)
         else:
             plans = planner.for_rate(rate) if rate is not None else planner.for_devices(devices or 1)
+        checks = checked_plans(plans, rate) if check else [(each, None) for each in plans]
+        plans = [each for each, _ in checks]
         if out_file is not None:
             _write(out_file, plans[0])
     except (ConfigError, CheckpointError) as error:
         die(str(error))
-    output = PlanOutput(plans, rate, of_api, utilization)
+    output = PlanOutput(checks, rate, of_api, utilization)
     if as_json:
         print(json.dumps(output.record()))
         return

@@ -11,20 +11,32 @@ from cluster.cli.terminal import made_table, out
 from cluster.planning.plan import Plan, PlannedPool
 from cluster.planning.plan_lines import plan_lines
 from cluster.planning.recommended_config import chart_values, cluster_file
+from cluster.simulation.plan_check import PlanCheck
 
 
 class PlanOutput:
-    """Shows plans, the best first, for a rate (None: what the best one holds), beside an API's price."""
+    """Shows plans, the best first, each with what a simulation saw of it (None: it was not simulated), for a
+    rate (None: what the best one holds), beside an API's price."""
 
     def __init__(
-        self, plans: Sequence[Plan], rate: float | None, api_price: float | None, utilization: float
+        self,
+        checked: Sequence[tuple[Plan, PlanCheck | None]],
+        rate: float | None,
+        api_price: float | None,
+        utilization: float,
     ) -> None:
-        self._plans, self._rate = plans, rate
+        self._plans, self._rate = [plan for plan, _ in checked], rate
+        self._checks = [check for _, check in checked]
         self._api_price, self._utilization = api_price, utilization
 
     def record(self) -> dict[str, Any]:
         """Return what `--json` prints."""
-        return {"plans": [self._record_of(plan) for plan in self._plans]}
+        return {
+            "plans": [
+                self._record_of(plan) | {"simulated": None if check is None else check._asdict()}
+                for plan, check in zip(self._plans, self._checks, strict=True)
+            ]
+        }
 
     def show(self, *, explain: bool) -> None:
         """Print the best plan line by line, and the others beside it."""
@@ -40,16 +52,26 @@ class PlanOutput:
         out.print(table)
         if len(self._plans) > 1:
             self._show_others()
+        if any(check is not None for check in self._checks):
+            self._show_checks()
 
     def _show_others(self) -> None:
         others = made_table("beside others", "devices", "pools", numbers=["requests/s", "an hour"])
         for plan in self._plans:
-            pools = ", ".join(
-                f"{it.num_replicas} {it.capacity.role} ({it.capacity.split.name})" for it in plan.pools
-            )
             price = "-" if plan.price_per_hour is None else f"{plan.price_per_hour:.2f}"
-            others.add_row(plan.devices, pools, f"{plan.rate:.2f}", price)
+            others.add_row(plan.devices, _pools_of(plan), f"{plan.rate:.2f}", price)
         out.print(others)
+
+    def _show_checks(self) -> None:
+        numbers = ["TTFT, ms", "TPOT, ms", "good"]
+        table = made_table("simulated: times of nine of ten requests", "pools", "", numbers=numbers)
+        for plan, check in zip(self._plans, self._checks, strict=True):
+            if check is None:
+                continue
+            verdict = "keeps the objectives" if check.is_kept else "misses them"
+            times = (f"{1e3 * each:.1f}" for each in (check.ttft_s, check.tpot_s))
+            table.add_row(_pools_of(plan), verdict, *times, f"{check.kept:.0%}")
+        out.print(table)
 
     def _lines(self, plan: Plan) -> list[dict[str, str]]:
         rate = self._rate or plan.rate
@@ -73,6 +95,10 @@ class PlanOutput:
             "cluster_yaml": "" if plan.refusal else cluster_file(plan),
             "values_yaml": "" if plan.refusal else chart_values(plan),
         }
+
+
+def _pools_of(plan: Plan) -> str:
+    return ", ".join(f"{it.num_replicas} {it.capacity.role} ({it.capacity.split.name})" for it in plan.pools)
 
 
 def _record_of_pool(pool: PlannedPool) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from cluster.scaling.simulation import (
     Arrival,
     Outcomes,
     ReplayedCluster,
-    ServiceModel,
     ReplayedRequest,
+    ServiceModel,
 )
 
 # The longest time for which the replay continues after the last arrival.
