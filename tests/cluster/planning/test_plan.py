@@ -184,7 +184,7 @@ def test_the_recommended_files_are_accepted(tmp_path: Path, rate: float) -> None
 
 
 def tandem_plan(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
+    return CliRunner().invoke(cli, ["plan", "--no-check", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
 def test_a_folder_on_described_cpus(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ def test_a_plan_does_not_hold_twice_what_it_can(plans: list[Plan]) -> None:
 
 
 def test_plans_that_miss_their_objectives_come_last(plans: list[Plan]) -> None:
-    small, large = plans[0], next(plan for plan in plans if plan.rate > 1.5 * plans[0].rate)
-    checked = checked_plans([small, large], 1.3 * small.rate)
+    small = plans[0]
+    pools = tuple(pool._replace(num_replicas=3 * pool.num_replicas) for pool in small.pools)
+    large = small._replace(pools=pools)
+    checked = checked_plans([small, large], 2 * small.rate)
     assert [plan for plan, _ in checked] == [large, small]
