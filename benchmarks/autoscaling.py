@@ -5,7 +5,7 @@ a minute to start, gets three loads:
 
 - `public`, with `--trace FILE` (Mooncake's format): its first requests, whose rate hardly changes.
   Autoscaling begins with the best static split, and shall keep 0.98 of its goodput.
-- `diurnal`: half an hour whose rate rises from a tenth of its peak and falls again. Autoscaling shall have 1.1
+- `diurnal`: half an hour whose rate rises from a tenth of its peak and falls. Autoscaling shall have 1.1
   times the goodput.
 - `shift`: long prompts with short answers, then short ones with long answers. 1.1 times as well.
 
@@ -126,7 +126,7 @@ def run(load: Load, counts: tuple[int, int], scaling: PlannedScaling | None = No
     result = simulated.result
     num_good = sum(map(load.objectives.kept_by, result.records))
     mean = result.replica_s / result.span_s
-    figures = result.figures()
+    figures = result.as_json()
     told = {name: figures[name] for name in ("requests", "refused", "ttft_p99_s", "tpot_p99_s", "moved")}
     show(
         load=load.name,

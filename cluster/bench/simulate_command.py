@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -16,22 +16,22 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from cluster.bench.bench_runs import bench_table
 from cluster.bench.serving_load import BenchRequest, Objectives, summarize
 from cluster.bench.simulated_scaling_options import planned_scaling
-from cluster.bench.simulation_options import Format, LoadOptions, ReplicaOptions, price_per_s, roles_of
+from cluster.bench.simulation_options import (
+    SimulatedLoadOptions,
+    SimulatedReplicaOptions,
+    check_choice,
+)
+from cluster.cli.gateway_options import spliced_options
 from cluster.cli.terminal import NONE, AsJson, die, made_table, out
 from cluster.errors import BenchError, ConfigError
-from cluster.planning.device_split import DeviceSplit
-from cluster.simulation.batch_gate import Batching
 from cluster.simulation.planned_failures import parse_failures
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
 from cluster.simulation.simulated_call import CallRecord
-from cluster.simulation.simulated_cluster import ClusterShape
-from cluster.simulation.simulated_load import DrawnLengths
 from cluster.simulation.simulation_plots import save_plots
 from cluster.simulation.simulation_result import SimulatedObjectives
 from router.config import RouterConfig
 from workers.errors import CheckpointError
 
-_FORMATS, _BATCHING = get_args(Format), get_args(Batching)
 _POLICIES = get_args(RouterConfig.model_fields["policy"].annotation)
 # The number of notes of the state of all replicas for plots.
 _NUM_SAMPLES = 600
@@ -51,16 +51,7 @@ _SHOWN = (
 )
 
 
-def simulate(
-    trace: Annotated[
-        Path | None, typer.Option(help="Requests: a trace, or conversations; none for synthetic ones.")
-    ] = None,
-    kind: Annotated[str, typer.Option("--format", help=f"Of --trace: {', '.join(_FORMATS)}.")] = "mooncake",
-    prefill: Annotated[int, typer.Option(min=0, help="Replicas that compute prompts.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Replicas that decode.")] = 1,
-    colocated: Annotated[
-        bool, typer.Option("--colocated", help="All replicas have both roles: prefill + decode of them.")
-    ] = False,
+def simulate_options(
     policy: Annotated[
         str, typer.Option(help=f"Of the router, or several to compare: {', '.join(_POLICIES)}; all.")
     ] = _POLICIES[0],
@@ -68,37 +59,9 @@ def simulate(
         bool, typer.Option(help="Without it, requests are routed as they come, and none is refused.")
     ] = True,
     gateways: Annotated[int, typer.Option(min=1, help="Gateways that exchange their placements.")] = 1,
-    batching: Annotated[
-        str, typer.Option(help=f"{', '.join(_BATCHING)}: the first two are baselines that exist only here.")
-    ] = "continuous",
-    model: Annotated[str, typer.Option(help="As of `tandem plan`; with --hardware.")] = "",
-    hardware: Annotated[
-        str, typer.Option(help="A device of `tandem plan --gpu`, or a JSON file that describes one.")
-    ] = "",
-    tp: Annotated[int, typer.Option(min=1, help="Devices of a replica that share each layer.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Stages of a replica.")] = 1,
-    kv_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of a replica.")] = None,
-    block_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens of a block.")] = None,
-    utilization: Annotated[
-        float | None,
-        typer.Option(min=0.01, help="Without a model: how busy prompts without a cache keep the replicas."),
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="The most requests or conversations.")] = None,
-    rate: Annotated[float, typer.Option(min=1e-6, help="Arrivals a second, but of a trace.")] = 1.0,
-    time_scale: Annotated[float, typer.Option(min=1e-6, help="Stretches the times of a trace.")] = 1.0,
-    input_tokens: Annotated[int, typer.Option("--input", min=1, help="Mean of synthetic prompts.")] = 1024,
-    output_tokens: Annotated[int, typer.Option("--output", min=1, help="Mean of synthetic answers.")] = 256,
-    most_output: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of an answer; 1: prompts alone.")
-    ] = None,
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens with which all synthetic prompts begin.")
-    ] = 0,
-    think_s: Annotated[float, typer.Option(min=0, help="Mean pause between turns.")] = 0.0,
     failures: Annotated[str, typer.Option(help="r0003@120+60: dies after 120 s, is back 60 s later.")] = "",
     slo_ttft_ms: Annotated[float, typer.Option(min=0.1, help="First token of a good request.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Each further token of one.")] = 100.0,
-    price_per_hour: Annotated[float | None, typer.Option(min=1e-9, help="Of a device.")] = None,
     autoscale: Annotated[
         str,
         typer.Option(help="prefill=1:8,decode=1:8: pools, by role, that the autoscaler moves, and limits."),
@@ -107,10 +70,12 @@ def simulate(
     change_roles: Annotated[
         bool, typer.Option("--change-roles", help="With --autoscale: replicas may play the other role.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each request.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG plots; needs matplotlib.")] = None,
     as_json: AsJson = False,
+    *,
+    load: SimulatedLoadOptions,
+    replicas: SimulatedReplicaOptions,
 ) -> None:
     """Simulate a cluster: what its requests would see, with the router, admission, scheduler, block pool and
     hand-overs that serve.
@@ -118,61 +83,25 @@ def simulate(
     Only the time of steps and transfers is modelled: from `--model` and `--hardware`, as `tandem plan`
     predicts it, or from `--utilization`.
     """
-    _check_choice("--format", kind, _FORMATS)
-    _check_choice("--batching", batching, _BATCHING)
+    load.check()
+    replicas.check()
     policies = _POLICIES if policy == "all" else tuple(policy.split(","))
     for name in policies:
-        _check_choice("--policy", name, _POLICIES)
-    if (trace is None) != (kind == "synthetic"):
-        raise typer.BadParameter("give a file, or --format synthetic", param_hint="--trace")
-    load = LoadOptions(
-        trace=trace,
-        kind=cast(Format, kind),
-        num_requests=requests,
-        rate_s=rate,
-        time_scale=time_scale,
-        lengths=DrawnLengths(input_tokens, output_tokens),
-        shared_tokens=shared_prefix,
-        think_s=think_s,
-        most_output=most_output,
-        seed=seed,
-    )
-    replicas = ReplicaOptions(
-        model=model,
-        hardware=hardware,
-        split=DeviceSplit(tp, pp),
-        kv_blocks=kv_blocks,
-        block_tokens=block_tokens,
-        utilization=utilization,
-        batching=cast(Batching, batching),
-    )
+        check_choice("--policy", name, _POLICIES)
     try:
-        roles = roles_of(prefill, decode, are_colocated=colocated)
-        engine = replicas.engine(load, sum(role != "decode" for role in roles))
-        failed = tuple(parse_failures(failures))
-        scaling = planned_scaling(
-            autoscale, start_s, slo_ttft_ms / 1e3, slo_tpot_ms / 1e3, may_change_roles=change_roles
+        plan = SimulationPlan(
+            replicas.shape(load, policy=policies[0], num_gateways=gateways, holds_back=admission),
+            (),
+            SimulatedObjectives(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3),
+            load.seed,
+            tuple(parse_failures(failures)),
+            replicas.price_per_s,
+            samples_s=load.span_s / _NUM_SAMPLES if plots is not None else 0.0,
+            scaling=planned_scaling(
+                autoscale, start_s, slo_ttft_ms / 1e3, slo_tpot_ms / 1e3, may_change_roles=change_roles
+            ),
         )
-        runs = {
-            name: _run(
-                SimulationPlan(
-                    ClusterShape(
-                        [(role, engine) for role in roles],
-                        num_gateways=gateways,
-                        router=RouterConfig.model_validate({"policy": name}),
-                        holds_back=admission,
-                    ),
-                    load.sessions(),
-                    SimulatedObjectives(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3),
-                    seed,
-                    failed,
-                    price_per_s(price_per_hour, len(roles) * tp * pp),
-                    samples_s=load.span_s / _NUM_SAMPLES if plots is not None else 0.0,
-                    scaling=scaling,
-                )
-            )
-            for name in policies
-        }
+        runs = {name: _run(plan.of_policy(name, load.sessions())) for name in policies}
         for name, simulated in runs.items():
             of_run = f"-{name}" if len(runs) > 1 else ""
             if csv_file is not None:
@@ -188,9 +117,7 @@ def simulate(
         _show(runs, Objectives(slo_ttft_ms, slo_tpot_ms))
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise typer.BadParameter(f"{value} is none of {', '.join(known)}", param_hint=name)
+simulate = spliced_options(spliced_options(simulate_options, SimulatedLoadOptions), SimulatedReplicaOptions)
 
 
 def _run(plan: SimulationPlan) -> Simulated:
@@ -240,10 +167,8 @@ def _as_bench(record: CallRecord) -> BenchRequest:
 
 
 def _figures(simulated: Simulated) -> dict[str, Any]:
-    return simulated.result.figures() | {
-        "left_out": simulated.num_left_out,
-        "scaling_changes": len(simulated.moves),
-    }
+    changes = {"left_out": simulated.num_left_out, "scaling_changes": len(simulated.moves)}
+    return simulated.result.as_json() | changes
 
 
 def _show(runs: Mapping[str, Simulated], objectives: Objectives) -> None:

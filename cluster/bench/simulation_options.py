@@ -1,4 +1,4 @@
-"""What the options of `tandem simulate` describe: the load, and the replicas."""
+"""The options of `tandem simulate` for the load and for the replicas, and what they describe."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, cast, get_args
+
+import typer
 
 from cluster.bench.conversations import read_conversations
 from cluster.bench.mooncake_trace import MooncakeTrace
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile, device_profile, read_profile
-from cluster.planning.device_split import DeviceSplit, held_memory
-from cluster.planning.planned_model import PlannedModel, planned_model
-from cluster.planning.step_times import StepTimes
+from cluster.planning.device_split import DeviceSplit
+from cluster.planning.planned_model import planned_model
 from cluster.simulation.batch_gate import Batching
+from cluster.simulation.planned_engine import planned_engine
+from cluster.simulation.simulated_cluster import ClusterShape
 from cluster.simulation.simulated_load import (
     DrawnLengths,
     SimulatedSession,
@@ -26,48 +29,67 @@ from cluster.simulation.simulated_load import (
     trace_sessions,
 )
 from cluster.simulation.simulated_replica import SimulatedEngine
-from cluster.simulation.step_model import StepModel, planned_steps
-from workers.config import DEVICE_TO_STEP_SIZES
+from cluster.simulation.step_model import StepModel
+from router.config import RouterConfig
 
-Format = Literal["mooncake", "sharegpt", "synthetic"]
+FORMATS = ("mooncake", "sharegpt", "synthetic")
+BATCHING: tuple[str, ...] = get_args(Batching)
 # Of drawn requests and of conversations, where no number is given.
 _DEFAULT_REQUESTS = 1000
 _MAX_SEQUENCES = 256
-_BLOCK_TOKENS = 64
 # Without a model: what a decode step takes, on a device of no kind, and the blocks of its KV.
 _STEP_S, _SEQUENCE_S, _CONTEXT_S = 0.008, 1e-5, 4e-8
 _DEFAULT_BLOCKS = 6000
 _DEFAULT_UTILIZATION = 0.75
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The requests of a simulation. `trace` is None for synthetic ones."""
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise `BadParameter` for a value that is not known."""
+    if value not in known:
+        raise typer.BadParameter(f"{value} is none of {', '.join(known)}", param_hint=name)
 
-    trace: Path | None
-    kind: Format
-    num_requests: int | None
-    rate_s: float
-    time_scale: float
-    lengths: DrawnLengths
-    shared_tokens: int
-    think_s: float
-    most_output: int | None
-    seed: int
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedLoadOptions:
+    """The requests of a simulation."""
+
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests: a trace, or conversations; none for synthetic ones.")
+    ] = None
+    format: Annotated[str, typer.Option(help=f"Of --trace: {', '.join(FORMATS)}.")] = "mooncake"
+    requests: Annotated[int | None, typer.Option(min=1, help="The most requests or conversations.")] = None
+    rate: Annotated[float, typer.Option(min=1e-6, help="Arrivals a second, but of a trace.")] = 1.0
+    time_scale: Annotated[float, typer.Option(min=1e-6, help="Stretches the times of a trace.")] = 1.0
+    input: Annotated[int, typer.Option(min=1, help="Mean tokens of synthetic prompts.")] = 1024
+    output: Annotated[int, typer.Option(min=1, help="Mean tokens of synthetic answers.")] = 256
+    most_output: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of an answer; 1: prompts alone.")
+    ] = None
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens with which all synthetic prompts begin.")
+    ] = 0
+    think_s: Annotated[float, typer.Option(min=0, help="Mean pause between turns.")] = 0.0
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0
+
+    def check(self) -> None:
+        """Raise `BadParameter` where the format and the file do not go together."""
+        check_choice("--format", self.format, FORMATS)
+        if (self.trace is None) != (self.format == "synthetic"):
+            raise typer.BadParameter("give a file, or --format synthetic", param_hint="--trace")
 
     @cached_property
     def recorded(self) -> MooncakeTrace | None:
         """The trace, where the load is one. Raises `BenchError` for a file that is none."""
-        if self.trace is None or self.kind != "mooncake":
+        if self.trace is None or self.format != "mooncake":
             return None
-        return MooncakeTrace(self.trace, self.num_requests, self.time_scale)
+        return MooncakeTrace(self.trace, self.requests, self.time_scale)
 
     @property
     def span_s(self) -> float:
         """About how long requests arrive."""
         if self.recorded is not None:
             return max(1.0, *(request.at_s for request in self.recorded))
-        return (self.num_requests or _DEFAULT_REQUESTS) / self.rate_s
+        return (self.requests or _DEFAULT_REQUESTS) / self.rate
 
     def sessions(self) -> Iterator[SimulatedSession]:
         """Yield the sessions, the same each time."""
@@ -77,54 +99,97 @@ class LoadOptions:
     def _sessions(self) -> Iterator[SimulatedSession]:
         if self.recorded is not None:
             return trace_sessions(self.recorded)
-        num_requests = self.num_requests or _DEFAULT_REQUESTS
+        num_requests = self.requests or _DEFAULT_REQUESTS
         if self.trace is not None:
             told = (
                 [("\n".join(turn.content for turn in it.asked), it.answer) for it in conversation]
                 for conversation in islice(read_conversations(self.trace), num_requests)
             )
-            return conversation_sessions(told, self.rate_s, self.seed, self.think_s)
-        return drawn_sessions(
-            self.lengths, self.rate_s, num_requests, self.seed, shared_tokens=self.shared_tokens
-        )
+            return conversation_sessions(told, self.rate, self.seed, self.think_s)
+        lengths = DrawnLengths(self.input, self.output)
+        return drawn_sessions(lengths, self.rate, num_requests, self.seed, shared_tokens=self.shared_prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
+class SimulatedReplicaOptions:
     """The engine of every replica. Without a model, prompts are computed at a constant rate."""
 
-    model: str
-    hardware: str
-    split: DeviceSplit
-    kv_blocks: int | None
-    block_tokens: int | None
-    utilization: float | None
-    batching: Batching
+    prefill: Annotated[int, typer.Option(min=0, help="Replicas that compute prompts.")] = 1
+    decode: Annotated[int, typer.Option(min=0, help="Replicas that decode.")] = 1
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="All replicas have both roles: prefill + decode of them.")
+    ] = False
+    model: Annotated[str, typer.Option(help="As of `tandem plan`; with --hardware.")] = ""
+    hardware: Annotated[
+        str, typer.Option(help="A device of `tandem plan --gpu`, or a JSON file that describes one.")
+    ] = ""
+    tp: Annotated[int, typer.Option(min=1, help="Devices of a replica that share each layer.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Stages of a replica.")] = 1
+    kv_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of a replica.")] = None
+    block_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens of a block.")] = None
+    utilization: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Without a model: how busy prompts without a cache keep the replicas."),
+    ] = None
+    batching: Annotated[
+        str, typer.Option(help=f"{', '.join(BATCHING)}: the first two are baselines that exist only here.")
+    ] = "continuous"
+    price_per_hour: Annotated[float | None, typer.Option(min=1e-9, help="Of a device.")] = None
 
-    def engine(self, load: LoadOptions, num_computing: int) -> SimulatedEngine:
-        """Return the engine of replicas of which so many compute the prompts of the load. Raises
-        `ConfigError` where the options do not go together, or the model does not fit the device."""
+    @property
+    def roles(self) -> list[str]:
+        """The role of each replica. Raises `ConfigError` where none decodes."""
+        if self.colocated or not self.prefill:
+            roles = ["both"] * (self.prefill + self.decode)
+        else:
+            roles = ["prefill"] * self.prefill + ["decode"] * self.decode
+        if not roles or set(roles) == {"prefill"}:
+            raise ConfigError("--decode: no replica decodes; give one, or --colocated")
+        return roles
+
+    @property
+    def price_per_s(self) -> float | None:
+        """The price of all devices a second; None without the price of one."""
+        if self.price_per_hour is None:
+            return None
+        return self.price_per_hour * len(self.roles) * self.tp * self.pp / 3600
+
+    def check(self) -> None:
+        """Raise `BadParameter` for a batching that there is not."""
+        check_choice("--batching", self.batching, BATCHING)
+
+    def shape(self, load: SimulatedLoadOptions, *, policy: str, **others: Any) -> ClusterShape:
+        """Return the cluster, whose replicas serve this load by this policy; `others` are of the shape."""
+        engine, roles = self._engine(load), self.roles
+        router = RouterConfig.model_validate({"policy": policy})
+        return ClusterShape([(role, engine) for role in roles], router=router, **others)
+
+    def _engine(self, load: SimulatedLoadOptions) -> SimulatedEngine:
+        """Return the engine of every replica. Raises `ConfigError` where the options do not go together, or
+        the model does not fit the device."""
         if self.model:
             if self.utilization is not None:
                 raise ConfigError("--utilization: is for replicas without --model, whose speed it decides")
-            engine = _engine_on(planned_model(self.model, "auto", "auto"), self._profile(), self.split)
+            model, split = planned_model(self.model, "auto", "auto"), DeviceSplit(self.tp, self.pp)
+            engine = planned_engine(model, self._profile(), split, _MAX_SEQUENCES)
         elif self.hardware:
             raise ConfigError("--model: name the model that runs on --hardware")
         else:
-            steps = StepModel(_STEP_S, _SEQUENCE_S, _CONTEXT_S, self._token_s(load, num_computing))
+            steps = StepModel(_STEP_S, _SEQUENCE_S, _CONTEXT_S, self._token_s(load))
             engine = SimulatedEngine(steps, _DEFAULT_BLOCKS)
         if self.block_tokens is not None:
             num_blocks = max(2, engine.num_blocks * engine.block_tokens // self.block_tokens)
             engine = engine._replace(block_tokens=self.block_tokens, num_blocks=num_blocks)
         if self.kv_blocks is not None:
             engine = engine._replace(num_blocks=self.kv_blocks)
-        return engine._replace(batching=self.batching)
+        return engine._replace(batching=cast(Batching, self.batching))
 
-    def _token_s(self, load: LoadOptions, num_computing: int) -> float:
+    def _token_s(self, load: SimulatedLoadOptions) -> float:
+        num_computing = sum(role != "decode" for role in self.roles)
         utilization = self.utilization or _DEFAULT_UTILIZATION
         if load.recorded is not None:
             return prefill_token_s(load.recorded, num_computing, utilization)
-        return utilization * num_computing / (load.rate_s * load.lengths.input_tokens)
+        return utilization * num_computing / (load.rate * load.input)
 
     def _profile(self) -> DeviceProfile:
         if not self.hardware:
@@ -132,41 +197,3 @@ class ReplicaOptions:
         if self.hardware.endswith(".json"):
             return read_profile(Path(self.hardware))
         return device_profile(self.hardware)
-
-
-def roles_of(num_prefill: int, num_decode: int, *, are_colocated: bool) -> list[str]:
-    """Return the role of each replica. Raises `ConfigError` where none decodes."""
-    if are_colocated or not num_prefill:
-        roles = ["both"] * (num_prefill + num_decode)
-    else:
-        roles = ["prefill"] * num_prefill + ["decode"] * num_decode
-    if not roles or set(roles) == {"prefill"}:
-        raise ConfigError("--decode: no replica decodes; give one, or --colocated")
-    return roles
-
-
-def _engine_on(model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> SimulatedEngine:
-    """Return the engine of a replica of the model on these devices, as `tandem plan` predicts it. Raises
-    `ConfigError` where the model does not fit them."""
-    memory = held_memory(model, profile, split, _MAX_SEQUENCES)
-    if memory is None:
-        raise ConfigError(
-            f"--hardware {profile.name}: {model.source} does not fit {split.num_devices} of them; give a "
-            "larger --tp or --pp"
-        )
-    times, sizes = StepTimes(model, profile, split), DEVICE_TO_STEP_SIZES[profile.kind]
-    return SimulatedEngine(
-        planned_steps(model, profile, split),
-        num_blocks=max(2, memory.kv_tokens // _BLOCK_TOKENS),
-        block_tokens=_BLOCK_TOKENS,
-        max_batch_tokens=sizes.max_batch_tokens,
-        chunk_tokens=sizes.chunk_tokens,
-        max_sequences=_MAX_SEQUENCES,
-        token_bytes=max(4, int(times.token_bytes)),
-        max_context_tokens=model.shape.max_context_tokens,
-    )
-
-
-def price_per_s(price_per_hour: float | None, num_devices: int) -> float | None:
-    """Return the price of all devices a second; None without the price of one."""
-    return None if price_per_hour is None else price_per_hour * num_devices / 3600

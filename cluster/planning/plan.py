@@ -3,26 +3,37 @@ given devices hold."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.config import Role
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile
-from cluster.planning.device_split import ROLES, device_splits, held_memory
+from cluster.planning.device_split import ROLES, DeviceSplit, device_splits, host_splits, refusal
 from cluster.planning.planned_model import PlannedModel
-from cluster.planning.replica_rate import MAX_SEQUENCES, CapacityFinder, PlannedLoad, ReplicaCapacity
+from cluster.planning.replica_rate import (
+    MAX_SEQUENCES,
+    CapacityFinder,
+    PlannedLoad,
+    ReplicaCapacity,
+    SplitMemory,
+)
+from cluster.planning.store_tiers import TierPlan
 
 # Plans beside the best that are shown.
 MAX_PLANS = 3
 
 
 class PlannedPool(NamedTuple):
-    """The replicas of one role, what each holds at most, and its state at the rate of the plan."""
+    """The replicas of one role on one kind of device, what each holds at most, and its state at the rate of
+    the plan. The price is that of a device and an hour, None if it is not known."""
 
     capacity: ReplicaCapacity
     num_replicas: int
+    profile: DeviceProfile
+    price_of_device: float | None = None
     served: ReplicaCapacity | None = None
 
     @property
@@ -35,14 +46,20 @@ class PlannedPool(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Pools on one kind of device. `rate` is what they hold, `price_per_hour` that of all devices, None if
-    that of one is not known."""
+    """Pools for a model and a load. `rate` is what they hold, `price_per_hour` that of all devices, None if
+    that of one is not known. With a `refusal` the engine does not start such replicas, by this sentence.
+    `tiers` are those of the store, if prefixes come back."""
 
     model: PlannedModel
-    profile: DeviceProfile
     load: PlannedLoad
     pools: tuple[PlannedPool, ...]
-    price_of_device: float | None = None
+    refusal: str = ""
+    tiers: TierPlan | None = None
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The devices that decode."""
+        return self.pools[-1].profile
 
     @property
     def is_disaggregated(self) -> bool:
@@ -53,12 +70,23 @@ class Plan(NamedTuple):
         return sum(pool.num_devices for pool in self.pools)
 
     @property
+    def devices(self) -> str:
+        """The devices by kind: `4 H100`, or `2 H100 + 4 EPYC9755`."""
+        counts: dict[str, int] = {}
+        for pool in self.pools:
+            counts[pool.profile.name] = counts.get(pool.profile.name, 0) + pool.num_devices
+        return " + ".join(f"{count} {name}" for name, count in counts.items())
+
+    @property
     def rate(self) -> float:
         return min(pool.rate for pool in self.pools)
 
     @property
     def price_per_hour(self) -> float | None:
-        return None if self.price_of_device is None else self.price_of_device * self.num_devices
+        prices = [
+            pool.price_of_device * pool.num_devices for pool in self.pools if pool.price_of_device is not None
+        ]
+        return sum(prices) if len(prices) == len(self.pools) else None
 
     def cost_per_million(self, rate: float) -> float | None:
         """Return the cost of a million tokens, prompts and answers together, at this rate of requests."""
@@ -75,6 +103,54 @@ class Plan(NamedTuple):
         return price, self.num_devices, self.is_disaggregated, tpot_s
 
 
+class ModelOnDevices:
+    """A model on one kind of device: the splits that it can have, and what devices hold with each. Where the
+    engine refuses all of them for a setting, the splits are those without it, and `refusal` is its sentence.
+
+    `tries_host`: host memory may have some of the weights or of the KV even where devices hold all.
+    """
+
+    def __init__(self, model: PlannedModel, profile: DeviceProfile, *, tries_host: bool = False) -> None:
+        self.model, self.profile, self._tries_host = model, profile, tries_host
+        self.memory = SplitMemory(model, profile)
+        self.splits = list(device_splits(model, profile))
+        self.refusal = model.refusal
+        if not self.splits:
+            of_defaults = model._replace(kv_dtype="auto", latent_kv="replicated")
+            self.splits = list(device_splits(of_defaults, profile))
+            if self.splits:
+                self.refusal = refusal(model, profile, self.splits[-1])
+
+    def finder(self, load: PlannedLoad) -> CapacityFinder:
+        """Return what finds the capacities of replicas for a load."""
+        return CapacityFinder(self.model, self.profile, load, self.memory)
+
+    def capacities(
+        self, load: PlannedLoad, most_devices: int | None = None
+    ) -> dict[Role, list[ReplicaCapacity]]:
+        """Return what replicas of each role hold, by splits over at most so many devices. Host memory helps
+        where nothing else meets the objectives, or where it may."""
+        finder = self.finder(load)
+        found = self._of(finder, self.splits, most_devices)
+        is_served = found["both"] or (found["prefill"] and found["decode"])
+        if is_served and not self._tries_host:
+            return found
+        num_tokens = load.input_tokens + load.output_tokens
+        splits = host_splits(self.model, self.profile, num_tokens, MAX_SEQUENCES)
+        of_host = self._of(finder, splits, most_devices)
+        return {role: found[role] + of_host[role] for role in ROLES}
+
+    @staticmethod
+    def _of(
+        finder: CapacityFinder, splits: Iterable[DeviceSplit], most_devices: int | None
+    ) -> dict[Role, list[ReplicaCapacity]]:
+        small = [it for it in splits if most_devices is None or it.num_devices <= most_devices]
+        return {
+            role: [found for split in small if (found := finder.find(split, role)) is not None]
+            for role in ROLES
+        }
+
+
 class ClusterPlanner:
     """Plans a model on several kinds of devices. Prices are those of a device and an hour, by its name."""
 
@@ -84,102 +160,117 @@ class ClusterPlanner:
         profiles: Sequence[DeviceProfile],
         load: PlannedLoad,
         prices: Mapping[str, float],
+        *,
+        tries_host: bool = False,
     ) -> None:
         self._model, self._load, self._prices = model, load, prices
-        self._profiles = profiles
-        self._role_to_found: dict[tuple[str, Role], list[ReplicaCapacity]] = {}
-        self._name_to_finder: dict[str, CapacityFinder] = {}
-        for profile in profiles:
-            finder = self._name_to_finder[profile.name] = CapacityFinder(model, profile, load)
-            splits = list(device_splits(model, profile))
-            for role in ROLES:
-                found = [finder.find(split, role) for split in splits]
-                self._role_to_found[profile.name, role] = [it for it in found if it is not None]
+        self._kinds = [ModelOnDevices(model, profile, tries_host=tries_host) for profile in profiles]
 
-    def for_rate(self, rate: float) -> list[Plan]:
-        """Return plans that hold so many requests a second, the best first. Raises `ConfigError` where none
-        does."""
+    def for_rate(self, rate: float, load: PlannedLoad | None = None) -> list[Plan]:
+        """Return plans that hold so many requests a second, of another load if that is given, the best first.
+        Raises `ConfigError` where none does."""
         plans: list[Plan] = []
-        for profile in self._profiles:
-            of_role = {
-                role: min(
-                    (PlannedPool(it, math.ceil(rate / it.rate)) for it in self._found(profile, role)),
-                    key=lambda pool: (pool.num_devices, pool.capacity.tpot_s, pool.capacity.ttft_s),
-                    default=None,
-                )
-                for role in ROLES
-            }
-            plans += self._of_pools(profile, of_role["both"])
-            plans += self._of_pools(profile, of_role["prefill"], of_role["decode"])
+        load = load or self._load
+        role_to_pools: list[dict[Role, PlannedPool | None]] = []
+        for kind in self._kinds:
+            capacities = kind.capacities(load)
+            role_to_pools.append(
+                {
+                    role: min(
+                        (self._pool(kind, it, math.ceil(rate / it.rate)) for it in capacities[role]),
+                        key=lambda pool: (pool.num_devices, pool.capacity.tpot_s, pool.capacity.ttft_s),
+                        default=None,
+                    )
+                    for role in ROLES
+                }
+            )
+        for number, pools in enumerate(role_to_pools):
+            plans += self._of_pools(load, pools["both"])
+            # Kinds are compared by their prices, and so are two kinds with one.
+            others = role_to_pools if self._prices else role_to_pools[number : number + 1]
+            for decoding in others:
+                plans += self._of_pools(load, pools["prefill"], decoding["decode"])
         return [self._served(plan, rate) for plan in self._best(plans)]
 
-    def for_devices(self, num_devices: int) -> list[Plan]:
-        """Return the plans with at most so many devices that hold most, the best first. Raises `ConfigError`
-        where none fits."""
+    def for_devices(self, num_devices: int, load: PlannedLoad | None = None) -> list[Plan]:
+        """Return the plans with at most so many devices that hold most, of another load if that is given, the
+        best first. Raises `ConfigError` where none fits."""
         plans: list[Plan] = []
-        for profile in self._profiles:
-            own = [
-                plan
-                for capacity in self._found(profile, "both")
-                for plan in self._of_pools(
-                    profile, PlannedPool(capacity, num_devices // capacity.split.num_devices)
-                )
-            ]
-            plans += own + list(self._divided(profile, num_devices))
+        load = load or self._load
+        for kind in self._kinds:
+            capacities = kind.capacities(load, num_devices)
+            for capacity in capacities["both"]:
+                pool = self._pool(kind, capacity, num_devices // capacity.split.num_devices)
+                plans += self._of_pools(load, pool)
+            plans += self._divided(kind, load, capacities, num_devices)
         return [self._served(plan, plan.rate) for plan in self._best(plans, by_rate=True)]
 
-    def _divided(self, profile: DeviceProfile, num_devices: int) -> Iterator[Plan]:
+    def _divided(
+        self,
+        kind: ModelOnDevices,
+        load: PlannedLoad,
+        capacities: Mapping[Role, list[ReplicaCapacity]],
+        num_devices: int,
+    ) -> Iterator[Plan]:
         """Yield every division of the devices between the two phases."""
-        for prefill in self._found(profile, "prefill"):
-            for decode in self._found(profile, "decode"):
-                size, other = prefill.split.num_devices, decode.split.num_devices
-                for num_prefill in range(1, (num_devices - other) // size + 1):
-                    num_decode = (num_devices - num_prefill * size) // other
-                    pools = PlannedPool(prefill, num_prefill), PlannedPool(decode, num_decode)
-                    yield from self._of_pools(profile, *pools)
+        for prefill, decode in itertools.product(capacities["prefill"], capacities["decode"]):
+            size, other = prefill.split.num_devices, decode.split.num_devices
+            for num_prefill in range(1, (num_devices - other) // size + 1):
+                num_decode = (num_devices - num_prefill * size) // other
+                pools = self._pool(kind, prefill, num_prefill), self._pool(kind, decode, num_decode)
+                yield from self._of_pools(load, *pools)
 
     def _served(self, plan: Plan, rate: float) -> Plan:
         """Return the plan with the state of its replicas, which share the rate evenly."""
-        finder = self._name_to_finder[plan.profile.name]
+        name_to_kind = {kind.profile.name: kind for kind in self._kinds}
         pools = []
         for pool in plan.pools:
             share = min(rate / pool.num_replicas, pool.capacity.rate)
+            finder = name_to_kind[pool.profile.name].finder(plan.load)
             served = finder.at(pool.capacity.split, pool.capacity.role, share)
             pools.append(pool._replace(served=served))
         return plan._replace(pools=tuple(pools))
 
-    def _found(self, profile: DeviceProfile, role: Role) -> list[ReplicaCapacity]:
-        return self._role_to_found[profile.name, role]
+    def _pool(self, kind: ModelOnDevices, capacity: ReplicaCapacity, num_replicas: int) -> PlannedPool:
+        return PlannedPool(capacity, num_replicas, kind.profile, self._prices.get(kind.profile.name))
 
-    def _of_pools(self, profile: DeviceProfile, *pools: PlannedPool | None) -> Iterator[Plan]:
+    def _of_pools(self, load: PlannedLoad, *pools: PlannedPool | None) -> Iterator[Plan]:
         """Yield the plan of these pools, if there are all of them."""
         of_plan = tuple(pool for pool in pools if pool is not None and pool.num_replicas)
         if len(of_plan) == len(pools):
-            price = self._prices.get(profile.name)
-            yield Plan(self._model, profile, self._load, of_plan, price)
+            names = {pool.profile.name for pool in of_plan}
+            reasons = (kind.refusal for kind in self._kinds if kind.profile.name in names)
+            yield Plan(self._model, load, of_plan, next(filter(None, reasons), ""))
 
     def _best(self, plans: list[Plan], *, by_rate: bool = False) -> list[Plan]:
-        """Return the best of the plans, each with another kind of device or another division in pools."""
+        """Return the best of the plans, each with other kinds of devices or another division in pools."""
         if not plans:
             raise ConfigError(self._why_none())
         plans.sort(key=lambda plan: (-plan.rate if by_rate else 0.0, *plan.order))
-        name_to_plan: dict[tuple[str, bool], Plan] = {}
+        kinds_to_plan: dict[tuple[str, ...], Plan] = {}
         for plan in plans:
-            name_to_plan.setdefault((plan.profile.name, plan.is_disaggregated), plan)
-        return list(name_to_plan.values())[:MAX_PLANS]
+            kinds_to_plan.setdefault(tuple(pool.profile.name for pool in plan.pools), plan)
+        found = list(kinds_to_plan.values())
+        # Whether to disaggregate at all is always shown.
+        other = next((it for it in found if it.is_disaggregated != found[0].is_disaggregated), None)
+        shown = found[:MAX_PLANS]
+        return [*shown[:-1], other] if other is not None and other not in shown else shown
 
     def _why_none(self) -> str:
         """Say what is missing: a split, memory for the weights, time, or devices."""
-        what = f"{self._model.source}: {', '.join(profile.name for profile in self._profiles)}"
-        splits = [(profile, it) for profile in self._profiles for it in device_splits(self._model, profile)]
-        if not splits:
-            return f"{what}: the model cannot be divided over them, or not with these settings"
-        if all(held_memory(self._model, *split, MAX_SEQUENCES) is None for split in splits):
+        names = ", ".join(kind.profile.name for kind in self._kinds)
+        what = f"{self._model.source}: {names}"
+        if not any(kind.splits for kind in self._kinds):
+            reason = refusal(self._model, self._kinds[0].profile, DeviceSplit(1))
+            return f"{what}: the model cannot be divided over them: {reason}"
+        held = (kind.memory.of(split) for kind in self._kinds for split in kind.splits)
+        if all(it is None for it in held):
             return (
                 f"{what}: {self._model.weight_bytes / 1e9:.1f} GB of weights do not fit beside KV; take a "
                 "smaller --precision, or larger devices"
             )
-        roles = [role for role in ROLES if any(self._found(it, role) for it in self._profiles)]
+        capacities = [kind.capacities(self._load) for kind in self._kinds]
+        roles = [role for role in ROLES if any(it[role] for it in capacities)]
         if "both" not in roles and not {"prefill", "decode"} <= set(roles):
             return (
                 f"{what}: even one request at a time does not meet the objectives; raise --slo-ttft-ms or "

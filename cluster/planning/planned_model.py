@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from cluster.errors import ConfigError
+from cluster.planning.described_shape import described_shape, stand_in
 from cluster.planning.device_profile import Precision
 from cluster.planning.published_shapes import NAME_TO_SHAPE, PublishedShape, published_shape
 from cluster.planning.shape_weights import ShapeWeights
@@ -26,6 +28,8 @@ from workers.model.weight_bytes import WeightBytes
 
 # Of activations: plans are for 16 bits.
 ITEM_BYTES = 2
+# What the cluster's file names where the model is known by `--shape` alone.
+SHAPE_FOLDER = "model-folder"
 
 
 class PlannedWeights(RankWeights, Protocol):
@@ -45,6 +49,9 @@ class PlannedModel(NamedTuple):
     form: WeightForm
     kv_dtype: str
     has_files: bool
+    latent_kv: str = "replicated"
+    # Why the engine refuses it, where the plan is for a model of its sizes.
+    refusal: str = ""
 
     @property
     def everything(self) -> RankShape:
@@ -58,7 +65,13 @@ class PlannedModel(NamedTuple):
     @property
     def work(self) -> ModelWork:
         """The least work of its steps."""
-        mean = self.weights.mean_bytes(self.everything, ITEM_BYTES, self.form)
+        return self.work_with_offload(0)
+
+    def work_with_offload(self, num_experts: int) -> ModelWork:
+        """Return the least work of its steps where the CPU computes so many experts of each layer, which have
+        16 bits then."""
+        rank = dataclasses.replace(self.everything, expert_offload=num_experts)
+        mean = self.weights.mean_bytes(rank, ITEM_BYTES, self.form)
         return ModelWork(self.shape, ITEM_BYTES, self.kv_dtype, mean)
 
     def product_precision(self, device: str) -> Precision:
@@ -73,15 +86,35 @@ class PlannedModel(NamedTuple):
         return "fp8" if formats[0].codes is CodeType.FP8 else "int8"
 
 
-def planned_model(text: str, weight_dtype: str, kv_dtype: str) -> PlannedModel:
-    """Return the model of `--model`. Raises `ConfigError` where there is none of this name, and
-    `CheckpointError` where its files cannot be read, or the decoder cannot compute it."""
-    form, path = WeightForm(weight_dtype), Path(text)
+def planned_model(text: str, weight_dtype: str, kv_dtype: str, latent_kv: str = "replicated") -> PlannedModel:
+    """Return the model of `--model`, one of its sizes where the engine refuses it. Raises `ConfigError` where
+    there is none of this name, and `CheckpointError` where its files cannot be read, or the decoder cannot
+    compute it and its config.json does not have the sizes."""
+    form = WeightForm(weight_dtype)
+    return _named(text, form, kv_dtype)._replace(latent_kv=latent_kv)
+
+
+def model_of_shape(
+    text: str, weight_dtype: str, kv_dtype: str, latent_kv: str = "replicated"
+) -> PlannedModel:
+    """Return the model of `--shape`. Raises `ConfigError`, naming the size, for a shape that is incomplete,
+    and `CheckpointError` for one that the decoder cannot compute."""
+    shape = _by_shape(SHAPE_FOLDER, described_shape(text), WeightForm(weight_dtype), kv_dtype)
+    return shape._replace(latent_kv=latent_kv)
+
+
+def _named(text: str, form: WeightForm, kv_dtype: str) -> PlannedModel:
+    path = Path(text)
     if path.is_file() and path.suffix == ".json":
-        return _by_shape(text, json_keys(path), form, kv_dtype)
+        return _by_keys(text, json_keys(path), form, kv_dtype)
     if path.exists():
         folder = described_folder(path, None)
-        shape = read_model_config(folder)
+        try:
+            shape = read_model_config(folder)
+        except CheckpointError:
+            if not (folder / "config.json").is_file():
+                raise
+            return _by_keys(text, json_keys(folder / "config.json"), form, kv_dtype)
         if path.is_dir() and not _has_weights(path):
             return PlannedModel(text, shape, ShapeWeights(shape), form, kv_dtype, has_files=False)
         return PlannedModel(text, shape, checkpoint_of(path), form, kv_dtype, has_files=True)
@@ -89,8 +122,19 @@ def planned_model(text: str, weight_dtype: str, kv_dtype: str) -> PlannedModel:
         return _of_published(published, form, kv_dtype)
     raise ConfigError(
         f"--model {text}: neither a folder, a GGUF file, nor a config.json, nor one of the shapes that are "
-        f"known by name: {', '.join(NAME_TO_SHAPE)}"
+        f"known by name: {', '.join(NAME_TO_SHAPE)}; --shape describes another one"
     )
+
+
+def _by_keys(text: str, keys: Mapping[str, Any], form: WeightForm, kv_dtype: str) -> PlannedModel:
+    """Return the model of these keys of a config.json, or one of its sizes where the engine refuses them."""
+    try:
+        return _by_shape(text, keys, form, kv_dtype)
+    except CheckpointError as error:
+        sizes = stand_in(keys)
+        if sizes is None:
+            raise
+        return _by_shape(text, sizes, form, kv_dtype)._replace(refusal=str(error))
 
 
 def json_keys(file: Path) -> Mapping[str, Any]:

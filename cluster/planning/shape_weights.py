@@ -3,6 +3,8 @@ counts those of a checkpoint's files."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,6 +42,8 @@ class ShapeWeights:
         scheme = model.quantization
         self._products = None if scheme is None else scheme.formats[0].format
         self._experts = experts or self._products
+        # A layer of each kind.
+        self._kind_to_layer = {self._kind(layer): layer for layer in reversed(range(model.num_layers))}
 
     def num_weights(self) -> float:
         """Return the number of all weights."""
@@ -51,9 +55,12 @@ class ShapeWeights:
         return round(sum(it.num_items * it.bytes_each(item_bytes, form) for it in self._of(rank)))
 
     def host_expert_bytes(self, rank: RankShape, item_bytes: int) -> int:
-        """Return the size of weights of experts in host memory: plans leave none there."""
-        assert not rank.expert_offload
-        return 0
+        """Return the size of weights of experts in host memory: of all where the CPU computes some."""
+        if not rank.expert_offload:
+            return 0
+        alone = dataclasses.replace(rank, expert_offload=0)
+        num_items = sum(it.num_items for it in self._of(alone) if it.part == "experts")
+        return round(num_items * item_bytes)
 
     def mean_bytes(self, rank: RankShape, item_bytes: int, form: WeightForm) -> WeightBytes:
         """Return the mean bytes of the weights that the rank keeps."""
@@ -68,12 +75,14 @@ class ShapeWeights:
     def _of(self, rank: RankShape) -> Iterator[_Weights]:
         """Yield what the rank keeps."""
         model, hidden = self._model, self._model.hidden_size
-        for layer in range(rank.first_layer, rank.end_layer):
-            yield from self._of_attention(rank, layer)
-            yield from self._of_feed_forward(rank, layer)
-            yield _Weights("layers", 2 * hidden)  # norms
+        kinds = Counter(map(self._kind, range(rank.first_layer, rank.end_layer)))
+        for kind, num_layers in kinds.items():
+            layer = self._kind_to_layer[kind]
+            for weights in (*self._of_attention(rank, layer), *self._of_feed_forward(rank, layer)):
+                yield weights._replace(num_items=num_layers * weights.num_items)
+            yield _Weights("layers", 2 * hidden * num_layers)  # norms
             if size := model.layer_shapes.input_size:
-                yield _Weights("layers", 2 * hidden * size, self._products, is_product=True)
+                yield _Weights("layers", 2 * hidden * size * num_layers, self._products, is_product=True)
         table = len(part(model.vocab_size, rank.tp_rank, rank.tp)) * hidden
         ends = rank.is_first_stage, rank.is_last_stage
         if rank.is_last_stage or (model.tie_word_embeddings and any(ends)):
@@ -85,6 +94,12 @@ class ShapeWeights:
             columns = model.num_layers * model.layer_shapes.input_size
             yield _Weights("beside", rows * columns)
             yield _Weights("beside", hidden * columns, self._products, is_product=True)
+
+    def _kind(self, layer: int) -> tuple[object, ...]:
+        """Return all that the weights of a layer depend on."""
+        model = self._model
+        attention = model.has_attention(layer), model.has_own_kv(layer), model.has_key_values(layer)
+        return *attention, model.heads_of(layer), model.has_experts(layer), model.intermediate_size_of(layer)
 
     def _of_attention(self, rank: RankShape, layer: int) -> Iterator[_Weights]:
         """Yield the products of a layer's attention, or of its state."""
@@ -120,5 +135,7 @@ class ShapeWeights:
             shared = shape.num_products * hidden * len(part(shape.shared_size, rank.tp_rank, rank.tp))
             yield _Weights("layers", shared, self._products, is_product=True)
         held = held_experts(shape, rank.tp_rank, rank.tp, rank.ep)
-        of_experts = shape.num_products * hidden * len(held.columns) * len(held.experts)
-        yield _Weights("experts", of_experts, self._experts, is_product=True)
+        num_experts = max(len(held.experts) - rank.expert_offload, 0)
+        of_experts = shape.num_products * hidden * len(held.columns) * num_experts
+        # Experts that may change places are not rounded.
+        yield _Weights("experts", of_experts, self._experts, is_product=not rank.expert_offload)

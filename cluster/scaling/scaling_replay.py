@@ -18,9 +18,9 @@ from cluster.scaling.simulation import (
     TICK_S,
     Arrival,
     Outcomes,
+    ReplayedCluster,
+    ReplayedRequest,
     ServiceModel,
-    SimulatedCluster,
-    SimulatedRequest,
 )
 
 # The longest time for which the replay continues after the last arrival.
@@ -61,7 +61,7 @@ class Replayed(Outcomes):
         """The share of all requests in time with the first token and, on average, with the others."""
         return sum(self._is_good(job) for job in self.jobs) / max(len(self.jobs), 1)
 
-    def _is_good(self, job: SimulatedRequest) -> bool:
+    def _is_good(self, job: ReplayedRequest) -> bool:
         if job.first_at is None or job.end_at is None:
             return False
         gap_s = (job.end_at - job.first_at) / max(job.arrival.output_tokens - 1, 1)
@@ -93,7 +93,7 @@ class _Replay:
         self._pools = tuple(pools)
         self._config = config
         self._scheme = scheme
-        self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
+        self._cluster = ReplayedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
         self._history = History(history_span_s(config))
         self._assigned: dict[str, tuple[str, float]] = {}
         self._changes: list[ScalingChange] = []

@@ -54,7 +54,7 @@ class ServiceModel(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedRequest:
+class ReplayedRequest:
     """A request on its way."""
 
     arrival: Arrival
@@ -63,7 +63,7 @@ class SimulatedRequest:
     first_at: float | None = None
     end_at: float | None = None
     # The replica where the request's KV has space.
-    target: SimulatedReplica | None = None
+    target: ReplayedReplica | None = None
 
     @property
     def kv_tokens(self) -> float:
@@ -72,7 +72,7 @@ class SimulatedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedReplica:
+class ReplayedReplica:
     """Both sides of one engine. `progress` is how many tokens a sequence got that was there all the time."""
 
     replica_id: str
@@ -81,16 +81,16 @@ class SimulatedReplica:
     ready_at: float
     model: ServiceModel
     is_leaving: bool = False
-    prompts: deque[SimulatedRequest] = field(default_factory=deque)
+    prompts: deque[ReplayedRequest] = field(default_factory=deque)
     # The sum of the prompts' tokens.
     queued_tokens: float = 0.0
-    computing: SimulatedRequest | None = None
+    computing: ReplayedRequest | None = None
     # The next prompt to be computed: it has its space.
-    granted: SimulatedRequest | None = None
+    granted: ReplayedRequest | None = None
     # Requests with their KV here, for a slot of the batch.
-    waiting: deque[SimulatedRequest] = field(default_factory=deque)
+    waiting: deque[ReplayedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
-    batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
+    batch: list[tuple[float, int, ReplayedRequest]] = field(default_factory=list)
     progress: float = 0.0
     # KV of all requests that run here, wait or are landing, without the tokens that the batch generated since
     # each joined.
@@ -148,13 +148,13 @@ class Outcomes:
 
     # The time that the replicas of each pool existed, starting and leaving ones included.
     replica_s: dict[str, float]
-    jobs: list[SimulatedRequest] = field(default_factory=list)
+    jobs: list[ReplayedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
     num_late_gaps: float = 0.0
     num_preemptions: int = 0
 
 
-class SimulatedCluster:
+class ReplayedCluster:
     """Runs arrivals through the replicas; counts and roles are changed from outside."""
 
     def __init__(
@@ -168,7 +168,7 @@ class SimulatedCluster:
         self._ttft_slo_s = ttft_slo_s
         self._itl_slo_s = itl_slo_s
         self._numbers = itertools.count()
-        self.replicas: list[SimulatedReplica] = []
+        self.replicas: list[ReplayedReplica] = []
         self._counted = Demand()
         self.outcomes = Outcomes(dict.fromkeys(self.desired, 0.0))
         for pool in pools:
@@ -203,9 +203,9 @@ class SimulatedCluster:
 
     def _add(self, pool: str, ready_at: float) -> None:
         replica_id = f"{pool}-{next(self._numbers)}"
-        self.replicas.append(SimulatedReplica(replica_id, pool, self._home[pool], ready_at, self._model))
+        self.replicas.append(ReplayedReplica(replica_id, pool, self._home[pool], ready_at, self._model))
 
-    def _reroute(self, replica: SimulatedReplica) -> None:
+    def _reroute(self, replica: ReplayedReplica) -> None:
         jobs = list(replica.prompts)
         replica.prompts.clear()
         replica.queued_tokens = 0.0
@@ -216,13 +216,13 @@ class SimulatedCluster:
 
     def submit(self, arrival: Arrival) -> None:
         """Submit a request, which is at a prefill replica at once."""
-        job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
+        job = ReplayedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
         self._counted.num_sequences += 1
         self._queue(job)
 
-    def _queue(self, job: SimulatedRequest) -> None:
+    def _queue(self, job: ReplayedRequest) -> None:
         """Queue a request at the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
@@ -242,7 +242,7 @@ class SimulatedCluster:
         self.now += TICK_S
         self.replicas = [each for each in self.replicas if not (each.is_leaving and each.is_empty)]
 
-    def _work(self, replica: SimulatedReplica) -> None:
+    def _work(self, replica: ReplayedReplica) -> None:
         self._begin_prompt(replica)
         has_both = replica.computing is not None and bool(replica.batch)
         share_s = TICK_S / 2 if has_both else TICK_S
@@ -259,7 +259,7 @@ class SimulatedCluster:
                 self._finish_prompt(replica, job, self.now + TICK_S - left_s)
                 self._begin_prompt(replica)
 
-    def _begin_prompt(self, replica: SimulatedReplica) -> None:
+    def _begin_prompt(self, replica: ReplayedReplica) -> None:
         """Begin the next prompt that has space; the one after it requests space at the same time."""
         if replica.granted is None:
             self._request_space(replica)
@@ -267,7 +267,7 @@ class SimulatedCluster:
             replica.computing, replica.granted = replica.granted, None
             self._request_space(replica)
 
-    def _request_space(self, replica: SimulatedReplica) -> None:
+    def _request_space(self, replica: ReplayedReplica) -> None:
         """Request space for the first prompt in line, which waits at the decode replica with the most
         space."""
         able = self._of_kinds(DECODE, BOTH)
@@ -285,7 +285,7 @@ class SimulatedCluster:
         target.held_tokens += job.kv_tokens
         target.num_landings += 1
 
-    def _finish_prompt(self, replica: SimulatedReplica, job: SimulatedRequest, at: float) -> None:
+    def _finish_prompt(self, replica: ReplayedReplica, job: ReplayedRequest, at: float) -> None:
         replica.has_prefilled = True
         target = job.target
         assert target is not None
@@ -302,14 +302,14 @@ class SimulatedCluster:
         else:
             target.waiting.append(job)
 
-    def _admit(self, replica: SimulatedReplica) -> None:
+    def _admit(self, replica: ReplayedReplica) -> None:
         while replica.waiting and len(replica.batch) < self._model.max_sequences:
             job = replica.waiting.popleft()
             entry = (replica.progress + job.remaining_output, next(self._numbers), job)
             heapq.heappush(replica.batch, entry)
             replica.joined_progress += replica.progress
 
-    def _decode(self, replica: SimulatedReplica, share_s: float) -> None:
+    def _decode(self, replica: ReplayedReplica, share_s: float) -> None:
         batch = len(replica.batch)
         replica.step_s = self._model.step.step_s(batch)
         tokens = share_s / replica.step_s
@@ -329,11 +329,11 @@ class SimulatedCluster:
         while replica.used_tokens > self._model.kv_tokens and len(replica.batch) > 1:
             self._preempt(replica)
 
-    def _leave_batch(self, replica: SimulatedReplica, end: float, job: SimulatedRequest) -> None:
+    def _leave_batch(self, replica: ReplayedReplica, end: float, job: ReplayedRequest) -> None:
         replica.joined_progress -= end - job.remaining_output
         replica.held_tokens -= job.kv_tokens
 
-    def _preempt(self, replica: SimulatedReplica) -> None:
+    def _preempt(self, replica: ReplayedReplica) -> None:
         """Make the sequence that joined last compute its prompt and output again, on any replica."""
         entry = max(replica.batch, key=lambda item: item[1])
         replica.batch.remove(entry)
@@ -346,7 +346,7 @@ class SimulatedCluster:
         job.remaining_prompt = job.kv_tokens
         self._queue(job)
 
-    def _end(self, job: SimulatedRequest) -> None:
+    def _end(self, job: ReplayedRequest) -> None:
         job.end_at = self.now + TICK_S
         self._counted.ended([job.arrival.output_tokens])
 
@@ -362,13 +362,13 @@ class SimulatedCluster:
     def is_idle(self) -> bool:
         return all(each.is_empty for each in self.replicas)
 
-    def _of_kinds(self, *kinds: str) -> list[SimulatedReplica]:
+    def _of_kinds(self, *kinds: str) -> list[ReplayedReplica]:
         return [
             each for each in self._serving() if kind_of(each.role, has_prefill=self._has_prefill) in kinds
         ]
 
-    def _serving(self) -> Iterable[SimulatedReplica]:
+    def _serving(self) -> Iterable[ReplayedReplica]:
         return (each for each in self.replicas if each.ready_at <= self.now and not each.is_leaving)
 
-    def _starting(self) -> list[SimulatedReplica]:
+    def _starting(self) -> list[ReplayedReplica]:
         return [each for each in self.replicas if each.ready_at > self.now and not each.is_leaving]

@@ -18,7 +18,7 @@ from cluster.gateway.replica_connections import ReplicaState
 from cluster.metrics.demand import Demand, demand_message
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord
-from cluster.simulation.simulated_replica import PassedSteps
+from cluster.simulation.gateway_end import PassedSteps
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages.link import LoadReport, PrefillReport, ReplicaHello, RoleChanged, TokenDelta
 
@@ -60,24 +60,24 @@ class GatewayFigures:
         """Count a prompt that was computed."""
         self._demand.prompt(max(0, report.num_prompt_tokens - report.num_cached_tokens))
 
-    def streamed(self, delta: TokenDelta, now: float, passed: PassedSteps | None) -> None:
-        """Count new tokens of a request that arrived from a replica."""
+    def streamed(self, delta: TokenDelta, at: float, passed: PassedSteps | None) -> None:
+        """Count new tokens of a request that arrive from a replica then (`TokenObserver`)."""
         request, num_tokens = self._open.get(delta.request_id), len(delta.tokens) // TOKEN_BYTES
         if request is None or not num_tokens:
             return
         if not request.num_tokens:
-            self._demand.first_token(now - request.started_at > self.ttft_slo_s)
+            self._demand.first_token(at - request.started_at > self.ttft_slo_s)
         elif passed is None or not passed.has(delta):
-            is_late = (now - request.last_at) / num_tokens > self.itl_slo_s
+            is_late = (at - request.last_at) / num_tokens > self.itl_slo_s
             self._demand.gaps(num_tokens, is_late)
         else:
-            now = passed.arrivals[-1]
+            at = passed.arrivals[-1]
             num_late = passed.arrivals[0] - request.last_at > self.itl_slo_s
             num_late += self._num_late_steps(passed)
             self._demand.gaps(num_late, are_late=True)
             self._demand.gaps(num_tokens - num_late, are_late=False)
         request.num_tokens += num_tokens
-        request.last_at = now
+        request.last_at = at
 
     def _num_late_steps(self, passed: PassedSteps) -> int:
         if self.itl_slo_s == math.inf:

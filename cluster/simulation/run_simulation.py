@@ -13,6 +13,7 @@ from cluster.simulation.simulated_load import LoadDriver, SimulatedSession
 from cluster.simulation.simulated_scaling import PlannedScaling, SimulatedScaling
 from cluster.simulation.simulation_result import SimulatedObjectives, SimulationResult, result_of
 from cluster.simulation.time_lines import TimeLines
+from router.config import RouterConfig
 
 # Until then the gateways know all replicas.
 _BEGINS_S = 1.0
@@ -33,6 +34,11 @@ class SimulationPlan(NamedTuple):
     price_per_s: float | None = None
     samples_s: float = 0.0
     scaling: PlannedScaling | None = None
+
+    def of_policy(self, policy: str, sessions: Iterable[SimulatedSession]) -> SimulationPlan:
+        """Return the same simulation with this policy of the router, and these sessions."""
+        router = RouterConfig.model_validate({**self.shape.router.model_dump(), "policy": policy})
+        return self._replace(shape=self.shape._replace(router=router), sessions=sessions)
 
 
 class Simulated(NamedTuple):

@@ -15,9 +15,10 @@ Everything that crosses the network takes `NETWORK_S`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from cluster.admission.config import AdmissionConfig
 from cluster.simulation.placement_links import PlacementLinks
@@ -58,7 +59,7 @@ class SimulatedCluster:
 
     def __init__(self, shape: ClusterShape, seed: int) -> None:
         self.shape = shape
-        self.random = random.Random(seed)
+        self._random = np.random.default_rng(seed)
         self.events = EventQueue()
         self.clock = self.events.clock
         self.records: list[CallRecord] = []
@@ -109,7 +110,7 @@ class SimulatedCluster:
         (None: now)."""
         epoch = self._epochs[replica_id] = self._epochs.get(replica_id, 0) + 1
         identity = ReplicaIdentity(replica_id, epoch)
-        phase_s = _TICK_S * self.random.random()
+        phase_s = _TICK_S * float(self._random.random())
         replica = SimulatedReplica(
             identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s
         )
@@ -162,7 +163,7 @@ class SimulatedCluster:
 
     def _catch_up(self) -> None:
         for replica in self._replicas.values():
-            replica.catch_up()
+            replica.send_all()
 
     def arrive(
         self,
@@ -181,7 +182,7 @@ class SimulatedCluster:
         )
         self.records.append(record)
         if gateway is None:
-            gateway = self.random.randrange(len(self.gateways)) if len(self.gateways) > 1 else 0
+            gateway = int(self._random.integers(len(self.gateways))) if len(self.gateways) > 1 else 0
         self.gateways[gateway].arrive(request, record, on_end)
         return record
 

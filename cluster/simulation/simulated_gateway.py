@@ -20,7 +20,7 @@ from cluster.gateway.submissions import first_route_request
 from cluster.simulation.gateway_figures import GatewayFigures
 from cluster.simulation.simulated_call import CallRecord, CountedText, SimulatedCall, SimulatedRequest
 from cluster.simulation.simulated_peers import NETWORK_S
-from cluster.simulation.simulated_replica import PassedSteps, SimulatedReplica
+from cluster.simulation.simulated_replica import SimulatedReplica
 from cluster.simulation.virtual_time import EventQueue
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import extend_keys
@@ -102,6 +102,9 @@ class SimulatedGateway:
     def num_running(self) -> int:
         """The requests that have arrived and not ended."""
         return len(self._calls)
+
+    def _is_quiet(self) -> bool:
+        return self.is_quiet
 
     @property
     def is_quiet(self) -> bool:
@@ -226,7 +229,7 @@ class SimulatedGateway:
 
     def join(self, replica: SimulatedReplica) -> None:
         """Open the link to a replica that is ready."""
-        replica.connect(self.key, partial(self._on_message, replica.identity))
+        replica.connect(self.key, partial(self._on_message, replica.identity), self._is_quiet, self.figures)
 
     def lost(self, identity: ReplicaIdentity, reason: str) -> None:
         """Take in that a replica's link has ended: its requests go to others."""
@@ -242,13 +245,13 @@ class SimulatedGateway:
         self.admission.pump()
         self._look()
 
-    def _on_message(self, source: ReplicaIdentity, message: LinkUp, passed: PassedSteps | None) -> None:
+    def _on_message(self, source: ReplicaIdentity, message: LinkUp) -> None:
         if isinstance(message, ReplicaHello):
             self._joined(message)
         elif source not in self._hellos:
             return
         elif isinstance(message, StepFrame):
-            self._on_frame(source, message, passed)
+            self._on_frame(source, message)
         elif isinstance(message, KvEvents):
             if not self.router.tree.apply_events(message):
                 self._post(source, KvSnapshotRequest("gap"))
@@ -286,7 +289,7 @@ class SimulatedGateway:
             call.apply(call.state.on_streams, source, may_stay)
         self.admission.pump()
 
-    def _on_frame(self, source: ReplicaIdentity, frame: StepFrame, passed: PassedSteps | None) -> None:
+    def _on_frame(self, source: ReplicaIdentity, frame: StepFrame) -> None:
         """Take the news of a step, as `cluster.gateway.request_manager.RequestManager.on_step` does."""
         now, calls = self._clock.now(), self._calls
         if frame.load is not None:
@@ -303,7 +306,6 @@ class SimulatedGateway:
                 call.apply(call.state.on_handed_over, source, joined)
         for delta in frame.deltas:
             if (call := calls.get(delta.request_id)) is not None:
-                self.figures.streamed(delta, now, passed)
                 call.apply(call.state.on_delta, source, delta)
         for failure in frame.failures:
             self._on_failure(source, failure)

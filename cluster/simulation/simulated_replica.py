@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cluster.simulation.batch_gate import BatchGate, Batching
-from cluster.simulation.simulated_peers import NETWORK_S, LinkedReplica, SimulatedPeers
+from cluster.simulation.gateway_end import GatewayEnd, TokenObserver
+from cluster.simulation.simulated_peers import LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
 from cluster.simulation.step_model import KnownCosts, StepModel
 from cluster.simulation.virtual_time import EventQueue
@@ -23,7 +24,7 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from workers.config import EngineConfig
-from workers.messages.link import Cancel, GatewayKey, LinkDown, LinkUp, Submission, TokenDelta
+from workers.messages.link import Cancel, GatewayKey, LinkDown, LinkUp, Submission
 from workers.messages.rank_channel import RankReady, RankUp
 from workers.replica.engine_decisions import DRAIN_LOOK_S, EngineDecisions, EngineSurroundings
 from workers.replica.gateway_links import GatewayLinks
@@ -73,38 +74,6 @@ class SimulatedEngine(NamedTuple):
         )
 
 
-class PassedSteps(NamedTuple):
-    """The steps of a run whose tokens are sent together: when those of each would have arrived, and the first
-    indices of what each request gets of them."""
-
-    caught_up_at: float
-    arrivals: list[float]
-    first_indices: dict[str, int]
-
-    def has(self, delta: TokenDelta) -> bool:
-        """Whether these are tokens of the run."""
-        return self.first_indices.get(delta.request_id) == delta.first_index
-
-
-Arrive = Callable[[LinkUp, PassedSteps | None], None]
-
-
-class GatewayEnd(NamedTuple):
-    """The gateway's end of a link: what is sent arrives there after the time of the network, with the steps
-    of which it has the tokens, where those were passed over."""
-
-    events: EventQueue
-    arrive: Arrive
-    passed: Callable[[], PassedSteps | None]
-
-    def send(self, frame: Any) -> None:
-        passed = self.passed()
-        self.events.after(NETWORK_S, lambda: self.arrive(frame, passed))
-
-    def close(self) -> None:
-        """The gateway hears of a replica's end from the cluster."""
-
-
 class _StepRun(NamedTuple):
     """Steps that are passed over, at most so many, and when each and those after them are done."""
 
@@ -142,7 +111,7 @@ class SimulatedReplica(EngineDecisions):
         self._pump_scheduled = False
         self._may_skip = may_skip
         self._run: _StepRun | None = None
-        self._passed: PassedSteps | None = None
+        self._ends: list[GatewayEnd] = []
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
         block_bytes = compatibility.token_bytes * engine.block_tokens
@@ -206,9 +175,17 @@ class SimulatedReplica(EngineDecisions):
         """Whether anybody answers here."""
         return not self._death
 
-    def connect(self, gateway: GatewayKey, arrive: Arrive) -> None:
-        """Open the link of a gateway, which `arrive` reads."""
-        self._gateways.connected(gateway, GatewayEnd(self._events, arrive, self._passed_now))
+    def connect(
+        self,
+        gateway: GatewayKey,
+        arrive: Callable[[LinkUp], None],
+        is_quiet: Callable[[], bool],
+        observer: TokenObserver,
+    ) -> None:
+        """Open the link of a gateway, as `GatewayEnd` has it."""
+        end = GatewayEnd(self._events, arrive, is_quiet, observer)
+        self._ends.append(end)
+        self._gateways.connected(gateway, end)
         self._gateways.send(gateway, self.hello())
 
     def receive(self, gateway: GatewayKey, message: LinkDown) -> None:
@@ -231,8 +208,14 @@ class SimulatedReplica(EngineDecisions):
     def stop_runs(self) -> None:
         """Send all tokens up to now, and do steps one by one from now on."""
         self._may_skip = _never
+        self.send_all()
+
+    def send_all(self) -> None:
+        """Send all tokens up to now."""
         self.catch_up()
         self.flush()
+        for end in self._ends:
+            end.send_kept()
 
     def end(self, reason: str) -> None:
         """Die, with everything that runs here."""
@@ -241,8 +224,7 @@ class SimulatedReplica(EngineDecisions):
     def drain(self, drain_s: float, on_drained: Callable[[], None]) -> None:
         """Leave, as `workers.replica.engine_core.EngineCore.drain`; `on_drained` is called unless the replica
         dies before."""
-        self.catch_up()
-        self.flush()
+        self.send_all()
         self.begin_drain(drain_s)
         deadline = self._clock.now() + drain_s
 
@@ -250,7 +232,7 @@ class SimulatedReplica(EngineDecisions):
             if not self.is_drained and self._clock.now() < deadline:
                 self._events.after(DRAIN_LOOK_S, look)
             elif self.is_alive:
-                self.catch_up()
+                self.send_all()
                 self.end_drain()
                 on_drained()
 
@@ -262,8 +244,7 @@ class SimulatedReplica(EngineDecisions):
         self.ranks.kill()
 
     def set_role(self, role: str, epoch: int) -> None:
-        self.catch_up()
-        self.flush()
+        self.send_all()
         super().set_role(role, epoch)
 
     def wake(self) -> None:
@@ -308,11 +289,8 @@ class SimulatedReplica(EngineDecisions):
         slots = [sequence.slot for sequence in sequences]
         deltas = self._decodes.repeat(num_steps, [self.ranks.token_of(slot) for slot in slots])
         past = run.times[:num_steps]
-        self._passed = PassedSteps(
-            self._clock.now(),
-            [at + NETWORK_S for at in past],
-            {delta.request_id: delta.first_index for delta in deltas},
-        )
+        for end in self._ends:
+            end.pass_over(past, deltas)
         self.ranks.skip(num_steps, run.times, slots)
         self.steps.skip(
             [end - begin for begin, end in zip([began_at, *past], past, strict=False)], len(slots)
@@ -320,17 +298,6 @@ class SimulatedReplica(EngineDecisions):
         self._gateways.passed(past)
         for delta in deltas:
             self.table.post_delta(delta)
-
-    def _passed_now(self) -> PassedSteps | None:
-        """Return the run whose tokens are sent at this moment."""
-        passed = self._passed
-        return passed if passed is not None and passed.caught_up_at == self._clock.now() else None
-
-    def report(self) -> None:
-        """Send the tokens up to now, and the load if it is due."""
-        if self.is_alive:
-            self.catch_up()
-            self.flush()
 
     def _tick(self) -> None:
         if self.is_alive:

@@ -59,7 +59,7 @@ class SimulatedScaling:
             gateway.figures.ttft_slo_s = plan.config.ttft_slo_s
             gateway.figures.itl_slo_s = plan.config.itl_slo_s
             gateway.start_patience_s = plan.config.start_patience_s
-        cluster.events.after(0.0, self._collect)
+        cluster.events.after(0.0, self._look)
 
     @property
     def moves(self) -> list[ScalingChange]:
@@ -69,15 +69,14 @@ class SimulatedScaling:
     async def _open_client(self) -> SimulatedServe:
         return self.serve
 
-    def _collect(self) -> None:
-        """Let the replicas send what they have done; the scaler looks when that has arrived."""
-        for replica in self._cluster.replicas:
-            replica.report()
-        self._cluster.events.after(NETWORK_S, self._look)
-        self._cluster.events.after(self._interval_s, self._collect)
-
     def _look(self) -> None:
+        """Let the scaler look. What replicas have sent by now counts, although it has not arrived yet."""
         now = self._cluster.clock.now()
+        self._cluster.events.after(self._interval_s, self._look)
+        for replica in self._cluster.replicas:
+            if replica.is_alive:
+                replica.catch_up()
+                replica.flush()
         self.serve.keep_targets()
         self.roster.list_replicas(
             [

@@ -3,7 +3,7 @@ and between tokens, and the load of each replica."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ def save_plots(folder: Path, result: SimulationResult, lines: TimeLines) -> list
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = []
-        for name, draw in (
-            ("time_lines.png", lambda figure: _draw_lines(figure, lines)),
-            ("latencies.png", lambda figure: _draw_latencies(figure, result)),
-            ("replicas.png", lambda figure: _draw_replicas(figure, result)),
-        ):
+        drawings: dict[str, Callable[[Any], None]] = {
+            "time_lines.png": lambda figure: _draw_lines(figure, lines),
+            "latencies.png": lambda figure: _draw_latencies(figure, result),
+            "replicas.png": lambda figure: _draw_replicas(figure, result),
+        }
+        for name, draw in drawings.items():
             figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
             draw(figure)
             figure.savefig(folder / name)

@@ -36,7 +36,7 @@ class ReplicaUse(NamedTuple):
 
 
 class SimulationResult(NamedTuple):
-    """The figures of one simulation. Times are seconds; what no request has is 0."""
+    """What came of one simulation. Times are seconds; what no request has is 0."""
 
     records: Sequence[CallRecord]
     replicas: Sequence[ReplicaUse]
@@ -47,8 +47,8 @@ class SimulationResult(NamedTuple):
     replica_s: float
     busy_s: float
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+    def as_json(self) -> dict[str, Any]:
+        """Return latencies, goodput, hits and the rest as JSON values."""
         good = [record for record in self.records if record.is_good]
         ttfts, tpots = [it.ttft_s for it in good], [it.tpot_s for it in good if it.num_output > 1]
         num_kept = sum(map(self.objectives.kept_by, self.records))

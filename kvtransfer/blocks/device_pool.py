@@ -24,14 +24,12 @@ from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.blocks.torch_checksum import finish_totals, piece_totals
+from kvtransfer.blocks.transfer_memory import BATCH_BYTES, transfer_buffer_bytes
 from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
-# Bytes moved at a time where that takes as much of the device's memory in addition to the pool.
-_BATCH_BYTES = 32 << 20
-# Threads that move a batch at a time: the store's, and those of connections, most of which move less.
-_NUM_BATCHES = 8
+_BATCH_BYTES = BATCH_BYTES
 # Pieces that one kernel moves at most: the third dimension of a grid of CUDA.
 _MOST_PIECES = 65535
 
@@ -64,7 +62,7 @@ class PendingSums:
 
 def transfer_bytes(layout: BlockLayout) -> int:
     """Return how much memory of the device transfers take in addition to a pool of this layout."""
-    return _NUM_BATCHES * max(_BATCH_BYTES, layout.block_bytes)
+    return transfer_buffer_bytes(layout.block_bytes)
 
 
 class DevicePool(KvPool):

@@ -19,7 +19,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
-from workers.rank.decode_graphs import graph_sizes
+from workers.model.rank_memory import graph_sizes
 from workers.rank.device_queue import CpuQueue, CudaQueue, DeviceQueue, Graph, Recorder, Work, make_queue
 from workers.rank.device_steps import DeviceSteps
 from workers.rank.model_runner import ModelRunner

@@ -41,6 +41,8 @@ GROUP_BYTES = 512 << 20
 # The memory of the driver for one layer in one graph: an allowance. All 35 graphs of 32 layers took 21 to 94
 # MB on an H100, with what torch has of them.
 GRAPH_LAYER_BYTES = 128 << 10
+# The rows of decode steps that have a graph: few, and multiples.
+_FIRST_GRAPH_ROWS, _GRAPH_ROWS_STEP = (1, 2, 4), 8
 # The number of float32 copies of the sampled rows' logits that sampling may hold at a time: the logits
 # themselves, their log-probabilities, and the values that the filters of top-p and top-k sort.
 _LOGIT_COPIES = 4
@@ -492,6 +494,12 @@ def _key_columns(rank: RankShape, layer: int) -> int:
     """Return the columns of the keys of a layer."""
     keys = layer_heads(rank.model, layer, rank.tp_rank, rank.tp).keys
     return len(keys) * rank.model.heads_of(layer).head_dim
+
+
+def graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows to record for steps of up to `most_rows` sequences."""
+    most = -(-most_rows // _GRAPH_ROWS_STEP) * _GRAPH_ROWS_STEP
+    return (*_FIRST_GRAPH_ROWS, *range(_GRAPH_ROWS_STEP, most + 1, _GRAPH_ROWS_STEP))
 
 
 def most_useful_kv_tokens(model: ModelConfig, max_sequences: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workers.messages.rank_channel import StepPlan
 from workers.model.attention.interface import AttentionBackend, StepInput
+from workers.model.rank_memory import graph_sizes
 from workers.rank.containment import Containment
 from workers.rank.device_batch import DeviceBatch
 from workers.rank.device_queue import DeviceQueue, Event, Graph
@@ -25,9 +26,6 @@ from workers.rank.input_batch import PlannedRows
 from workers.rank.rank_model import RankModel
 from workers.rank.tickets import DrawnRows, Results
 
-_FIRST_SIZES = (1, 2, 4)
-_STEP = 8
-
 
 class Decoded(NamedTuple):
     """The results of a graph: int32 `tokens` [num_rows] and float32 `logits` [num_rows, vocab_size] in memory
@@ -35,12 +33,6 @@ class Decoded(NamedTuple):
 
     tokens: Tensor
     logits: Tensor
-
-
-def graph_sizes(most_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows to record for steps of up to `most_rows` sequences."""
-    most = -(-most_rows // _STEP) * _STEP
-    return (*_FIRST_SIZES, *range(_STEP, most + 1, _STEP))
 
 
 class DecodeGraphs:

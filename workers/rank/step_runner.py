@@ -23,9 +23,10 @@ from workers.messages.rank_channel import BlockCopy, StepPlan, StepReport
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput, to_device
 from workers.model.experts.hot_experts import HotExperts
 from workers.model.host_kv import HostKv
+from workers.model.rank_memory import graph_sizes
 from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
-from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
+from workers.rank.decode_graphs import DecodeGraphs
 from workers.rank.device_batch import DeviceBatch, DeviceRows
 from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, make_device_sampler

@@ -46,6 +46,13 @@ def test_published_sizes_of_kv() -> None:
     assert kv_bytes("gpt-oss-20b", 8192) == 2 * 8 * 64 * 2 * (12 * 8192 + 12 * 128)
 
 
+def test_heads_have_a_size_of_their_own() -> None:
+    """Not hidden / heads, of which published formulas of KV make half here."""
+    shape = planned_model("qwen3-30b-a3b", "auto", "auto").shape
+    assert shape.head_dim == 128 == 2 * shape.hidden_size // shape.num_heads
+    assert kv_bytes("qwen3-30b-a3b", 1000) == 1000 * 2 * 48 * 4 * 128 * 2
+
+
 def test_stored_forms() -> None:
     billion = planned_model("deepseek-v3", "auto", "auto").weight_bytes / 1e9
     assert billion == pytest.approx(NAME_TO_WEIGHTS["deepseek-v3"], rel=0.06)

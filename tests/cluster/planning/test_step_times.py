@@ -119,3 +119,13 @@ def test_a_cached_prefix_is_not_computed(llama: PlannedModel, split: DeviceSplit
     # The rest attends to what is cached, so it takes more than a prompt of its length alone.
     assert of_model.prefill(2048).busy_s < suffix.busy_s < 0.4 * whole.busy_s
     assert of_model.prefill(8192, 8192) == of_model.prefill(8192, 8191)
+
+
+@pytest.mark.parametrize(("batch", "ratio"), [(1, 1.0), (64, 1.0), (256, 1.4)])
+def test_steps_of_five_tokens_a_sequence_take_longer_where_they_multiply(
+    llama: PlannedModel, batch: int, ratio: float
+) -> None:
+    """As docs/planning.md has it of drafts that are verified."""
+    of_model = times(llama)
+    verified_s = of_model.step_s(0, 0, [(1019, 5)] * batch)
+    assert verified_s / of_model.decode_s(batch, 1024) == pytest.approx(ratio, abs=0.05)

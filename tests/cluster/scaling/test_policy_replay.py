@@ -21,7 +21,7 @@ from cluster.scaling.config import PoolLimits
 from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.other_policies import TargetQueue, keep_counts
 from cluster.scaling.scaling_replay import Replayed, replay
-from cluster.scaling.simulation import Arrival, ServiceModel, SimulatedCluster
+from cluster.scaling.simulation import Arrival, ServiceModel, ReplayedCluster
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,
@@ -232,7 +232,7 @@ def test_a_prompt_alone_takes_its_tokens_over_the_rate() -> None:
 def test_everything_that_was_held_is_given_back() -> None:
     """With preemptions and replicas that leave on the way."""
     model = MODEL._replace(kv_tokens=12_000)
-    cluster = SimulatedCluster((pool("prefill", 2), pool("decode", 2)), model, 2.0, 0.05)
+    cluster = ReplayedCluster((pool("prefill", 2), pool("decode", 2)), model, 2.0, 0.05)
     for _ in range(40):
         cluster.submit(Arrival(0.0, 700, 900))
     for tick in range(40_000):
@@ -252,7 +252,7 @@ def test_everything_that_was_held_is_given_back() -> None:
 
 
 def test_new_replicas_take_their_time_and_are_paid_from_the_order() -> None:
-    cluster = SimulatedCluster(PAIR, MODEL, 2.0, 0.05)
+    cluster = ReplayedCluster(PAIR, MODEL, 2.0, 0.05)
     cluster.scale("decode", 3)
     ready = []
     for _ in range(250):

@@ -54,11 +54,15 @@ def test_equal_logs_where_requests_wait_in_gateways() -> None:
 
 @pytest.mark.parametrize("roles", slow_but([BOTH, SPLIT], BOTH))
 def test_equal_logs_when_a_replica_dies_and_comes_back(roles: tuple[str, ...]) -> None:
-    last = len(roles) - 1
-
     def disturb(cluster: SimulatedCluster) -> None:
-        cluster.events.at(3.01, lambda: cluster.end_replica(f"r{last:04}", "on purpose"))
-        cluster.events.at(5.0, lambda: cluster.add_replica(f"r{last:04}", roles[last], ENGINE))
+        def end_busiest() -> None:
+            able = [replica for replica in cluster.replicas if replica.role != "prefill"]
+            busiest = max(able, key=lambda replica: len(replica.table))
+            name = busiest.identity.replica_id
+            cluster.end_replica(name, "on purpose")
+            cluster.events.after(2.0, lambda: cluster.add_replica(name, busiest.role, ENGINE))
+
+        cluster.events.at(3.01, end_busiest)
 
     *in_runs, _ = steps_and_log(roles, 12.0, 3, skips=True, disturb=disturb)
     *one_by_one, _ = steps_and_log(roles, 12.0, 3, skips=False, disturb=disturb)

@@ -1,0 +1,90 @@
+"""`tandem simulate` on small loads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import cli
+
+SYNTHETIC = ["simulate", "--format", "synthetic", "--requests", "30", "--rate", "10", "--output", "20"]
+TRACE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]},
+    {"timestamp": 500, "input_length": 1300, "output_length": 5, "hash_ids": [1, 2, 4]},
+    {"timestamp": 1500, "input_length": 600, "output_length": 0, "hash_ids": [1, 9]},
+]
+
+
+def run(*options: str) -> list[dict[str, float]]:
+    """Return the figures of a run, one object for each policy."""
+    result = CliRunner().invoke(cli, [*options, "--json"])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def refused(*options: str) -> str:
+    result = CliRunner().invoke(cli, [*options, "--json"])
+    assert result.exit_code != 0
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, TRACE)))
+    return str(file)
+
+
+def test_figures_of_a_drawn_load(tmp_path: Path) -> None:
+    file = tmp_path / "requests.csv"
+    model = ["--model", "llama-3.1-8b", "--hardware", "H100", "--price-per-hour", "2.5"]
+    (found,) = run(*SYNTHETIC, *model, "--csv", str(file))
+    assert found["requests"] == found["finished"] == 30
+    assert 0 < found["ttft_p50_s"] <= found["ttft_p99_s"]
+    assert 0.004 < found["tpot_p50_s"] < 0.02
+    assert found["cost_per_million_tokens"] > 0
+    assert {"goodput_rps", "refused", "hit_rate", "imbalance", "utilization"} <= set(found)
+    with file.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 30
+    assert all(float(row["ended_at"]) > float(row["first_token_at"]) > 0 for row in rows)
+
+
+def test_blocks_of_a_trace_are_found_again(trace: str) -> None:
+    (found,) = run("simulate", "--trace", trace, "--colocated", "--decode", "0", "--utilization", "0.1")
+    # Blocks 1 and 2 of the second prompt, and of the third, whose second block is another one, the first.
+    assert found["hit_rate"] == pytest.approx((1024 + 512) / 3000, abs=1e-6)
+
+
+def test_a_column_for_each_policy(trace: str) -> None:
+    found = run("simulate", "--trace", trace, "--colocated", "--policy", "round_robin,random")
+    assert [each["policy"] for each in found] == ["round_robin", "random"]
+
+
+def test_the_table_is_that_of_measurements(trace: str) -> None:
+    result = CliRunner().invoke(cli, ["simulate", "--trace", trace, "--colocated"])
+    assert result.exit_code == 0, result.output
+    for name in ("serving benchmark", "TTFT p50, ms", "goodput, requests/s", "hit rate"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["simulate"], "--trace"),
+        ([*SYNTHETIC, "--policy", "best"], "best is none of"),
+        ([*SYNTHETIC, "--hardware", "H100"], "--model: name the model"),
+        ([*SYNTHETIC, "--model", "llama-3.1-8b"], "--hardware: name the device"),
+        ([*SYNTHETIC, "--model", "llama-3.3-70b", "--hardware", "L40S"], "does not fit 1 of them"),
+        ([*SYNTHETIC, "--failures", "r0000"], "--failures r0000: expected REPLICA@SECOND"),
+        ([*SYNTHETIC, "--failures", "r9@1"], "--failures: there is no replica r9"),
+        ([*SYNTHETIC, "--decode", "0"], "--decode: no replica decodes"),
+        (["simulate", "--trace", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], said: str) -> None:
+    assert said in refused(*options)
