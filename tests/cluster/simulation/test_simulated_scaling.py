@@ -95,9 +95,9 @@ def roles_and_records(*, skips: bool = True) -> tuple[set[str], list[CallRecord]
     cluster = simulated_cluster(ClusterShape([SLOW_PAIR[0], *2 * [SLOW_PAIR[1]]], skips=skips))
     plan = scaling(autoscale=False, change_roles=True, role_change_after_s=3.0)
     scaled = SimulatedScaling(cluster, plan)
-    offer(cluster, 6.0, 20.0, 4, mean_output=0)
+    offer(cluster, 9.0, 15.0, 4, mean_output=0)
     seen: set[str] = set()
-    for at in range(2, 90):
+    for at in range(2, 60):
         cluster.events.run(float(at))
         seen |= {f"{replica.pool_name} as {replica.role}" for replica in cluster.replicas}
     assert [replica.role for replica in cluster.replicas] == ["prefill", "decode", "decode"]
