@@ -43,9 +43,9 @@ NUM_TRACED = 3000
 MOST = 12
 START_S = 60.0
 SPAN_S = 1800.0
-# A prompt of 4,000 tokens takes 2 s, and 5 sequences of as many tokens decode in steps of 96 ms.
+# A prompt of 4,000 tokens takes 4 s, and 5 sequences of as many tokens decode in steps of 186 ms.
 SLOW = SimulatedEngine(
-    StepModel(0.04, 1e-2, 3e-7, 1 / 2000), num_blocks=500, block_tokens=256, max_sequences=32
+    StepModel(0.08, 2e-2, 3e-7, 1 / 1000), num_blocks=500, block_tokens=256, max_sequences=32
 )
 # A prompt of 12,000 tokens takes 0.75 s, and 20 sequences behind as many decode in steps of 34 ms.
 FAST = SimulatedEngine(
@@ -86,7 +86,7 @@ def shifting(at: float) -> DrawnLengths:
 
 def loads(names: Iterable[str], trace: Path | None, num_traced: int, seed: int) -> list[Load]:
     """Return the loads of these names; the public one only with a trace."""
-    slow = SimulatedObjectives(8.0, 0.1)
+    slow = SimulatedObjectives(15.0, 0.2)
     made = [
         Load(
             "diurnal",
@@ -97,7 +97,7 @@ def loads(names: Iterable[str], trace: Path | None, num_traced: int, seed: int) 
             1.1,
         ),
         Load(
-            "shift", lambda: varying_sessions(lambda at: 0.5, shifting, SPAN_S, seed), SLOW, slow, (2, 1), 1.1
+            "shift", lambda: varying_sessions(lambda at: 0.5, shifting, SPAN_S, seed), SLOW, slow, (4, 1), 1.1
         ),
     ]
     if trace is not None:
