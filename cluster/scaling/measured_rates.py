@@ -97,7 +97,7 @@ def measured_rates(
                 prefilling.append((weight, replica))
             if kind != PREFILL:
                 decoding.append((weight, replica))
-    step = step_cost(
+    step = reported_step(decoding) or step_cost(
         (weight, min(each.num_running, max_sequences), each.decode_step_s) for weight, each in decoding
     )
     return MeasuredRates(
@@ -125,6 +125,25 @@ def _blocks_per_sequence(samples: Sequence[tuple[float, ReplicaSample]]) -> floa
     ]
     total = sum(sequences for _, sequences in busy)
     return sum(blocks for blocks, _ in busy) / total if total > 0 else 0.0
+
+
+def reported_step(samples: Sequence[tuple[float, ReplicaSample]]) -> StepCost | None:
+    """Return the cost that replicas have measured of their own steps, for contexts as they are; None where
+    none has.
+
+    A line through samples is flatter than the truth: a sample has the batch of one moment, and the mean time
+    of the steps before it.
+    """
+    known = [(weight, each) for weight, each in samples if each.decode_base_s > 0]
+    num_sequences = sum(weight * each.num_running for weight, each in known)
+    if num_sequences <= 0:
+        return None
+    context = sum(weight * each.num_context_tokens for weight, each in known) / num_sequences
+    context_s = _mean((weight, each.decode_context_s) for weight, each in known)
+    per_sequence_s = _mean((weight, each.decode_sequence_s) for weight, each in known) + context * context_s
+    if per_sequence_s <= 0:
+        return None
+    return StepCost(_mean((weight, each.decode_base_s) for weight, each in known), per_sequence_s)
 
 
 def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:

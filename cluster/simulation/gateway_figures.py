@@ -72,8 +72,8 @@ class GatewayFigures:
             self._demand.gaps(num_tokens, is_late)
         else:
             at = passed.arrivals[-1]
-            num_late = passed.arrivals[0] - request.last_at > self.itl_slo_s
-            num_late += self._num_late_steps(passed)
+            is_late = passed.arrivals[0] - request.last_at > self.itl_slo_s
+            num_late = int(is_late) + self._num_late_steps(passed)
             self._demand.gaps(num_late, are_late=True)
             self._demand.gaps(num_tokens - num_late, are_late=False)
         request.num_tokens += num_tokens
