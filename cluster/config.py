@@ -30,7 +30,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.errors import ConfigError
 from cluster.http.config import HttpConfig
 from cluster.identity.config import AuthConfig
-from cluster.metrics.config import LogConfig, TracingConfig
+from cluster.metrics.config import LogConfig, RecordingConfig, TracingConfig
 from cluster.model_source.config import DownloadConfig
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
@@ -381,6 +381,7 @@ class ClusterConfig(_Settings):
     scaling: ScalingConfig = ScalingConfig()
     logs: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+    recording: RecordingConfig = RecordingConfig()
     auth: AuthConfig = AuthConfig()
     # Holds the cluster secret, at the same path on every node; None: drawn at start, which serves one host.
     # Relative to the file that names it.

@@ -18,7 +18,7 @@ from cluster.errors import (
     failures_logged,
     to_grpc_status,
 )
-from cluster.gateway.acceptance import Acceptance, AcceptedRequest, NewCall
+from cluster.gateway.acceptance import Acceptance, AcceptedRequest, CallProgress, NewCall
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
@@ -124,7 +124,7 @@ class RequestManager:
         """
         now = self._clock.now()
         deadline_at = None if deadline_s is None else now + deadline_s
-        call = NewCall(request, identity, caller, now, deadline_at, pooling, is_charged)
+        call = NewCall(request, identity, caller, now, deadline_at, CallProgress(), pooling, is_charged)
         try:
             accepted = await self.acceptance.accept(call)
         except RequestError as error:
@@ -149,6 +149,9 @@ class RequestManager:
                 reason=error.logged,
                 started_at=call.caller.arrived_at or call.arrived_at,
                 ended_at=self._clock.now(),
+                prepared=call.progress.prepared,
+                service_class=call.progress.service_class,
+                max_tokens=call.request.max_tokens,
             )
         )
 
@@ -347,6 +350,8 @@ class RequestManager:
             decisions=tuple(request.decisions),
             timeline=tuple(request.timeline),
             prepared=accepted.prepared,
+            service_class=accepted.prepared.facts.service_class,
+            max_tokens=accepted.call.request.max_tokens,
         )
         self._records.ended(key, ended)
         self.admission.pump()

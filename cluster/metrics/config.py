@@ -1,4 +1,4 @@
-"""Settings under `logs:` and `tracing:` of the cluster's file."""
+"""Settings under `logs:`, `tracing:` and `recording:` of the cluster's file."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ class TracingConfig(BaseModel):
     endpoint: str = ""
     # The share of the requests whose caller does not say whether they are traced.
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
+
+
+class RecordingConfig(BaseModel):
+    """Each gateway's recording of its latest requests, as lengths and times without text, for what-if
+    simulations."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # The memory of a gateway for it; 0: nothing is recorded.
+    max_mb: float = Field(default=16.0, ge=0)
+    # The age at which a request is forgotten.
+    max_age_s: float = Field(default=1800.0, gt=0)

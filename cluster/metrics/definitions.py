@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, POOLS, REQUESTS, TENANTS
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, POOLS, RECORDING, REQUESTS, TENANTS
 from cluster.metrics.replica_metrics import ENGINES, KV, STORES, TRANSFER
 
 SECTIONS = {
@@ -11,6 +11,7 @@ SECTIONS = {
     "Classes": CLASSES,
     "Tenants": TENANTS,
     "Pools": POOLS,
+    "Recording": RECORDING,
     "Engines": ENGINES,
     "KV": KV,
     "Transfer": TRANSFER,

@@ -168,8 +168,12 @@ class EndedRequest:
     summary: Summary | None = None
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
-    # The request as it was prepared; None when it was refused.
+    # The request as it was prepared; None when it was refused before.
     prepared: PreparedRequest | None = None
+    # Its class; "": it was refused before it had one.
+    service_class: str = ""
+    # The `max_tokens` that the client named; 0: none.
+    max_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:

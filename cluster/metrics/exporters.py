@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Protocol
 
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, RECORDING
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
@@ -43,6 +44,16 @@ _MOVERS = ("operator", "autoscaler", "deploy")
 _INDEX_STATES = ("off", "up", "slow", "down")
 
 
+class RecordingSize(Protocol):
+    """How much a gateway has recorded (`cluster.gateway.request_recording`)."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class GatewayMetrics:
     """Exports the counters of one gateway, whose id and model the registry knows."""
 
@@ -60,6 +71,7 @@ class GatewayMetrics:
         status: admin_pb.StatusResponse,
         now: float,
         num_unheard: int,
+        recording: RecordingSize,
     ) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
         is the counters' clock, `num_unheard` the gateways whose placements are not heard."""
@@ -67,6 +79,7 @@ class GatewayMetrics:
         counters.advance(now)
         registry.export(_GATEWAY, counters)
         registry.set("unheard_gateways", num_unheard)
+        registry.export(RECORDING, recording)
         registry.export(ADMISSION, admission)
         for name, of_class in admission.classes.items():
             registry.export(CLASSES, of_class, **{"class": name})

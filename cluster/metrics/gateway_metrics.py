@@ -134,6 +134,11 @@ REQUESTS = (
     ),
 )
 
+RECORDING = (
+    of_gateway("recorded_requests", "num_requests", "requests", "Requests that the gateway's recording has."),
+    of_gateway("recording_bytes", "num_bytes", "bytes", "Memory that the recording takes, about."),
+)
+
 ADMISSION = (
     of_gateway(
         "admission_rung",

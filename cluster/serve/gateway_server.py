@@ -21,6 +21,7 @@ from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import ClientPort, open_certificate
 from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
+from cluster.api.recordings import Recordings
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
@@ -37,6 +38,7 @@ from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.request_recording import RequestRecording
 from cluster.gateway.resume_charges import ResumeCharges
 from cluster.gateway.resumed_calls import ResumedCalls
 from cluster.gateway.running_requests import RunningRequests
@@ -96,7 +98,7 @@ class ControlPlane(NamedTuple):
 
 class Randomness(NamedTuple):
     """The sources of a gateway's random numbers. `draw_bytes` draws the key root of a gateway that has no
-    file of roots."""
+    file of roots, and the keys under which block keys leave in recordings."""
 
     seeds: Callable[[], int] = draw_seed
     draw_bytes: Callable[[int], bytes] = secrets.token_bytes
@@ -152,6 +154,7 @@ class Gateway:
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
+        self._recording = RequestRecording(config.recording, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
         quotas = Quotas(config.auth, seeds)
         self.requests = self._open_requests(router, quotas, history, trust, seeds)
@@ -159,7 +162,9 @@ class Gateway:
         self.reading = CallReading(config, self._preprocessor.limits(0).max_context_tokens)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
         self._quotas = self._open_shared_quotas(quotas, trust)
-        answers = FleetAnswers(self.requests, access.sessions, self.exchange, self._quotas, clock)
+        answers = FleetAnswers(
+            self.requests, access.sessions, self.exchange, self._quotas, self._recording, clock
+        )
         fleet_port = GatewayPort(gateway_id, answers.serve, self.exchange.serve, trust, clock)
         self.fleet = Fleet(gateway_id, answers, self.connections, fleet_port, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
@@ -189,7 +194,13 @@ class Gateway:
             Authentication(access, self.reading),
             self.reading.max_message_bytes,
             servicer,
-            AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
+            AdminServicer(
+                status=status,
+                stores=stores,
+                orders=orders,
+                traffic=self._traffic,
+                recordings=Recordings(self.fleet, block_tokens, draw_bytes, clock),
+            ),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
@@ -243,7 +254,7 @@ class Gateway:
             max_unread_mb=config.admission.max_unread_mb,
             on_members=self._on_members,
             counters=counters,
-            observers=_observers(config, history, self._tracer),
+            observers=_observers(config, history, self._recording, self._tracer),
         )
 
     def _call_at(self, at: float, call: Callable[[], None]) -> None:
@@ -266,7 +277,9 @@ class Gateway:
         """Set and count this gateway's metrics; the event loop does other work in between."""
         status = await self._status.status()
         admission, num_unheard = self.requests.admission.stats(), len(self.exchange.missing())
-        for _ in metrics.update(self.requests.counters, admission, status, self._clock.now(), num_unheard):
+        for _ in metrics.update(
+            self.requests.counters, admission, status, self._clock.now(), num_unheard, self._recording
+        ):
             await self._clock.sleep(0)
 
     def configure(self, config: ClusterConfig) -> None:
@@ -433,11 +446,14 @@ def _open_preprocessor(
 
 
 def _observers(
-    config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
+    config: ClusterConfig,
+    history: RequestHistory,
+    recording: RequestRecording,
+    tracer: RequestTracer | None,
 ) -> list[Observer]:
     """Return the observers of every request that ends."""
     log = log_access if config.logs.access else None
-    return [observer for observer in (history.ended, log, tracer) if observer is not None]
+    return [observer for observer in (history.ended, recording.ended, log, tracer) if observer is not None]
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:

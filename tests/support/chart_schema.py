@@ -26,6 +26,7 @@ _CONFIG_SECTIONS = {
     "scaling": "ScalingConfig",
     "logs": "LogConfig",
     "tracing": "TracingConfig",
+    "recording": "RecordingConfig",
     "debug": "DebugConfig",
 }
 _SET_BY_THE_CHART = {

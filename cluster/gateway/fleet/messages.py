@@ -9,6 +9,7 @@ The kinds have streams of their own, since a placement must not wait behind an a
 from __future__ import annotations
 
 from cluster.admission.quotas import QuotaUse
+from cluster.gateway.request_recording import RecordedRequest
 from cluster.gateway.resumed_calls import ResumeClaim
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import SecondCounts
@@ -81,6 +82,13 @@ class StatsQuery(Message, frozen=True):
     since: int
 
 
+class RecordingQuery(Message, frozen=True):
+    """Queries the recorded requests that arrived in the last `last_s`, from this number on."""
+
+    last_s: float
+    first_number: int = 0
+
+
 class ExplainAnswer(Message, frozen=True):
     """The known facts of the request; None: nothing. `now` is the sender's clock, whose times these are."""
 
@@ -128,6 +136,17 @@ class ResumeJudged(Message, frozen=True):
 
     now: float
     is_free: bool
+
+
+class RecordingAnswer(Message, frozen=True):
+    """A page of recorded requests, as in `RecordingPage`; `now` as in `ExplainAnswer`. `is_on` false: the
+    gateway records nothing."""
+
+    now: float
+    requests: tuple[RecordedRequest, ...]
+    next_number: int | None
+    complete_since: float
+    is_on: bool
 
 
 class Noted(Message, frozen=True):
@@ -206,8 +225,8 @@ class PlacementDelta(Message, frozen=True):
 
 
 Hello = FleetHello | FollowPlacements
-Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded | ResumeClaim
-Answer = ExplainAnswer | ListAnswer | StatsAnswer | ResumeJudged | Noted
+Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded | ResumeClaim | RecordingQuery
+Answer = ExplainAnswer | ListAnswer | StatsAnswer | ResumeJudged | Noted | RecordingAnswer
 Change = Placed | Prefilled | Finished
 QUERY_CODEC: Codec[Hello | Query] = Codec(Hello | Query)
 ANSWER_CODEC: Codec[Answer | FleetRefusal] = Codec(Answer | FleetRefusal)

@@ -32,6 +32,56 @@ REPLICA_STATE_LEAVING: ReplicaState
 REPLICA_STATE_CONNECTING: ReplicaState
 REPLICA_STATE_REFUSED: ReplicaState
 
+class RecordingRequest(_message.Message):
+    __slots__ = ("last_s",)
+    LAST_S_FIELD_NUMBER: _ClassVar[int]
+    last_s: float
+    def __init__(self, last_s: _Optional[float] = ...) -> None: ...
+
+class RecordingPart(_message.Message):
+    __slots__ = ("gateway_id", "requests", "block_tokens", "complete_since", "problem")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_SINCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    block_tokens: int
+    complete_since: float
+    problem: str
+    def __init__(self, gateway_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping[str, object]]]] = ..., block_tokens: _Optional[int] = ..., complete_since: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("arrived_at", "state", "code", "tenant", "service_class", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_samples", "max_output_tokens", "ttft_s", "e2e_s", "block_ids")
+    ARRIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    E2E_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    arrived_at: float
+    state: str
+    code: str
+    tenant: str
+    service_class: _inference_pb2.ServiceClass
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_samples: int
+    max_output_tokens: int
+    ttft_s: float
+    e2e_s: float
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arrived_at: _Optional[float] = ..., state: _Optional[str] = ..., code: _Optional[str] = ..., tenant: _Optional[str] = ..., service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_samples: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
