@@ -22,6 +22,7 @@ from cluster.gateway.acceptance import Acceptance, AcceptedRequest, CallProgress
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
+from cluster.gateway.prompt_relatives import PromptRelatives
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_records import RequestRecords
 from cluster.gateway.request_state import RequestState
@@ -77,11 +78,13 @@ class RequestManager:
         max_unread_mb: float,
         on_members: Callable[[], None],
         counters: GatewayCounters,
+        relatives: PromptRelatives,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.acceptance = acceptance
         self.admission = acceptance.admission
         self.counters = counters
+        self._relatives = relatives
         self.unread = UnreadOutput(max_unread_mb * 1e6)
         self._running = acceptance.running
         self.charges = acceptance.charges
@@ -309,8 +312,9 @@ class RequestManager:
             finally:
                 self._end(accepted, task, error)
 
+        relative = self._relatives.meet(prepared, accepted.key[1])
         task = RequestTask(
-            RequestStart(prepared, accepted.texts, call.arrived_at, accepted.due_at),
+            RequestStart(prepared, accepted.texts, call.arrived_at, accepted.due_at, relative),
             accepted.queued,
             connections=self._connections,
             router=self._router,
@@ -352,6 +356,7 @@ class RequestManager:
             prepared=accepted.prepared,
             service_class=accepted.prepared.facts.service_class,
             max_tokens=accepted.call.request.max_tokens,
+            relative=task.relative,
         )
         self._records.ended(key, ended)
         self.admission.pump()

@@ -142,6 +142,8 @@ class GatewayCounters:
         # The tokens that the router expected to be cached where it placed the prompt, over all attempts that
         # ended.
         self.num_expected_cached_tokens = 0
+        # The prompts' leading tokens that any replica ever had, as far as is remembered, over the same.
+        self.num_achievable_cached_tokens = 0
         self.tenants = TenantUsageTable()
         self.demand = Demand()
         # The part of the tenants' limits that this gateway and those whose use it knows may give out.
@@ -277,6 +279,7 @@ class GatewayCounters:
 
     def _count_routed(self, decision: Decision, now: float) -> None:
         self.num_expected_cached_tokens += decision.prefill_cached_tokens
+        self.num_achievable_cached_tokens += decision.achievable_tokens
         placed = [("prefill", decision.prefill), ("decode", decision.decode)]
         for side, replica_id in placed if decision.prefill else [("local", decision.decode)]:
             counters = self._of(replica_id, now)

@@ -77,6 +77,12 @@ REQUESTS = (
         "tokens",
         "Prompt tokens that the router expected to be cached where it placed the prompt, over all attempts.",
     ),
+    of_gateway(
+        "achievable_cached_tokens_total",
+        "num_achievable_cached_tokens",
+        "tokens",
+        "Prompt tokens that a cache of the whole cluster without a limit would have had, over all attempts.",
+    ),
     of_served(
         "routed_attempts_total",
         "num_routed",

@@ -36,6 +36,7 @@ from cluster.gateway.fleet.gateway_port import GatewayPort
 from cluster.gateway.fleet.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange
 from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.gateway.history import RequestHistory
+from cluster.gateway.prompt_relatives import PromptRelatives
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.request_recording import RequestRecording
@@ -65,6 +66,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.redis_server import with_password
+from router.block_history import BlockHistory
 from router.service import RouterService
 
 _log = logging.getLogger(__name__)
@@ -140,7 +142,7 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         feed = PlacementFeed(clock)
-        router = RouterService(config.router, block_tokens, clock, seeds(), salt=gateway_id, observer=feed)
+        router = _open_router(config, gateway_id, feed, clock, seeds())
         self._key_roots = _open_key_roots(config, draw_bytes, router)
         self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
@@ -254,6 +256,7 @@ class Gateway:
             max_unread_mb=config.admission.max_unread_mb,
             on_members=self._on_members,
             counters=counters,
+            relatives=PromptRelatives(config.pools[0].engine.block_tokens),
             observers=_observers(config, history, self._recording, self._tracer),
         )
 
@@ -422,6 +425,20 @@ class Gateway:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
+
+
+def _open_router(
+    config: ClusterConfig, gateway_id: str, feed: PlacementFeed, clock: Clock, seed: int
+) -> RouterService:
+    return RouterService(
+        config.router,
+        config.pools[0].engine.block_tokens,
+        clock,
+        seed,
+        salt=gateway_id,
+        observer=feed,
+        history=BlockHistory(),
+    )
 
 
 def _open_key_roots(
