@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from cluster.metrics.admission_stats import AdmissionStats
+from cluster.metrics.config import CostConfig
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, RECORDING
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, RECORDING, TENANT_CLASSES
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
@@ -19,6 +20,7 @@ from kvtransfer.store.messages.admin_requests import StoreStat
 from workers.stats_record import ReplicaStats
 
 _GB = 1e9
+NO_COSTS = CostConfig()
 _REQUESTS = [metric for metric in SECTIONS["Requests"] if metric.field]
 _GATEWAY = [metric for metric in _REQUESTS if "replica" not in metric.labels]
 _SERVED = [metric for metric in _REQUESTS if "replica" in metric.labels]
@@ -57,8 +59,11 @@ class RecordingSize(Protocol):
 class GatewayMetrics:
     """Exports the counters of one gateway, whose id and model the registry knows."""
 
-    def __init__(self, registry: MetricsRegistry, path_floor_gb_s: float) -> None:
+    def __init__(
+        self, registry: MetricsRegistry, path_floor_gb_s: float, costs: CostConfig = NO_COSTS
+    ) -> None:
         self._registry = registry
+        self._costs = costs
         self._path_floor = path_floor_gb_s * _GB
         self._num_moves: Counter[tuple[str, str]] = Counter()
         # Unix time of the latest move that is counted; None: before the first look.
@@ -93,6 +98,10 @@ class GatewayMetrics:
         yield
         for tenant, use in counters.tenants.series().items():
             registry.export(SECTIONS["Tenants"], use, tenant=tenant)
+            for name, outcomes in use.class_to_outcomes.items():
+                registry.export(TENANT_CLASSES, outcomes, **{"tenant": tenant, "class": name})
+            if (price := self._costs.price(use.device_s)) is not None:
+                registry.total("tenant_cost_total", price, tenant=tenant)
         yield
         for replica_id, replica in list(counters.replicas.items()):
             self._update_replica(replica_id, replica)

@@ -30,6 +30,7 @@ from cluster.console.console_services import ConsoleServices
 from cluster.console.http_server import open_console
 from cluster.gateway.acceptance import Acceptance
 from cluster.gateway.call_charges import CallCharges
+from cluster.gateway.device_time import DeviceTime
 from cluster.gateway.fleet.fleet import Fleet
 from cluster.gateway.fleet.fleet_answers import FleetAnswers
 from cluster.gateway.fleet.gateway_port import GatewayPort
@@ -52,7 +53,7 @@ from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.exporters import GatewayMetrics
-from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.metrics.gateway_counters import GatewayCounters, RequestObjectives
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
@@ -64,6 +65,7 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.request_facts import SERVICE_CLASSES
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.redis_server import with_password
 from router.block_history import BlockHistory
@@ -474,12 +476,17 @@ def _observers(
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:
-    scaling = config.scaling
+    scaling, admission = config.scaling, config.admission
+    class_to_ttft_s: dict[str, float] = {
+        name: ttft_s for name in SERVICE_CLASSES if (ttft_s := admission.of(name).ttft_s) is not None
+    }
     return GatewayCounters(
         connections.pool_of,
         connections.token_bytes,
         ttft_slo_s=scaling.ttft_slo_s,
         itl_slo_s=scaling.itl_slo_s,
+        objectives=RequestObjectives(class_to_ttft_s, scaling.itl_slo_s),
+        device_times=DeviceTime(connections),
     )
 
 

@@ -93,6 +93,7 @@ def gateway_version(config: ClusterConfig) -> str:
         logs=config.logs.model_dump(mode="json"),
         tracing=config.tracing.model_dump(mode="json"),
         recording=config.recording.model_dump(mode="json"),
+        costs=config.costs.model_dump(mode="json"),
         debug=config.debug.model_dump(mode="json"),
     )
 

@@ -27,6 +27,7 @@ _CONFIG_SECTIONS = {
     "logs": "LogConfig",
     "tracing": "TracingConfig",
     "recording": "RecordingConfig",
+    "costs": "CostConfig",
     "debug": "DebugConfig",
 }
 _SET_BY_THE_CHART = {

@@ -24,12 +24,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.gateway.request_recording import RequestRecording
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats
-from cluster.metrics.config import RecordingConfig
+from cluster.metrics.config import CostConfig, RecordingConfig
 from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.ray_registry import RayRegistry
 from cluster.metrics.scraped_registry import ScrapedRegistry
+from cluster.metrics.tenant_usage import PoolTime
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -174,7 +175,12 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     replica.num_routed["decode"] = 1
     for histogram in replica.histograms.values():
         histogram.observe(0.1)
-    gateway = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 1.0)
+    use = counters.tenants.use("t")
+    use.took(PoolTime("decode", 1.0))
+    use.class_to_outcomes["batch"].num_requests["good"] = 1
+    use.class_to_outcomes["batch"].num_output_tokens["good"] = 1
+    registry = recorder.registry(app="a", gateway="g", model="m")
+    gateway = GatewayMetrics(registry, 1.0, CostConfig(device_hour=1.0))
     list(gateway.update(counters, ADMITTED, gateway_status(), 0.0, 0, RECORDED))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared

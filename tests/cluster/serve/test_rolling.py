@@ -66,6 +66,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"admission": {"max_queue_mb": 2}}, {"gateways"}),
         ({"tracing": {"endpoint": "http://a:1"}}, {"gateways"}),
         ({"recording": {"max_mb": 2}}, {"gateways"}),
+        ({"costs": {"device_hour": 2.5}}, {"gateways"}),
         ({"gateway": {"max_requests": 7}}, {"gateways"}),
         ({"scaling": {"ttft_slo_s": 9.0}}, {"gateways"}),
         ({"gateway": {"model_name": "other"}}, {"prefill", "decode", "gateways"}),
@@ -107,6 +108,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "logs",
         "tracing",
         "recording",
+        "costs",
         "debug",
         "auth",
     }
