@@ -201,6 +201,14 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> admin_pb.GatewayStatus
         status.unheard.update(totals.unheard)
         status.quota_note = totals.quota_note
         status.admission.CopyFrom(_admission(totals.admission))
+        status.outcomes.extend(
+            admin_pb.TenantOutcomes(
+                tenant=it.tenant,
+                service_class=value_of(pb.ServiceClass, it.service_class),
+                num_requests=it.num_requests,
+            )
+            for it in totals.outcomes
+        )
     else:
         status.note = stats.missing.get(record.gateway_id, "has just started")
     return status

@@ -14,6 +14,7 @@ from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, 
 from cluster.metrics.demand import Demand
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.metric import REQUEST_TIMES
+from cluster.metrics.recent_outcomes import RecentOutcomes
 from cluster.metrics.tenant_usage import PoolTime, TenantUsageTable
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -188,6 +189,7 @@ class GatewayCounters:
         # The prompts' leading tokens that any replica ever had, as far as is remembered, over the same.
         self.num_achievable_cached_tokens = 0
         self.tenants = TenantUsageTable()
+        self.outcomes = RecentOutcomes()
         self.demand = Demand()
         # The part of the tenants' limits that this gateway and those whose use it knows may give out.
         self.quota_share = 1.0
@@ -343,6 +345,7 @@ class GatewayCounters:
         if outcome == "finished" and request.summary is not None:
             is_good = self._objectives.kept_by(request.service_class, request.summary)
             outcome = "good" if is_good else "late"
+        self.outcomes.add(request.tenant, request.service_class, outcome, request.ended_at)
         outcomes = self.tenants.use(request.tenant).class_to_outcomes[request.service_class]
         outcomes.num_requests[outcome] += 1
         if request.num_output_tokens:

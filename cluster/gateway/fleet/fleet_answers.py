@@ -90,6 +90,7 @@ class FleetAnswers:
                     unheard=self._exchange.missing(),
                     quota_note=self._quotas.note,
                     admission=self._requests.admission.stats(),
+                    outcomes=counters.outcomes.stats(now),
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds, self._quotas.uses(now))

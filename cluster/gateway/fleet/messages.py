@@ -14,6 +14,7 @@ from cluster.gateway.resumed_calls import ResumeClaim
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import SecondCounts
 from cluster.metrics.ended_request import RequestInfo
+from cluster.metrics.recent_outcomes import OutcomeStats
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import WireError
 
@@ -168,6 +169,7 @@ class GatewayTotals(Part, frozen=True):
     # Why only a part of the tenants' limits applies there; "": all of them apply.
     quota_note: str = ""
     admission: AdmissionStats = AdmissionStats()
+    outcomes: tuple[OutcomeStats, ...] = ()
 
 
 class StatsAnswer(Message, frozen=True):

@@ -286,6 +286,24 @@ def test_why_blocks_were_computed_is_said_in_words() -> None:
     assert "never seen" in text
 
 
+def test_the_goodput_of_tenants_is_that_of_all_gateways() -> None:
+    def gateway(name: str, **num_requests: int) -> admin_pb.GatewayStatus:
+        outcomes = [
+            admin_pb.TenantOutcomes(tenant="acme", num_requests=num_requests),
+            admin_pb.TenantOutcomes(tenant="gone", num_requests={"cancelled": 1}),
+        ]
+        return admin_pb.GatewayStatus(
+            gateway_id=name, admission=admin_pb.AdmissionStatus(), outcomes=outcomes
+        )
+
+    gateways = [gateway("g0", good=8, late=1), gateway("g1", good=1, refused=2, cancelled=5)]
+    text = shown(status_view(admin_pb.StatusResponse(gateways=gateways)))
+    assert "goodput" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["acme", "cancelled", "5,", "good", "9,", "late", "1,", "refused", "2", "75%"] in lines
+    assert ["gone", "cancelled", "2", NONE] in lines
+
+
 def test_stores_are_shown_as_processes_and_as_tiers() -> None:
     member = admin_pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
     node = admin_pb.StoreNodeStat(member=member, tiers=[admin_pb.StoreTier(tier="dram", num_records=77)])

@@ -17,7 +17,9 @@ from cluster.metrics.config import CostConfig, RecordingConfig
 from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters, RequestObjectives
+from cluster.metrics.recent_outcomes import MAX_AGE_S, NUM_TENANTS, OutcomeStats, RecentOutcomes
 from cluster.metrics.scraped_registry import ScrapedRegistry
+from cluster.metrics.tenant_usage import OTHERS
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart
@@ -225,6 +227,23 @@ def test_many_tenants_have_few_series() -> None:
     names = "tenant_device_seconds_total", "tenant_class_requests_total", "tenant_cost_total"
     assert [len(series(text, name)) for name in names] == [42, 21, 21]
     assert sum(series(text, "tenant_class_requests_total").values()) == 500
+
+
+def test_the_latest_outcomes_are_those_of_the_busiest_tenants_by_name() -> None:
+    outcomes = RecentOutcomes()
+    for number in range(NUM_TENANTS + 5):
+        for _ in range(2 if number < NUM_TENANTS else 1):
+            outcomes.add(f"t{number:02}", "standard", "good", 100.0)
+    outcomes.add("", "batch", "late", 100.0)
+    outcomes.add("", "batch", "good", 101.0)
+    outcomes.add("", "batch", "good", 101.0)
+    stats = outcomes.stats(102.0)
+    assert stats[0] == OutcomeStats("default", "batch", {"late": 1, "good": 2})
+    others = [it for it in stats if it.tenant == OTHERS]
+    assert others == [OutcomeStats(OTHERS, "standard", {"good": 2 + 5})]
+    assert len(stats) == NUM_TENANTS + 1
+    assert outcomes.stats(100.5 + MAX_AGE_S) == (OutcomeStats("default", "batch", {"good": 2}),)
+    assert outcomes.stats(102.0 + MAX_AGE_S) == ()
 
 
 def test_prices_are_of_pools_that_there_are() -> None:

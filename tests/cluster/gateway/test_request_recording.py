@@ -3,11 +3,17 @@ leaves."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from pathlib import Path
+
 import pytest
 from gateway_harness import BLOCK_TOKENS, PROMPT, GatewayHarness, until
+from serving import tandem
 
 from cluster.api.generate_options import GenerateOptions
 from cluster.api.recordings import BlockNumbers
+from cluster.bench.trace_file import read_trace
 from cluster.errors import CallError
 from cluster.gateway.request_recording import SHORT_KEY_BYTES, RecordingPage, RequestRecording
 from cluster.metrics.config import RecordingConfig
@@ -176,3 +182,26 @@ async def test_a_gateway_that_records_nothing_is_named(harness: GatewayHarness) 
     assert {part.gateway_id: part.problem for part in parts if part.problem} == {
         "g2": "records nothing: its recording.max_mb is 0"
     }
+
+
+@pytest.mark.slow
+async def test_the_command_writes_a_trace_and_says_how_its_requests_were_served(
+    harness: GatewayHarness, tmp_path: Path
+) -> None:
+    addresses = await start_two(harness)
+    for address in addresses:
+        await harness.client(address).complete(PROMPT * 9, GenerateOptions(max_tokens=3))
+    file = tmp_path / "trace.jsonl"
+    admin = f"127.0.0.1:{harness.gateways[1].admin_port}"
+    arguments = "bench", "record", "--admin-address", admin, "--out", str(file), "--last", "10m"
+    done = await asyncio.to_thread(tandem, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert (figures["what"], figures["num_ok"], figures["block_tokens"]) == ("record", 2, BLOCK_TOKENS)
+    assert figures["ttft_ms"]["p50"] > 0
+    first, second = read_trace(file)
+    assert first.hash_ids[:-1] == second.hash_ids[:-1]
+    assert (first.output_length, first.block_tokens) == (3, BLOCK_TOKENS)
+    none = await asyncio.to_thread(tandem, *arguments[:-1], "0.001s")
+    assert none.returncode == 1
+    assert "no request was recorded in that time" in none.stderr
