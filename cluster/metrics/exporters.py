@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Protocol
 
 from cluster.metrics.admission_stats import AdmissionStats
+from cluster.metrics.config import CostConfig
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, RECORDING, TENANT_CLASSES
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
@@ -18,6 +20,7 @@ from kvtransfer.store.messages.admin_requests import StoreStat
 from workers.stats_record import ReplicaStats
 
 _GB = 1e9
+NO_COSTS = CostConfig()
 _REQUESTS = [metric for metric in SECTIONS["Requests"] if metric.field]
 _GATEWAY = [metric for metric in _REQUESTS if "replica" not in metric.labels]
 _SERVED = [metric for metric in _REQUESTS if "replica" in metric.labels]
@@ -43,11 +46,24 @@ _MOVERS = ("operator", "autoscaler", "deploy")
 _INDEX_STATES = ("off", "up", "slow", "down")
 
 
+class RecordingSize(Protocol):
+    """How much a gateway has recorded (`cluster.gateway.request_recording`)."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class GatewayMetrics:
     """Exports the counters of one gateway, whose id and model the registry knows."""
 
-    def __init__(self, registry: MetricsRegistry, path_floor_gb_s: float) -> None:
+    def __init__(
+        self, registry: MetricsRegistry, path_floor_gb_s: float, costs: CostConfig = NO_COSTS
+    ) -> None:
         self._registry = registry
+        self._costs = costs
         self._path_floor = path_floor_gb_s * _GB
         self._num_moves: Counter[tuple[str, str]] = Counter()
         # Unix time of the latest move that is counted; None: before the first look.
@@ -60,6 +76,7 @@ class GatewayMetrics:
         status: admin_pb.StatusResponse,
         now: float,
         num_unheard: int,
+        recording: RecordingSize,
     ) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
         is the counters' clock, `num_unheard` the gateways whose placements are not heard."""
@@ -67,6 +84,7 @@ class GatewayMetrics:
         counters.advance(now)
         registry.export(_GATEWAY, counters)
         registry.set("unheard_gateways", num_unheard)
+        registry.export(RECORDING, recording)
         registry.export(ADMISSION, admission)
         for name, of_class in admission.classes.items():
             registry.export(CLASSES, of_class, **{"class": name})
@@ -80,6 +98,10 @@ class GatewayMetrics:
         yield
         for tenant, use in counters.tenants.series().items():
             registry.export(SECTIONS["Tenants"], use, tenant=tenant)
+            for name, outcomes in use.class_to_outcomes.items():
+                registry.export(TENANT_CLASSES, outcomes, **{"tenant": tenant, "class": name})
+            if (price := self._costs.price(use.device_s)) is not None:
+                registry.total("tenant_cost_total", price, tenant=tenant)
         yield
         for replica_id, replica in list(counters.replicas.items()):
             self._update_replica(replica_id, replica)

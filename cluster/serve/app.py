@@ -345,7 +345,7 @@ class GatewayActor:
         self._port = await self._gateway.start()
         _keep_responsive()
         registry = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
-        self._metrics = GatewayMetrics(registry, config.transfer.min_gb_s)
+        self._metrics = GatewayMetrics(registry, config.transfer.min_gb_s, config.costs)
         self._tasks = [
             asyncio.create_task(keep_registered(self._register, self._clock)),
             asyncio.create_task(self._export_metrics()),
