@@ -10,7 +10,6 @@ from cluster.simulation.simulated_peers import NETWORK_S
 from cluster.simulation.virtual_time import EventQueue
 from workers.messages.link import LinkUp, RequestKey, StepFrame, TokenDelta
 
-
 _NOTHING = StepFrame()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ TRACE = [
 ]
 
 
-def run(*options: str) -> list[dict[str, float]]:
+def run(*options: str) -> list[dict[str, Any]]:
     """Return the figures of a run, one object for each policy."""
     result = CliRunner().invoke(cli, [*options, "--json"])
     assert result.exit_code == 0, result.output

@@ -343,7 +343,7 @@ class Held(_message.Message):
     def __init__(self, num_prompts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies", "layers_token_bytes", "layers_sequence_bytes", "num_layers_blocks", "num_free_layers_blocks", "num_cached_layers_blocks", "num_snapshot_hits", "num_snapshot_misses", "num_recomputed_tokens", "num_stored_states", "num_evicted_snapshot_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies", "layers_token_bytes", "layers_sequence_bytes", "num_layers_blocks", "num_free_layers_blocks", "num_cached_layers_blocks", "num_snapshot_hits", "num_snapshot_misses", "num_recomputed_tokens", "num_stored_states", "num_evicted_snapshot_tokens", "prefill_token_s", "attention_token_s", "decode_base_s", "decode_sequence_s", "decode_context_s", "max_sequences", "max_batch_tokens")
     class NumUnstoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +442,13 @@ class Load(_message.Message):
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STORED_STATES_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_SNAPSHOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -484,7 +491,14 @@ class Load(_message.Message):
     num_recomputed_tokens: int
     num_stored_states: int
     num_evicted_snapshot_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ..., layers_token_bytes: _Optional[_Mapping[str, int]] = ..., layers_sequence_bytes: _Optional[_Mapping[str, int]] = ..., num_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_free_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_cached_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_misses: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_stored_states: _Optional[int] = ..., num_evicted_snapshot_tokens: _Optional[int] = ...) -> None: ...
+    prefill_token_s: float
+    attention_token_s: float
+    decode_base_s: float
+    decode_sequence_s: float
+    decode_context_s: float
+    max_sequences: int
+    max_batch_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ..., layers_token_bytes: _Optional[_Mapping[str, int]] = ..., layers_sequence_bytes: _Optional[_Mapping[str, int]] = ..., num_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_free_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_cached_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_misses: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_stored_states: _Optional[int] = ..., num_evicted_snapshot_tokens: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., attention_token_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ...) -> None: ...
 
 class PathsRequest(_message.Message):
     __slots__ = ("replica_ids",)
