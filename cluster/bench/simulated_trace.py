@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from cluster.bench.trace_file import TraceRequest, read_trace
 from cluster.errors import BenchError
 from cluster.simulation.trace_requests import TracedRequest
-from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
+from kvtransfer.request_facts import SERVICE_CLASSES
 
 
 class FileTrace:
@@ -53,5 +52,5 @@ def _traced(requests: Iterable[TraceRequest], first_ms: float, scale: float) -> 
             request.output_length,
             request.hash_ids,
             request.tenant or "tenant",
-            cast(ServiceClass, service_class),
+            service_class,
         )

@@ -69,7 +69,7 @@ def test_a_column_for_each_policy(trace: str) -> None:
 def test_the_table_is_that_of_measurements(trace: str) -> None:
     result = CliRunner().invoke(cli, ["simulate", "--trace", trace, "--colocated"])
     assert result.exit_code == 0, result.output
-    for name in ("serving benchmark", "TTFT p50, ms", "goodput, requests/s", "hit rate"):
+    for name in ("serving, simulated", "TTFT p50, ms", "goodput, requests/s", "hit rate"):
         assert name in result.output
 
 
