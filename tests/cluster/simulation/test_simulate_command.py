@@ -80,7 +80,7 @@ def test_the_table_is_that_of_measurements(trace: str) -> None:
         ([*SYNTHETIC, "--policy", "best"], "best is none of"),
         ([*SYNTHETIC, "--hardware", "H100"], "--model: name the model"),
         ([*SYNTHETIC, "--model", "llama-3.1-8b"], "--hardware: name the device"),
-        ([*SYNTHETIC, "--model", "llama-3.3-70b", "--hardware", "L40S"], "does not fit 1 of them"),
+        ([*SYNTHETIC, "--model", "llama-3.3-70b", "--hardware", "L40S"], "does not fit 1 L40S"),
         ([*SYNTHETIC, "--failures", "r0000"], "--failures r0000: expected REPLICA@SECOND"),
         ([*SYNTHETIC, "--failures", "r9@1"], "--failures: there is no replica r9"),
         ([*SYNTHETIC, "--decode", "0"], "--decode: no replica decodes"),
