@@ -171,6 +171,16 @@ class GatewayLinks:
             port.stream.send(LINK_UP_CODEC.encode(frame))
             port.news = []
 
+    def flush_news(self) -> None:
+        """Send the posted news at once, without a report of the load: tokens need not wait for the plan of
+        the next step, which changes the load."""
+        for port in self._ports.values():
+            if port.stream is None or not port.news:
+                continue
+            for news in _parted(port.news):
+                port.stream.send(LINK_UP_CODEC.encode(_frame(news, None, None)))
+            port.news = []
+
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
         """Send a message to every connected gateway."""
         frame = LINK_UP_CODEC.encode(message)

@@ -429,7 +429,7 @@ class Scheduler:
             if entry.end == sequence.hold_at:
                 self.life.hold(sequence)
         if (entry.samplers or entry.pools) and not request.prompt_done:
-            outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
+            outcome.prompts.append(self._finish_prompt(sequence, entry.end, report, now))
         for ended in (sequence,) if entry.pools else entry.samplers:
             if ended.finish and ended.phase is not Phase.HELD:
                 self.life.end(ended)
@@ -456,9 +456,13 @@ class Scheduler:
         digest = sequence.mask_digest
         return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
 
-    def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
-        """Finish a prompt. The leader of a request that is handed over keeps the blocks for the hand-over,
-        and the other samples end here."""
+    def _finish_prompt(
+        self, leader: Sequence, num_computed_tokens: int, report: StepReport, now: float
+    ) -> PromptDone:
+        """Finish a prompt, whose last chunk was in the reported step.
+
+        The leader of a request that is handed over keeps the blocks for the hand-over, and the other samples
+        end here."""
         request = leader.request
         request.prompt_done = True
         samples = request.unfinished_samples
@@ -468,7 +472,11 @@ class Scheduler:
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=request.num_cached_tokens,
             times=StageTimes(
-                arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
+                arrived=request.arrived_at,
+                scheduled=request.scheduled_at or 0.0,
+                prefilled=now,
+                step_start=report.started_at,
+                step_end=report.finished_at,
             ),
             decodes_remotely=request.decodes_remotely,
             all_finished=not samples,
