@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -53,6 +52,9 @@ from workers.scheduler.waiting_needs import landing_needs, load_needs
 
 # The time to a retry of a request for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
+
+# A token of a report, with its log-probabilities and the digest of its mask, if any.
+_Row = tuple[bytes, TokenLogprob | None, bytes]
 
 
 class Scheduler:
@@ -336,10 +338,12 @@ class Scheduler:
         issued = self._issued.popleft()
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
-        rows = _Rows(report)
+        rows = _rows_of(report)
         index_to_failed = {failed.index: failed for failed in report.failed}
+        num_taken = 0
         for index, entry in enumerate(issued.entries):
-            sampled = rows.take(len(entry.samplers))
+            sampled = rows[num_taken : num_taken + len(entry.samplers)]
+            num_taken += len(entry.samplers)
             if not self._continues(entry.sequence):
                 continue
             if (failed := index_to_failed.get(index)) is not None:
@@ -349,12 +353,13 @@ class Scheduler:
                 if entry.targets is not None or entry.pools:
                     self._settle_readings(index, entry, report, outcome)
                 self._settle_entry(entry, sampled, report, now, outcome)
-        for index, sequence in enumerate(issued.decodes, len(issued.entries)):
-            row = rows.next()
-            if not self._continues(sequence):
+        life, decoded = self.life, zip(issued.decodes, rows[num_taken:], strict=True)
+        for index, (sequence, row) in enumerate(decoded, len(issued.entries)):
+            if sequence.phase is Phase.ENDED:
                 continue
-            if (failed := index_to_failed.get(index)) is not None:
-                outcome.failures.extend(self.life.fail(sequence, (sequence,), failed))
+            life.handled = sequence.request.key  # `_continues`, without a call for each of many
+            if index_to_failed and (failed := index_to_failed.get(index)) is not None:
+                outcome.failures.extend(life.fail(sequence, (sequence,), failed))
             else:
                 self._settle_decode(sequence, row, report, now, outcome)
         self.isolation.settled(issued)
@@ -451,10 +456,17 @@ class Scheduler:
         sequence.num_pending -= 1
         token_id = int.from_bytes(token, "little")
         sequence.finish = finish = request.finish_of(sequence, token_id, self._end_token_ids)
-        first_index = sequence.num_tokens - request.num_prompt_tokens - 1
-        logprobs = () if logprob is None else (logprob,)
-        digest = sequence.mask_digest
-        return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
+        request_id, attempt = request.key
+        return TokenDelta(
+            request_id,
+            attempt,
+            sequence.index,
+            sequence.num_tokens - request.num_prompt_tokens - 1,
+            token,
+            () if logprob is None else (logprob,),
+            finish,
+            sequence.mask_digest,
+        )
 
     def _finish_prompt(
         self, leader: Sequence, num_computed_tokens: int, report: StepReport, now: float
@@ -494,32 +506,15 @@ class Scheduler:
         return done
 
 
-class _Row(NamedTuple):
-    """A token of a report, with its log-probabilities and the digest of its mask, if any."""
-
-    token: bytes
-    logprob: TokenLogprob | None
-    mask_digest: bytes
-
-
-class _Rows:
-    """The rows of a report, one after another."""
-
-    def __init__(self, report: StepReport) -> None:
-        self._tokens = report.tokens
-        self._row_to_logprob = {it.row: it.logprob for it in report.logprobs}
-        self._row_to_digest = {it.row: it.digest for it in report.masks}
-        self._row = 0
-
-    def next(self) -> _Row:
-        """Return the next row."""
-        begin = TOKEN_BYTES * self._row
-        token = self._tokens[begin : begin + TOKEN_BYTES]
-        logprob = self._row_to_logprob.get(self._row) if self._row_to_logprob else None
-        digest = self._row_to_digest.get(self._row, b"") if self._row_to_digest else b""
-        self._row += 1
-        return _Row(token, logprob, digest)
-
-    def take(self, num_rows: int) -> list[_Row]:
-        """Return the next rows."""
-        return [self.next() for _ in range(num_rows)]
+def _rows_of(report: StepReport) -> list[_Row]:
+    """Return the rows of a report in their order."""
+    tokens = report.tokens
+    starts = range(0, len(tokens), TOKEN_BYTES)
+    if not (report.logprobs or report.masks):  # as most reports are
+        return [(tokens[start : start + TOKEN_BYTES], None, b"") for start in starts]
+    row_to_logprob = {it.row: it.logprob for it in report.logprobs}
+    row_to_digest = {it.row: it.digest for it in report.masks}
+    return [
+        (tokens[start : start + TOKEN_BYTES], row_to_logprob.get(row), row_to_digest.get(row, b""))
+        for row, start in enumerate(starts)
+    ]

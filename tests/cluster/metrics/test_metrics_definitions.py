@@ -24,9 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats
 from cluster.metrics.definitions import METRICS, SECTIONS
-from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
+from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.ray_registry import RayRegistry
+from cluster.metrics.replica_exporter import ReplicaMetrics, StoreMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.messages import ReplicaIdentity
