@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from workers.model import tensor_files
+from workers.model.tensor_files import TensorFiles
 from workers.model.weight_uploads import WeightUploads
 
 BUFFER_BYTES = 256
+TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 
 
 class DelayedCopy:
@@ -81,3 +86,22 @@ def test_buffers_are_freed_and_taken_again() -> None:
         uploads.upload(stored(50, 12), torch.float32)
         uploads.close()
     assert copies.num_buffers == 4
+
+
+def test_checkpoints_are_read_through_them_where_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = DelayedCopies()
+    monkeypatch.setattr(tensor_files, "CudaCopies", lambda device: copies)
+    found, wanted = [], []
+    with (
+        TensorFiles(TINY, torch.float32, torch.device("cuda")) as files,
+        TensorFiles(TINY, torch.float32, torch.device("cpu")) as plain,
+    ):
+        for name in sorted(files.names):
+            shape = files.shape_of(name)
+            assert shape is not None
+            found.append(files.tensor(name, shape))
+            wanted.append(plain.tensor(name, shape).clone())
+        in_host_memory = files.in_host_memory().tensor(name, shape)
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(in_host_memory, wanted[-1])
+    assert copies.num_buffers == 2
