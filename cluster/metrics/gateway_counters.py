@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from cluster.metrics.buckets import cumulative
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
 from cluster.metrics.demand import Demand
 from cluster.metrics.ended_request import EndedRequest, Summary
@@ -48,19 +49,6 @@ class Histogram:
         """Return (`le`, count of values up to it) for each bound and for `+Inf`, as Prometheus writes
         them."""
         return cumulative(self.bounds, self._counts)
-
-
-def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Return (`le`, count of values up to it) of counts by bucket; the last bucket counts the values that
-    exceed every bound."""
-    assert len(counts) == len(bounds) + 1
-    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-    sums: list[tuple[str, int]] = []
-    so_far = 0
-    for name, count in zip(names, counts, strict=True):
-        so_far += count
-        sums.append((name, so_far))
-    return sums
 
 
 class Predicted(NamedTuple):

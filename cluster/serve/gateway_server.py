@@ -1,6 +1,7 @@
 """The gateway: a gRPC server, the request manager, connections to replicas and a router in one process.
 
-Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve replica, tests run it anywhere.
+Imports neither Ray nor torch: `cluster.serve.gateway_actor` runs a `Gateway` in a Serve replica, tests run
+it anywhere.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from cluster.gateway.request_recording import RequestRecording
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats
 from cluster.metrics.config import CostConfig, RecordingConfig
 from cluster.metrics.definitions import METRICS, SECTIONS
-from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
+from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.ray_registry import RayRegistry
+from cluster.metrics.replica_exporter import ReplicaMetrics, StoreMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.metrics.tenant_usage import PoolTime
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
