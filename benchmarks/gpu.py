@@ -506,6 +506,22 @@ def cuda_ipc(bench: Bench) -> Iterator[Line]:
     }
 
 
+def hand_over(bench: Bench) -> Iterator[Line]:
+    """Prompts of 4,096 tokens pushed while their rank computes: the time of their bytes at 0.8 of a copy."""
+    num_blocks = max(bench.sizes.prefill_tokens // BLOCK_TOKENS, 1)
+    layout = block_layout(bench.sizes)
+    num_bytes = num_blocks * layout.block_bytes
+    seconds = num_bytes / push_rate(bench.device, layout, num_blocks, is_busy=True)
+    limit = num_bytes / (0.8 * bench.limits.byte_s / 2)
+    yield {
+        "figure": f"landing_ms of {bench.sizes.prefill_tokens} tokens",
+        "value": seconds * 1e3,
+        "limit": limit * 1e3,
+        "ratio": limit / seconds,
+        "target": 1 / 1.2,
+    }
+
+
 def offload(bench: Bench) -> Iterator[Line]:
     """Blocks to pinned host memory and back, with checksums: their rate over that of plain copies."""
     _needs_cuda(bench)
@@ -534,7 +550,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 _IN_ORDER = (
     decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
-    offload, deterministic,
+    hand_over, offload, deterministic,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 
