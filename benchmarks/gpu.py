@@ -34,6 +34,7 @@ from benchmarks.expert_layers import RandomExperts, graph_of
 from benchmarks.push_rate import make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
 from benchmarks.random_quantized import QUANTIZED_FORMS, QuantizedForm, draw_quantized
+from benchmarks.rank_sums import time_sums
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import SystemClock
@@ -522,6 +523,16 @@ def hand_over(bench: Bench) -> Iterator[Line]:
     }
 
 
+def rank_sums(bench: Bench) -> Iterator[Line]:
+    """Sums of two ranks in a graph, on a card each, through mapped memory: their time over that of NCCL."""
+    _needs_cuda(bench)
+    for timed in time_sums():
+        line: Line = {"figure": f"sum_us of {timed.num_bytes} bytes", "value": timed.one_shot_us}
+        if timed.nccl_us:
+            line |= {"limit": timed.nccl_us, "ratio": timed.nccl_us / timed.one_shot_us, "target": 1.0}
+        yield line
+
+
 def offload(bench: Bench) -> Iterator[Line]:
     """Blocks to pinned host memory and back, with checksums: their rate over that of plain copies."""
     _needs_cuda(bench)
@@ -550,7 +561,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 _IN_ORDER = (
     decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
-    hand_over, offload, deterministic,
+    hand_over, rank_sums, offload, deterministic,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 

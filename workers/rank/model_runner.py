@@ -22,7 +22,7 @@ from kvtransfer.blocks.pool import HostPool, KvPool, RecordPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup
-from workers.errors import CapacityError
+from workers.errors import CapacityError, WorkerError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.groups_backend import GroupsAttention
 from workers.model.attention.interface import AttentionBackend, AttentionShape
@@ -119,6 +119,11 @@ class ModelRunner:
         self._dtype = dtype
         self._block_tokens = block_tokens = capacity.block_tokens
         groups = place.groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        if compute.is_deterministic and not groups.adds_in_order:
+            raise WorkerError(
+                f"engine.deterministic with tp {groups.tp} needs the ranks of a stage on CPUs of one host, "
+                "or on GPUs of one host that NVLink joins: set tp 1 or 2, or engine.deterministic: false"
+            )
         self._grammars = grammars
         self._queue = compute.queue
         if self._queue is None and device.type == "cuda" and groups.pp == 1:
