@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import RandomExperts, graph_of
 from benchmarks.push_rate import make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
@@ -569,36 +570,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for p
 def _needs_cuda(bench: Bench) -> None:
     if bench.device.type != "cuda":
         raise RuntimeError("this part needs a CUDA device")
-
-
-class DeviceTime:
-    """Measures in its block how long the device did something, in any stream: `busy_s`, afterwards."""
-
-    def __init__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self.busy_s = 0.0
-
-    def __enter__(self) -> DeviceTime:
-        torch.cuda.synchronize()
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.cuda.synchronize()
-        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
-        events = self._profile.events()  # type: ignore[no-untyped-call]
-        events = [each for each in events if each.device_type.name == "CUDA"]
-        self.busy_s = union_us([(each.time_range.start, each.time_range.end) for each in events]) / 1e6
-
-
-def union_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length that the spans (start, end) cover together."""
-    covered = 0.0
-    last = float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, last))
-        last = max(last, end)
-    return covered
 
 
 def block_layout(sizes: Sizes) -> BlockLayout:

@@ -3,20 +3,22 @@ wait, and two processes that run it at once, on one card or over files and inter
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from import_path import import_path
 from shared_buffers import FileDriver
 from torch import Tensor
@@ -205,11 +207,29 @@ def test_a_rank_that_has_ended_is_not_awaited(device: torch.device, monkeypatch:
     assert ranks.reason(0) == PEER_ENDED
 
 
+Join = Callable[[int], list[dict[int, socket.socket]]]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """What returns the sockets of each of so many ranks to each other."""
+    with contextlib.ExitStack() as ends:
+
+        def join(tp: int) -> list[dict[int, socket.socket]]:
+            ranks: list[dict[int, socket.socket]] = [{} for _ in range(tp)]
+            for rank, other in itertools.combinations(range(tp), 2):
+                ranks[rank][other], ranks[other][rank] = map(ends.enter_context, socket.socketpair())
+            return ranks
+
+        yield join
+
+
 @pytest.mark.parametrize("fails", ["", "export", "map", "check_atomics"])
 @pytest.mark.parametrize("failing_rank", [0, 2])
-def test_all_ranks_have_buffers_or_none(tmp_path: Path, fails: str, failing_rank: int) -> None:
+def test_all_ranks_have_buffers_or_none(join: Join, tmp_path: Path, fails: str, failing_rank: int) -> None:
+    """Whoever fails, and although it is late."""
     tp, late = 3, threading.Event()
-    store = dist.HashStore()  # type: ignore[attr-defined]  # there, but not in the stubs
+    sockets = join(tp)
     drivers = [FileDriver(tmp_path, fails if rank == failing_rank else "") for rank in range(tp)]
 
     def form_rank(rank: int) -> PeerBuffers | str:
@@ -217,7 +237,7 @@ def test_all_ranks_have_buffers_or_none(tmp_path: Path, fails: str, failing_rank
             late.wait()
         own = drivers[rank].allocate(str(rank), 64)
         own.fill_(rank)
-        return PeerBuffers.form(drivers[rank], store, own, tp, rank)
+        return PeerBuffers.form(drivers[rank], sockets[rank], own, rank)
 
     with ThreadPoolExecutor(tp) as threads:
         forming = [threads.submit(form_rank, rank) for rank in range(tp)]
@@ -236,6 +256,14 @@ def test_all_ranks_have_buffers_or_none(tmp_path: Path, fails: str, failing_rank
         each.close()
         each.close()
         assert driver.mapped == []
+
+
+def test_a_rank_that_ends_while_memory_is_shared_is_an_error(join: Join, tmp_path: Path) -> None:
+    sockets = join(2)
+    sockets[1][0].close()
+    driver = FileDriver(tmp_path)
+    with pytest.raises(RankDiedError, match="sharing memory with the stage's ranks"):
+        PeerBuffers.form(driver, sockets[0], driver.allocate("0", 64), 0)
 
 
 # ----------------------------------------------------------------------------------------- two processes

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from shared_buffers import file_buffers
 from torch import Tensor
 
@@ -29,28 +29,29 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
 def form(folder: Path, rank: int, device: torch.device) -> OneShotGroup:
-    """Form the group with the other rank, which is let know by a socket of the folder when this one ends."""
-    store = dist.FileStore(str(folder / "store"), TP)  # type: ignore[attr-defined]  # not in the stubs
-    if device.type == "cuda":
-        own = torch.zeros(buffer_bytes(TP), dtype=torch.uint8, device=device)
-        buffers = PeerBuffers.form(cuda_driver(0), store, own, TP, rank)
-        assert isinstance(buffers, PeerBuffers), buffers
-    else:
-        buffers = file_buffers(folder, store, buffer_bytes(TP), TP, rank)
-    path = str(folder / "watch")
+    """Form the group with the other rank, over a socket of the folder."""
+    path = str(folder / "socket")
     if rank == 0:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
+            listener.bind(f"{path} of rank 0")
             listener.listen()
-            store.set("listening", "")
+            Path(f"{path} of rank 0").rename(path)  # now it can be reached
             sock, _ = listener.accept()
     else:
-        store.wait(["listening"])
+        pause = threading.Event()
+        while not Path(path).exists():
+            pause.wait(0.01)
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(path)
-    sums = OneShotSums(buffers, rank)
+    sockets = {1 - rank: sock}
+    if device.type == "cuda":
+        own = torch.zeros(buffer_bytes(TP), dtype=torch.uint8, device=device)
+        buffers = PeerBuffers.form(cuda_driver(0), sockets, own, rank)
+        assert isinstance(buffers, PeerBuffers), buffers
+    else:
+        buffers = file_buffers(folder, sockets, buffer_bytes(TP), rank)
     unused: Any = None  # nothing goes through host memory
-    return OneShotGroup(sums, None, unused, {1 - rank: sock}, is_ordered=True)
+    return OneShotGroup(OneShotSums(buffers, rank), None, unused, sockets, is_ordered=True)
 
 
 def parts(num_elements: int, device: torch.device) -> Iterator[list[Tensor]]:

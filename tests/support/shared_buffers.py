@@ -4,12 +4,13 @@ memory of one card."""
 from __future__ import annotations
 
 import mmap
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.errors import PathError
 from workers.rank.peer_buffers import PeerBuffers
@@ -63,10 +64,12 @@ class FileDriver:
             raise PathError(f"{call}: CUDA_ERROR_NOT_SUPPORTED")
 
 
-def file_buffers(folder: Path, store: Store, num_bytes: int, tp: int, tp_rank: int) -> PeerBuffers:
+def file_buffers(
+    folder: Path, sockets: Mapping[int, socket.socket], num_bytes: int, tp_rank: int
+) -> PeerBuffers:
     """Form the buffers of a rank over files."""
     driver = FileDriver(folder)
     own = driver.allocate(f"buffer {tp_rank}", num_bytes)
-    formed = PeerBuffers.form(driver, store, own, tp, tp_rank)
+    formed = PeerBuffers.form(driver, sockets, own, tp_rank)
     assert isinstance(formed, PeerBuffers), formed
     return formed

@@ -8,9 +8,9 @@ runs the plans of a `SharedCardCase` and writes what the sampler reports to `res
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,7 @@ from workers.messages.rank_channel import (
 from workers.messages.sampling import SamplingParams
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.local_links import SharedSums
+from workers.rank.local_links import SharedSums, Switchboard
 from workers.rank.model_runner import ModelRunner
 from workers.rank.runner_settings import CheckpointFolder, RankCapacity, RankPlace
 
@@ -77,7 +77,7 @@ def make_runner(case: SharedCardCase) -> ModelRunner:
     groups = None
     if num_ranks > 1:
         groups = RankGroups(
-            _file_store(case, "store", num_ranks),
+            _file_store(case, "store"),
             tp=case.tp,
             pp=case.pp,
             rank=case.rank,
@@ -100,9 +100,9 @@ def make_runner(case: SharedCardCase) -> ModelRunner:
     )
 
 
-def _file_store(case: SharedCardCase, name: str, num_ranks: int) -> Store:
+def _file_store(case: SharedCardCase, name: str) -> Store:
     path = str(Path(case.folder) / name)
-    store: Store = dist.FileStore(path, num_ranks)  # type: ignore[attr-defined]  # not in the stubs
+    store: Store = dist.FileStore(path, case.tp * case.pp)  # type: ignore[attr-defined]  # not in the stubs
     return store
 
 
@@ -111,16 +111,13 @@ def _sum_through_files(case: SharedCardCase, groups: RankGroups) -> None:
     from workers.model.cuda.one_shot_sums import buffer_bytes
     from workers.rank.one_shot_group import OneShotGroup, OneShotSums
 
-    host = groups._layer_group
+    host, tp, own_rank = groups._layer_group, groups.tp, groups.tp_rank
     assert isinstance(host, SharedSums)
-    store = _file_store(case, "buffers", groups.tp)
-    sums = OneShotSums(
-        file_buffers(Path(case.folder), store, buffer_bytes(groups.tp), groups.tp, groups.tp_rank),
-        groups.tp_rank,
-    )
-    watched, kept = socket.socketpair()
-    kept.detach()  # open until the process ends
-    groups._layer_group = OneShotGroup(sums, None, host, {1 - groups.tp_rank: watched}, is_ordered=True)
+    with closing(Switchboard(_file_store(case, "switchboard"), own_rank, tp, "here", TRUST)) as board:
+        sockets = board.connect("sums", [rank for rank in range(tp) if rank != own_rank])
+    buffers = file_buffers(Path(case.folder), sockets, buffer_bytes(tp), own_rank)
+    sums = OneShotSums(buffers, own_rank)
+    groups._layer_group = OneShotGroup(sums, None, host, sockets, is_ordered=True)
 
 
 def run(case: SharedCardCase, runner: ModelRunner) -> list[list[ReportedStep]]:

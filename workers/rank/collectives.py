@@ -176,36 +176,39 @@ class RankGroups:
         if len(set(places)) == self.tp:  # NCCL refuses ranks that share a card
             group = factory.group(name, self.tp_rank, self.tp, True)
             large = _LayerGroup(group, marks, self.tp, self.tp_rank)
-        buffers = self._buffers(factory, places)
-        if isinstance(buffers, PeerBuffers):
+        reason = "its ranks are on several hosts"
+        if len({host for host, _ in places}) == 1:
             first = self.stage * self.tp
-            sockets = board.connect("watch", (first + it for it in range(self.tp) if it != self.tp_rank))
-            return OneShotGroup(
-                OneShotSums(buffers, self.tp_rank),
-                large,
-                _LayerGroup(marks, marks, self.tp, self.tp_rank),
-                {rank - first: sock for rank, sock in sockets.items()},
-                is_ordered=self._is_deterministic and self.tp > 2,
-            )
+            others = [first + it for it in range(self.tp) if it != self.tp_rank]
+            sockets = {rank - first: sock for rank, sock in board.connect("sums", others).items()}
+            buffers = self._buffers(sockets)
+            if isinstance(buffers, PeerBuffers):
+                return OneShotGroup(
+                    OneShotSums(buffers, self.tp_rank),
+                    large,
+                    _LayerGroup(marks, marks, self.tp, self.tp_rank),
+                    sockets,
+                    is_ordered=self._is_deterministic and self.tp > 2,
+                )
+            reason = buffers
+            for sock in sockets.values():
+                sock.close()
         if large is None:
             raise WorkerError(
                 f"the ranks of stage {self.stage} share a card, where NCCL does not serve, and cannot map "
-                f"each other's memory ({buffers}): give each rank a card, or set tp: 1"
+                f"each other's memory ({reason}): give each rank a card, or set tp: 1"
             )
-        _log.info("stage %d adds up by NCCL alone: %s", self.stage, buffers)
+        _log.info("stage %d adds up by NCCL alone: %s", self.stage, reason)
         return large
 
-    def _buffers(self, factory: _GroupFactory, places: list[tuple[str, str]]) -> PeerBuffers | str:
-        """Form the buffers for sums; the reason where that is not possible."""
-        if len({host for host, _ in places}) > 1:
-            return "its ranks are on several hosts"
+    def _buffers(self, sockets: dict[int, socket.socket]) -> PeerBuffers | str:
+        """Form the buffers for sums with the stage's other ranks; the reason where that is not possible."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         from workers.model.cuda.one_shot_sums import buffer_bytes  # imports triton
 
         own = torch.zeros(buffer_bytes(self.tp), dtype=torch.uint8, device=self._device)
-        store = factory.store(f"stage {self.stage} buffers")
-        return PeerBuffers.form(cuda_driver(self._device.index), store, own, self.tp, self.tp_rank)
+        return PeerBuffers.form(cuda_driver(self._device.index), sockets, own, self.tp_rank)
 
     @property
     def adds_in_order(self) -> bool:
@@ -373,10 +376,6 @@ class _GroupFactory:
             name = f"cuda {_card(self._device)}"
         self._store.set(f"device {rank}", name)
         return [self._store.get(f"device {other}").decode() for other in range(num_ranks)]
-
-    def store(self, name: str) -> Store:
-        """Return a store for what has this name."""
-        return PrefixStore(name, self._store)
 
     def group(self, name: str, rank: int, size: int, on_cuda: bool) -> Any:
         """Form a group; returns when all `size` members have called it with this name."""

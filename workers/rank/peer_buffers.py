@@ -7,15 +7,17 @@ has to prove that a mapping has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.errors import PathError
+from kvtransfer.errors import PathError, TransferError
+from kvtransfer.rpc.handshake import receive_frame, send_frame
+from workers.errors import RankDiedError
 
 
 class PeerDriver(Protocol):
@@ -59,19 +61,20 @@ class PeerBuffers:
         self._handles = list(handles)
 
     @staticmethod
-    def form(driver: PeerDriver, store: Store, own: Tensor, tp: int, tp_rank: int) -> PeerBuffers | str:
-        """Share this rank's buffer, which is zero, and map those of the other ranks, which do the same, on a
-        `store` for this alone. Returns the reason if some rank cannot."""
+    def form(
+        driver: PeerDriver, sockets: Mapping[int, socket.socket], own: Tensor, tp_rank: int
+    ) -> PeerBuffers | str:
+        """Share this rank's buffer, which is zero, and map those of the other ranks, which do the same;
+        proven `sockets` lead to them. Returns the reason if some rank cannot. Raises `RankDiedError` if one
+        ends."""
         if own.is_cuda:
             torch.cuda.synchronize(own.device)  # it is zero before anyone maps it
         try:
             offer = _Offer(*driver.export(own.data_ptr()), driver.bus_id)
         except PathError as error:
             offer = _Offer(error=f"rank {tp_rank} of the stage: {error}")
-        offers = [
-            msgspec.json.decode(each, type=_Offer)
-            for each in _exchanged(store, "offer", tp, tp_rank, msgspec.json.encode(offer).decode())
-        ]
+        given = _exchanged(sockets, tp_rank, msgspec.json.encode(offer))
+        offers = [msgspec.json.decode(each, type=_Offer) for each in given]
         handles: list[bytes] = []
         bases: list[int] = []
         error_text = next((each.error for each in offers if each.error), "")
@@ -85,8 +88,8 @@ class PeerBuffers:
                 handles.append(each.handle)
         except PathError as error:
             error_text = f"rank {tp_rank} of the stage: {error}"
-        errors = _exchanged(store, "error", tp, tp_rank, error_text)
-        found = next(filter(None, errors), "")
+        errors = _exchanged(sockets, tp_rank, error_text.encode())
+        found = next(filter(None, errors), b"").decode()
         if not found:
             return PeerBuffers(own, bases, driver, handles)
         for handle in handles:
@@ -100,7 +103,14 @@ class PeerBuffers:
         self._handles = []
 
 
-def _exchanged(store: Store, name: str, tp: int, tp_rank: int, value: str) -> list[str]:
-    """Publish this rank's value and return those of all ranks."""
-    store.set(f"{name} {tp_rank}", value)
-    return [store.get(f"{name} {rank}").decode() for rank in range(tp)]
+def _exchanged(sockets: Mapping[int, socket.socket], tp_rank: int, value: bytes) -> list[bytes]:
+    """Send this rank's value to the others and return those of all ranks."""
+    values = {tp_rank: value}
+    try:
+        for sock in sockets.values():
+            send_frame(sock, value)
+        for rank, sock in sockets.items():
+            values[rank] = receive_frame(sock)
+    except TransferError as error:
+        raise RankDiedError(f"sharing memory with the stage's ranks: {error}") from error
+    return [values[rank] for rank in range(len(values))]
