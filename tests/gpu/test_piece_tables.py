@@ -3,21 +3,35 @@ drawn shapes, on streams that are late and fail."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from channel_process import SETTINGS, WRITER
+from host_driver import HostDriver
 from late_stream import LateStream
+from trust_files import TRUST
 
 from kvtransfer.blocks import copy_stream
 from kvtransfer.blocks.checksum import checksum, finish, finish_all
 from kvtransfer.blocks.copy_stream import PieceTable
-from kvtransfer.blocks.device_pool import Blocks, DevicePool
+from kvtransfer.blocks.device_pool import DEVICE_SCRATCH_BYTES, Blocks, DevicePool
+from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.messages import Shard
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.messages import RankEndpoints, Shard
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.cuda_ipc import CudaIpcListener, connect_over
 
 WORD = 1 << 64
 
@@ -173,6 +187,96 @@ def test_all_sums_are_finished_as_one_is(seed: int) -> None:
     before, num_bytes = totals.copy(), int(draw.integers(1, 1 << 40))
     assert finish_all(totals, num_bytes) == [finish(int(total), num_bytes) for total in totals]
     assert np.array_equal(totals, before)
+
+
+# ----------------------------------------------------------------------------------------- the channel
+
+
+class PushTarget:
+    """A target in this process, whose memory a `cuda_ipc` channel has mapped by a driver of the host; the
+    writer's kernels run late."""
+
+    def __init__(self, ends: contextlib.ExitStack) -> None:
+        self.layout = BlockLayout(Shard(0, 2, 0, 2), 4, 2, 2)
+        draw = np.random.default_rng(3)
+        shape = NUM_BLOCKS, self.layout.block_bytes
+        self.data, before = (draw.integers(0, 256, shape, np.uint8) for _ in range(2))
+        self.pool = pool_of(before, self.layout, CPU)
+        source = pool_of(self.data, self.layout, CPU, streams=LateStream)
+        driver = HostDriver()
+        gate = Gate(lambda _: None)
+        listener = CudaIpcListener(TargetRank(0, (self.pool,), gate, TRUST, SETTINGS), {0: self.pool}, driver)
+        ends.enter_context(contextlib.closing(listener))
+        shard, address = self.layout.shard, listener.endpoint.address
+        lane = Lane(RankEndpoints(0, shard, "here", (listener.endpoint,)), shard)
+        rank = WriterRank(WRITER, 0, source, TRUST, Faults(()), SETTINGS)
+        self.channel = connect_over(driver, rank, source, lane, address, draw_id(), lambda _: None)
+        ends.enter_context(contextlib.closing(self.channel))
+        self.landing_id = draw_id()
+        gate.open(OpenLanding(self.landing_id, WRITER, tuple(range(NUM_BLOCKS))))
+        self.channel.begin(self.landing_id, lambda: False)
+
+    @property
+    def moves(self) -> list[BlockMove]:
+        return [BlockMove(block, NUM_BLOCKS - 1 - block, block) for block in range(NUM_BLOCKS)]
+
+
+NUM_BLOCKS = 80
+CPU = torch.device("cpu")
+on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the driver maps memory of the host")
+
+
+@pytest.fixture
+def target(device: torch.device) -> Iterator[PushTarget]:
+    with contextlib.ExitStack() as ends:
+        yield PushTarget(ends)
+
+
+@on_the_host
+def test_a_write_of_many_blocks_is_one_launch(target: PushTarget) -> None:
+    looks: list[int] = []
+
+    def stopped() -> bool:
+        looks.append(sum(stream.num_queued for stream in LateStream.made))
+        return False
+
+    LateStream.forget()
+    sums = target.channel.write(target.landing_id, target.moves, stopped)
+    assert looks == [0], "nothing was queued when it looked whether to stop"
+    assert [stream.num_queued for stream in LateStream.made] == [1]
+    assert sums == [checksum(row.tobytes()) for row in target.data]
+    assert np.array_equal(target.pool.tensor.numpy(), target.data[::-1])
+    assert target.pool.sums(range(NUM_BLOCKS), target.layout.shard) == sums[::-1]
+
+
+@on_the_host
+def test_a_device_that_fails_in_a_push_is_no_success(target: PushTarget) -> None:
+    before = target.pool.tensor.clone()
+    LateStream.fails_at = LateStream.num_done
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        target.channel.write(target.landing_id, target.moves, lambda: False)
+    assert torch.equal(target.pool.tensor, before)
+
+
+@on_the_host
+def test_a_path_is_measured_by_launches_of_many_pieces(
+    target: PushTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each twice as large as the one before, until it takes long enough."""
+    written: list[int] = []
+
+    def counted(pool: DevicePool, ids: list[int], *others: Any) -> SimpleNamespace:
+        assert max(ids) < pool.num_blocks
+        written.append(len(ids) * SCRATCH_BYTES)
+        return SimpleNamespace(result=lambda: [])
+
+    monkeypatch.setattr(DevicePool, "copy_to", counted)
+    monkeypatch.setattr(cuda_ipc, "_MEASURED_S", 1e9)
+    measured = target.channel.measure(SystemClock())
+    sizes = [DEVICE_SCRATCH_BYTES << power for power in range(6)]
+    assert sizes[-1] == 1 << 30
+    assert written[3:] == [size for size in sizes for _ in range(2)]
+    assert measured.gb_s > 0
 
 
 @pytest.mark.gpu
