@@ -16,11 +16,11 @@ import torch
 
 from kvtransfer.blocks.cuda_memory import view_memory
 from kvtransfer.errors import PathError
+from kvtransfer.transports.card_links import check_atomics
 
 HANDLE_BYTES = 64
 
 _LAZY_PEER_ACCESS = 1
-_NATIVE_ATOMICS = 3
 _BUS_ID_BYTES = 32
 
 
@@ -47,7 +47,6 @@ class CudaDriver:
         self._call("cuDeviceGet", byref(device), c_int(index))
         self._call("cuDevicePrimaryCtxRetain", byref(context), device)  # the one that torch uses
         self._context = context
-        self._device = device
         name = ctypes.create_string_buffer(_BUS_ID_BYTES)
         self._call("cuDeviceGetPCIBusId", name, c_int(_BUS_ID_BYTES), device)
         # The card of the device, by its place on the bus.
@@ -89,13 +88,7 @@ class CudaDriver:
 
     def check_atomics(self, bus_id: str) -> None:
         """Raise `PathError` if this device has no native atomics in the memory of the card at `bus_id`."""
-        if bus_id == self.bus_id:
-            return
-        other, has_atomics = c_int(), c_int()
-        self._call("cuDeviceGetByPCIBusId", byref(other), bus_id.encode())
-        self._call("cuDeviceGetP2PAttribute", byref(has_atomics), c_int(_NATIVE_ATOMICS), self._device, other)
-        if not has_atomics.value:
-            raise PathError(f"no native atomics between {self.bus_id} and {bus_id} (not joined by NVLink)")
+        check_atomics(self.bus_id, bus_id)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return mapped memory as uint8 [num_bytes]."""

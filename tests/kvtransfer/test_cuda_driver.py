@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.errors import PathError
+from kvtransfer.transports.card_links import check_atomics
 from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver
 
 BASE, SIZE = 0x7000_0000, 1 << 20
@@ -20,7 +21,7 @@ _ERROR = 217
 
 
 class FakeCuda:
-    """A card at each of `BUS_IDS`, of which the first two have native atomics in each other's memory."""
+    """A card at each of `BUS_IDS`."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
@@ -50,17 +51,6 @@ class FakeCuda:
     @staticmethod
     def _cuDeviceGetPCIBusId(name: Any, size: Any, device: Any) -> int:
         name.value = BUS_IDS[device.value].encode()
-        return 0
-
-    @staticmethod
-    def _cuDeviceGetByPCIBusId(device: Any, bus_id: bytes) -> int:
-        device._obj.value = BUS_IDS.index(bus_id.decode())
-        return 0
-
-    @staticmethod
-    def _cuDeviceGetP2PAttribute(value: Any, attribute: Any, own: Any, other: Any) -> int:
-        assert attribute.value == 3
-        value._obj.value = int({own.value, other.value} == {0, 1})
         return 0
 
     @staticmethod
@@ -140,15 +130,48 @@ def test_a_mapping_that_fails_leaves_nothing_and_may_be_tried_again() -> None:
     assert driver.map(handle) in cuda.mapped
 
 
+class FakeNvml:
+    """The management library, for which the first two cards are joined."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.num_open = 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += self.fails != "init"
+        return 9 if self.fails == "init" else 0
+
+    def nvmlShutdown(self) -> int:
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: bytes, card: Any) -> int:
+        card._obj.value = 1 + BUS_IDS.index(bus_id.decode())
+        return 6 if self.fails == "handle" else 0
+
+    @staticmethod
+    def nvmlDeviceGetP2PStatus(card: Any, other: Any, index: Any, status: Any) -> int:
+        assert index.value == 3
+        status._obj.value = 0 if {card.value, other.value} == {1, 2} else 5
+        return 0
+
+
 def test_a_card_reaches_itself_and_those_that_are_joined_to_it() -> None:
-    cuda = FakeCuda()
-    driver = driver_of(cuda, 1)
+    driver = driver_of(FakeCuda(), 1)
     assert driver.bus_id == BUS_IDS[1]
     driver.check_atomics(BUS_IDS[1])
-    assert cuda.counted["cuDeviceGetP2PAttribute"] == 0
-    driver.check_atomics(BUS_IDS[0])
+    nvml = FakeNvml()
+    check_atomics(BUS_IDS[0], BUS_IDS[1], nvml)
     with pytest.raises(PathError, match=f"no native atomics between {BUS_IDS[1]} and {BUS_IDS[2]}"):
-        driver.check_atomics(BUS_IDS[2])
-    cuda.fails = "cuDeviceGetByPCIBusId"  # a card that this process does not see
-    with pytest.raises(PathError, match="cuDeviceGetByPCIBusId"):
-        driver.check_atomics(BUS_IDS[0])
+        check_atomics(BUS_IDS[1], BUS_IDS[2], nvml)
+    assert nvml.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"), [("init", "nvmlInit_v2: NVML error 9"), ("handle", "BusId_v2: NVML error 6")]
+)
+def test_a_management_library_that_fails_is_a_reason(fails: str, reason: str) -> None:
+    nvml = FakeNvml(fails)
+    with pytest.raises(PathError, match=reason):
+        check_atomics(BUS_IDS[0], BUS_IDS[1], nvml)
+    assert nvml.num_open == 0

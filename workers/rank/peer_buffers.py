@@ -1,9 +1,8 @@
 """The buffers of a stage's ranks on GPUs of one host, each mapped by all others.
 
-The ranks form them together, and either all have them or none: where one cannot export its memory, cannot
-map that of another (no peer access, or a card that this process does not see), or has no native atomics
-there, all learn why. Buffers between the ranks of one replica live as long as its ranks, so that nothing
-has to prove that a mapping has ended."""
+The ranks form them together, and either all have them or none: where one cannot export its memory, cannot map
+that of another (no peer access), or has no native atomics there, all learn why. Buffers between the ranks of
+one replica live as long as its ranks, so that nothing has to prove that a mapping has ended."""
 
 from __future__ import annotations
 
