@@ -10,7 +10,7 @@ A push of any number of pieces is four calls of the driver and one wait, whateve
 A thread gives up Python's lock in each of these calls and must win it back from the thread that computes, and
 on a card that processes share it may wait for a time slice between two of them. Earlier, a push of 64 MiB was
 one such round for each 128 MiB, each of some twenty calls, and took 4.6 ms in service for 45 us of copying.
-Tables are used again, so no call allocates in the long run."""
+The tables of pushes and of sums are used again, so that neither allocates in the long run."""
 
 from __future__ import annotations
 
