@@ -26,7 +26,7 @@ from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.blocks.torch_checksum import finish_totals, piece_totals
-from kvtransfer.blocks.transfer_memory import BATCH_BYTES, DEVICE_SCRATCH_BYTES, transfer_buffer_bytes
+from kvtransfer.blocks.transfer_memory import BATCH_BYTES, transfer_buffer_bytes
 from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)

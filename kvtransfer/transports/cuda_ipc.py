@@ -32,9 +32,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvtransfer.blocks.device_pool import DEVICE_SCRATCH_BYTES, Blocks, DevicePool
+from kvtransfer.blocks.device_pool import Blocks, DevicePool
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtransfer.blocks.copy_stream import Mark
-from kvtransfer.blocks.device_pool import DEVICE_SCRATCH_BYTES, PendingSums, StagingArea
+from kvtransfer.blocks.device_pool import PendingSums, StagingArea
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
+from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.rpc.handshake import receive_frame, send_frame

@@ -20,9 +20,10 @@ from trust_files import TRUST
 from kvtransfer.blocks import copy_stream
 from kvtransfer.blocks.checksum import checksum, finish, finish_all
 from kvtransfer.blocks.copy_stream import PieceTable
-from kvtransfer.blocks.device_pool import DEVICE_SCRATCH_BYTES, Blocks, DevicePool
+from kvtransfer.blocks.device_pool import Blocks, DevicePool
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import RankEndpoints, Shard
