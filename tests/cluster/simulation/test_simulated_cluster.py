@@ -51,9 +51,8 @@ def test_what_decides_is_what_serves() -> None:
     # Both are the same decisions, and the simulated replica overrides none of them.
     assert issubclass(EngineCore, EngineDecisions)
     of_replica = {"wake", "pump", "fail", "set_role", "on_rank_message", "_end_ranks"}
-    own = {
-        name for name in vars(type(replica)) if name in vars(EngineDecisions) and not name.startswith("__")
-    }
+    overridden = vars(type(replica)).keys() & vars(EngineDecisions).keys()
+    own = {name for name in overridden if not name.startswith("__")}
     assert own <= of_replica, own - of_replica
 
 
@@ -110,7 +109,7 @@ def test_waits_are_those_of_a_queue_with_poisson_arrivals() -> None:
     records = settled(cluster, 1000.0)
     wait_s = float(np.mean([record.ttft_s for record in records])) - service_s
     expected_s = load * service_s / (2 * (1 - load))
-    # A plan that is out cannot be changed: one more step is ahead of some arrivals, and the network takes 1 ms.
+    # A plan that is out cannot be changed: one more step is ahead of some arrivals. The network takes 1 ms.
     assert 0.9 * expected_s < wait_s < 1.15 * expected_s + 0.001
 
 
