@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.bench.mooncake_trace import MooncakeTrace
+from cluster.bench.simulated_trace import FileTrace
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
 from cluster.simulation.simulated_cluster import ClusterShape
@@ -101,7 +101,7 @@ def loads(names: Iterable[str], trace: Path | None, num_traced: int, seed: int) 
         ),
     ]
     if trace is not None:
-        recorded = MooncakeTrace(trace, num_traced)
+        recorded = FileTrace(trace, num_traced)
         made.insert(
             0,
             Load(

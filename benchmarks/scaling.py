@@ -47,7 +47,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     config = ScalingConfig(
-        autoscale=True, pools={"prefill": LIMITS, "decode": LIMITS}, ttft_slo_s=2.0, itl_slo_s=0.05
+        autoscale=True,
+        pools={"prefill": LIMITS, "decode": LIMITS},
+        ttft_slo_s=2.0,
+        itl_slo_s=0.05,
+        down_cool_down_s=120.0,
     )
     runs = compare(hour(arguments.seed), MODEL, config, LIMITS)
     base_s = runs[0][1].total_replica_s

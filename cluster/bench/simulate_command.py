@@ -65,7 +65,7 @@ def simulate_options(
     slo_ttft_ms: Annotated[float, typer.Option(min=0.1, help="First token of a good request.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Each further token of one.")] = 100.0,
     autoscale: Annotated[
-        str, typer.Option(help="prefill=1:8,decode=1:8: pools, by role, that the autoscaler moves, and limits.")
+        str, typer.Option(help="prefill=1:8,decode=1:8: the pools to scale, and limits.")
     ] = "",
     start_s: Annotated[float, typer.Option(min=0, help="Until a new replica serves.")] = 60.0,
     change_roles: Annotated[

@@ -46,8 +46,9 @@ class ScalingConfig(BaseModel):
     target_load: float = Field(default=0.75, gt=0, le=1)
     # The time after a pool grew until it may grow again.
     up_cool_down_s: float = Field(default=15.0, ge=0)
-    # The time after a pool changed in either direction until it may shrink.
-    down_cool_down_s: float = Field(default=120.0, ge=0)
+    # The time after a pool changed in either direction until it may shrink: about that of a start, since a
+    # replica that is kept too long costs as much as one that must be started again.
+    down_cool_down_s: float = Field(default=60.0, ge=0)
     # How long a replica must have been idle, and the other role short, before its role changes.
     role_change_after_s: float = Field(default=20.0, ge=0)
     # How long nothing must have been asked for before pools whose `min` is 0 have no replica.

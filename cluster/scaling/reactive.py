@@ -211,17 +211,22 @@ class ReactiveSignals:
     def _to_hold(self, side: Side) -> int:
         """Return the number of replicas that hold the present sequences, and the prompts that the prefill
         side has yet to hand over."""
-        sequences = side.num_sequences + self._num_coming()
-        blocks = float(side.num_used_blocks)
-        blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
+        coming = self._num_coming(side)
+        sequences = side.num_running + side.num_waiting + coming
+        # Most of those that come have their blocks already: prompts wait with landings.
+        num_landed = side.num_landings - side.num_waiting_landings
+        without_blocks = side.num_waiting + max(coming - num_landed, side.num_waiting_landings)
+        blocks = side.num_used_blocks + without_blocks * self._rates.blocks_per_sequence
         capacity = side.num_total_blocks / side.num_replicas * (1 - KV_NEAR_FULL)
         return math.ceil(max(blocks / capacity, sequences / self._rates.batch))
 
-    def _num_coming(self) -> float:
+    def _num_coming(self, decode: Side) -> float:
         """Return the number of sequences that the prefill side hands over before those that decode now have
-        ended."""
+        ended. Prompts have landings before they are computed, so those are not others."""
         side = side_of(self._samples[-1], PREFILL, has_prefill=self._has_prefill)
-        num_prompts = side.num_running + side.num_waiting
+        if not (at_prefill := side.num_running + side.num_waiting):
+            return decode.num_landings
+        num_prompts = max(at_prefill, decode.num_landings)
         prompt, output, step = self._sizes.prompt, self._sizes.output, self._rates.step
         if not (prompt and output and step and prompt.mean > 0 and side.prefill_tok_s > 0):
             return num_prompts

@@ -35,6 +35,7 @@ def config(most: int = 16, **settings: Any) -> ScalingConfig:
         "pools": {"prefill": limits, "decode": limits, "both": limits},
         "ttft_slo_s": 2.0,
         "itl_slo_s": 0.05,
+        "down_cool_down_s": 120.0,
     }
     return ScalingConfig.model_validate(defaults | settings)
 

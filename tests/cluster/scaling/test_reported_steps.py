@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from scaling_harness import NOTHING, NOW, config, decoding, history_of
@@ -16,7 +17,7 @@ from workers.stats_record import ReplicaStats
 MEASURED = {"decode_base_s": 0.01, "decode_sequence_s": 1e-3, "decode_context_s": 1e-6}
 
 
-def rates_of(**measured: float) -> MeasuredRates:
+def rates_of(**measured: Any) -> MeasuredRates:
     """Return the rates of a replica whose batches vary, and whose mean step time does not follow."""
 
     def sample_of(at: float) -> tuple[Sequence[ReplicaSample], Demand]:
