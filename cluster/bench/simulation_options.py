@@ -30,6 +30,7 @@ from cluster.simulation.simulated_load import (
 )
 from cluster.simulation.simulated_replica import SimulatedEngine
 from cluster.simulation.step_model import StepModel
+from cluster.simulation.store_shape import parse_store
 from router.config import RouterConfig
 
 FORMATS = ("mooncake", "sharegpt", "synthetic")
@@ -127,6 +128,10 @@ class SimulatedReplicaOptions:
     pp: Annotated[int, typer.Option(min=1, help="Stages of a replica.")] = 1
     kv_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of a replica.")] = None
     block_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens of a block.")] = None
+    store: Annotated[
+        str, typer.Option(help="The store of each node, as dram=64,nvme=500: sizes in GB; rates in GB/s.")
+    ] = ""
+    replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a store.")] = 8
     utilization: Annotated[
         float | None,
         typer.Option(min=0.01, help="Without a model: how busy prompts without a cache keep the replicas."),
@@ -162,7 +167,8 @@ class SimulatedReplicaOptions:
         """Return the cluster, whose replicas serve this load by this policy; `others` are of the shape."""
         engine, roles = self._engine(load), self.roles
         router = RouterConfig.model_validate({"policy": policy})
-        return ClusterShape([(role, engine) for role in roles], router=router, **others)
+        store = parse_store(self.store, self.tp * self.pp, self.replicas_per_node)
+        return ClusterShape([(role, engine) for role in roles], router=router, store=store, **others)
 
     def _engine(self, load: SimulatedLoadOptions) -> SimulatedEngine:
         """Return the engine of every replica. Raises `ConfigError` where the options do not go together, or
