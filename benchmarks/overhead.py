@@ -35,6 +35,7 @@ import aiohttp
 import numpy as np
 import psutil
 import torch
+import uvloop
 
 from benchmarks.drawn_trust import draw_trust
 from cluster.api.client import Client
@@ -484,7 +485,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         play = {"engine core": play_engine_core, "gateway": play_gateway}[args.part]
-        asyncio.run(play(json.loads(sys.stdin.readline())))
+        uvloop.run(play(json.loads(sys.stdin.readline())))  # as Ray runs its processes
         return
     setting = Setting(args.model, args.dtype, args.threads, args.tokens)
     asyncio.run(measure(setting, args.batch, args.prompt, args.rounds))

@@ -44,7 +44,8 @@ from cluster.bench.overload_curve import (
     quantile_ms,
     run_overload,
 )
-from cluster.bench.serving_load import BenchRequest, Objectives, Workload, run_sessions
+from cluster.bench.serving_figures import Objectives
+from cluster.bench.serving_load import BenchRequest, Workload, run_sessions
 from cluster.bench.targets import Target
 from cluster.metrics.logs import ACCESS_LOGGER
 from kvtransfer.common.clock import SystemClock

@@ -4,7 +4,7 @@ Speed: processor time of a decision with 64 replicas and prompts of 2k and 8k to
 with stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe; as one gateway
 of several decides, with the loads as they were and after all replicas have reported; and what it takes to
 find what a request would wait where others wait. Quality, with
-`--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every
+`--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of blocks): every
 policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
 
     python -m benchmarks.router [--trace FILE] [--policies cost,round_robin]
@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
-from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from cluster.bench.trace_file import TraceRequest, read_trace
 from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
@@ -183,7 +183,8 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
     the router's own deltas carry it through requests of the same instant."""
     events = EventQueue()
     clock = events.clock
-    router = RouterService(RouterConfig(policy=policy, skip_prefill_tokens=0), TRACE_BLOCK_TOKENS, clock, 1)
+    block_tokens = trace[0].block_tokens
+    router = RouterService(RouterConfig(policy=policy, skip_prefill_tokens=0), block_tokens, clock, 1)
     span_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1e3
     tok_s = sum(request.input_length for request in trace) / (span_s * NUM_NODES * UTILISATION)
     ttfts_s: list[float] = []
@@ -195,7 +196,7 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
 
     nodes: dict[str, VirtualReplica] = {}
     for name in (f"n{index:02}" for index in range(NUM_NODES)):
-        model = serial_model(tok_s, TRACE_BLOCK_TOKENS, NODE_BLOCKS)
+        model = serial_model(tok_s, block_tokens, NODE_BLOCKS)
         nodes[name] = VirtualReplica(name, model, events, on_step, nodes)
         router.add_replica(nodes[name].identity, "prefill")
         router.tree.apply_snapshot(KvSnapshot(nodes[name].identity, 0, ()))
@@ -222,7 +223,7 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
     router.check()
     ttfts_s.sort()
     work = [node.num_uncached_tokens for node in nodes.values()]
-    num_hits = sum(node.num_cached_tokens for node in nodes.values()) / TRACE_BLOCK_TOKENS
+    num_hits = sum(node.num_cached_tokens for node in nodes.values()) / block_tokens
     return {
         "what": "replay",
         "policy": policy,

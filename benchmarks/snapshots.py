@@ -220,7 +220,7 @@ def read_requests(file: Path, num_requests: int) -> list[DrawnChat]:
     """Return the first requests of a trace, each as a chat of one turn."""
     chats: list[DrawnChat] = []
     for request in itertools.islice(read_trace(file), num_requests):
-        tokens = np.repeat(np.asarray(request.hash_ids) + _FIRST_TOKEN, TRACE_BLOCK_TOKENS)
+        tokens = np.repeat(np.asarray(request.hash_ids) + _FIRST_TOKEN, request.block_tokens)
         answer = np.asarray([*[_FIRST_TOKEN] * min(_TRACE_ANSWER, request.output_length), END])
         turn = ChatTurn(tokens[: request.input_length], (), answer, 0.0)
         chats.append(DrawnChat(request.timestamp_ms / 1e3 * _TRACE_SCALE, [turn]))

@@ -27,10 +27,11 @@ from pydantic import (
 )
 
 from cluster.admission.config import AdmissionConfig
+from cluster.debug_config import DebugConfig
 from cluster.errors import ConfigError
 from cluster.http.config import HttpConfig
 from cluster.identity.config import AuthConfig
-from cluster.metrics.config import LogConfig, TracingConfig
+from cluster.metrics.config import CostConfig, LogConfig, RecordingConfig, TracingConfig
 from cluster.model_source.config import DownloadConfig
 from cluster.model_source.names import located_model
 from cluster.model_source.source import ModelSource
@@ -39,13 +40,12 @@ from cluster.parser_names import ReasoningParserName, ToolParserName
 from cluster.scaling.config import ScalingConfig
 from cluster.setting_errors import Location, setting_lines
 from cluster.store_kv_dtype import check_store_kv_dtype
-from kvtransfer.common.faults import FaultRule
 from kvtransfer.common.patterns import Matches
 from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
-from workers.config import EngineSettings, PaceConfig, Parallel
+from workers.config import EngineSettings, Parallel
 from workers.model.model_config import ModelConfig
 from workers.model.quantization.weight_form import WeightDtype
 
@@ -336,28 +336,6 @@ class InnerTlsConfig(_Settings):
         return self.model_copy(update={name: folder / path for name, path in self})
 
 
-class FaultConfig(_Settings):
-    """Configures one fault to inject, for tests: see `kvtransfer.common.faults.FaultRule`."""
-
-    point: str
-    action: Literal["kill", "stop", "corrupt"]
-    marker: str
-    after: int = Field(default=1, ge=1)
-
-
-class DebugConfig(_Settings):
-    """Configures debugging aids, which are off in production."""
-
-    # Requests may name the replicas that serve them.
-    allow_pins: bool = False
-    faults: tuple[FaultConfig, ...] = ()
-    pace: PaceConfig | None = None
-
-    @property
-    def fault_rules(self) -> tuple[FaultRule, ...]:
-        return tuple(FaultRule(**fault.model_dump()) for fault in self.faults)
-
-
 class ClusterConfig(_Settings):
     """Represents the whole configuration of `tandem serve`."""
 
@@ -381,6 +359,8 @@ class ClusterConfig(_Settings):
     scaling: ScalingConfig = ScalingConfig()
     logs: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+    recording: RecordingConfig = RecordingConfig()
+    costs: CostConfig = CostConfig()
     auth: AuthConfig = AuthConfig()
     # Holds the cluster secret, at the same path on every node; None: drawn at start, which serves one host.
     # Relative to the file that names it.
@@ -436,8 +416,9 @@ class ClusterConfig(_Settings):
             raise ValueError(f"pools: the name {repeated[0]!r} is used more than once")
         if all(pool.role == "prefill" for pool in self.pools):
             raise ValueError("pools: at least one needs the role decode or both")
-        if unknown := sorted(set(self.scaling.pools) - set(names)):
-            raise ValueError(f"scaling.pools.{unknown[0]}: there is no pool of this name")
+        for section, given in (("scaling", self.scaling.pools), ("costs", self.costs.pools)):
+            if unknown := sorted(set(given) - set(names)):
+                raise ValueError(f"{section}.pools.{unknown[0]}: there is no pool of this name")
         for pool in self.pools:
             check_store_kv_dtype(self.store.kv_dtype, pool.name, pool.engine)
         for field in ("engine.block_tokens", "engine.kv_dtype", "dtype", "weight_dtype"):

@@ -26,10 +26,18 @@ class BlocksStored(Part, frozen=True):
 
 
 class BlocksRemoved(Part, frozen=True):
-    """These blocks are no longer held on the device, or in no tier of the node's store."""
+    """These blocks are no longer held on the device, or in no tier of the node's store, all for one reason:
+
+    - "space": blocks were needed, and these were the least recently used
+    - "share": their sharing group had more than its share
+    - "offloaded": a sequence that has to wait was moved to host memory with them
+    - "purged": by an order of an operator
+    - "": not known, such as of a store
+    """
 
     keys: tuple[bytes, ...]
     tier: Literal["device", "store"] = "device"
+    reason: str = ""
 
 
 class KvEvents(Message, frozen=True):

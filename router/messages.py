@@ -182,6 +182,39 @@ class Prediction(Part, frozen=True):
         return self.wait_s + self.prefill_s
 
 
+class BlockPlace(Part, frozen=True):
+    """Where a block is, or was. `tier` is "device", "dram" or "nvme"; "store": in one of the last two. One
+    that `is_expected` is not there yet: another request will compute it."""
+
+    replica_id: str
+    tier: str
+    is_expected: bool = False
+
+
+class MissedBlocks(Part, frozen=True):
+    """Blocks of a prompt, one behind the other, that had to be computed for the same reason, when the prompt
+    was placed:
+
+    - "new": nobody is remembered to have had them
+    - "removed": nobody has them any more. They were last removed from the place, for the `reason` of
+      `kvtransfer.kv_events.BlocksRemoved`, or since the replica has "left"; "": not known
+    - "forgotten": somebody had them, and no removal is remembered
+    - "elsewhere": other replicas have them, the first of which are the places
+    - "expected": other replicas are to compute them
+    - "unusable": the replica has their KV and cannot continue there, for want of a window's KV or a state, or
+      since blocks before them lack
+    """
+
+    first: int
+    num_blocks: int
+    fate: str
+    places: tuple[BlockPlace, ...] = ()
+    reason: str = ""
+    # How long ago the last and the first of them were removed.
+    least_age_s: float = 0.0
+    most_age_s: float = 0.0
+
+
 class Decision(Part, frozen=True):
     """Where a request goes and why. `prefill` "" means that the decode replica prefills by itself.
 
@@ -205,6 +238,11 @@ class Decision(Part, frozen=True):
     most_backlog_tokens: int | None = None
     # Choices were left out that are later; None: none were.
     limit: TimeLimit | None = None
+    # The prompt's blocks that have to be computed, up to the last that could be reused.
+    missed: tuple[MissedBlocks, ...] = ()
+    # The prompt's leading tokens whose KV any replica ever had, as far as is remembered: the prefix that a
+    # cache without a limit would have.
+    achievable_tokens: int = 0
 
     @property
     def compute_id(self) -> str:

@@ -54,7 +54,7 @@ import numpy as np
 from router.config import RouterConfig
 from router.load import CurrentLoad
 from router.messages import Candidate, Decision, TimeLimit
-from router.radix import Match
+from router.prefix_match import Match
 
 # The part of the prefill that counts as delay of later requests. Chosen on a public conversation trace (16
 # nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits.

@@ -18,7 +18,8 @@ from router.load import CurrentLoad, LoadTracker
 from router.messages import TimeLimit
 from router.native import RouterKernel
 from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
-from router.radix import Match, PrefixTree
+from router.prefix_match import Match
+from router.radix import PrefixTree
 
 # The structs of native.cpp, field by field.
 _SETTINGS = struct.Struct("6d2q")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import filterfalse, repeat
 from operator import methodcaller, or_
@@ -16,7 +16,10 @@ from typing import Literal, NamedTuple
 from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
+from router.block_history import BlockHistory
+from router.messages import BlockPlace
 from router.native import RouterKernel
+from router.prefix_match import Counts, Match
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
@@ -25,61 +28,16 @@ SNAPSHOT_WAIT_S = 2.0
 _MATCHED_AT_ONCE = 256
 
 StoreTier = Literal["dram", "nvme"]
-Counts = ctypes.Array[ctypes.c_int32]
 
 # A mask has four bits for each replica: one for its device, one for each tier, and one for its mark.
 _SLOT_BITS = 4
 _MARK_BIT = 3
 _TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
+_BIT_TO_TIER = ("device", "dram", "nvme")
+# Places of a block that are looked up.
+_MAX_PLACES = 8
 _WORD_BYTES = 8
 _SLOTS_PER_WORD = 8 * _WORD_BYTES // _SLOT_BITS
-
-
-class InStore(NamedTuple):
-    """Blocks of a prompt that only the store of a replica's node holds, by tier."""
-
-    dram: int
-    nvme: int
-
-
-NOT_IN_STORE = InStore(0, 0)
-
-
-class Match:
-    """The leading blocks of a prompt that each replica has without computing: the first ones on its device,
-    those after them in its node's store. `counts` has `num_slots` numbers for the device, as many for DRAM
-    and as many for NVMe, by the slots of the replicas."""
-
-    def __init__(self, id_to_slot: Mapping[str, int], counts: Counts, num_slots: int) -> None:
-        self._id_to_slot = id_to_slot
-        self.counts = counts
-        self.num_slots = num_slots
-
-    @property
-    def device(self) -> dict[str, int]:
-        """The blocks on the device by replica; replicas with none are absent."""
-        return {name: self.counts[slot] for name, slot in self._id_to_slot.items() if self.counts[slot]}
-
-    @property
-    def stored(self) -> dict[str, InStore]:
-        """The blocks in the store by replica; replicas with none are absent."""
-        each = {name: self.of(name)[1] for name in self._id_to_slot}
-        return {name: counts for name, counts in each.items() if any(counts)}
-
-    @property
-    def most_blocks(self) -> int:
-        """The number of blocks of the replica that has most of them."""
-        counts, num_slots = self.counts, self.num_slots
-        tiers = (counts[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
-        return max(map(sum, zip(*tiers, strict=True)))
-
-    def of(self, replica_id: str) -> tuple[int, InStore]:
-        """Return how many a replica has on its device and in the store."""
-        slot = self._id_to_slot.get(replica_id)
-        if slot is None:
-            return 0, NOT_IN_STORE
-        counts, num_slots = self.counts, self.num_slots
-        return counts[slot], InStore(counts[num_slots + slot], counts[2 * num_slots + slot])
 
 
 @dataclass(slots=True, eq=False)
@@ -170,8 +128,15 @@ class PrefixTree:
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
     """
 
-    def __init__(self, clock: Clock, prediction_ttl_s: float, kernel: RouterKernel | None = None) -> None:
-        """Without a `kernel` matches are counted in Python."""
+    def __init__(
+        self,
+        clock: Clock,
+        prediction_ttl_s: float,
+        kernel: RouterKernel | None = None,
+        history: BlockHistory | None = None,
+    ) -> None:
+        """Without a `kernel` matches are counted in Python. What becomes of blocks is noted in `history`."""
+        self._history = history
         self._clock = clock
         self._kernel = kernel
         self._prediction_ttl_s = prediction_ttl_s
@@ -207,6 +172,10 @@ class PrefixTree:
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
+        if self._history is not None:
+            now = self._clock.now()
+            self._history.removed(replica_id, holder.stored, "store", "left", now)
+            self._history.removed(replica_id, holder.held, "device", "left", now)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.held)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
@@ -240,6 +209,8 @@ class PrefixTree:
                 return True
             if events.sequence == holder.sequence + 1:
                 holder.sequence = events.sequence
+                if self._history is not None:
+                    self._history.on_events(events, self._clock.now())
                 for removal in events.removed:
                     if removal.tier == "device":
                         self._remove(holder, removal.keys)
@@ -266,6 +237,11 @@ class PrefixTree:
             return False
         on_device = {key for stored in snapshot.stored if stored.tier == "device" for key in stored.keys}
         in_store = {key for stored in snapshot.stored if stored.tier != "device" for key in stored.keys}
+        if self._history is not None:
+            self._history.removed(
+                snapshot.publisher.replica_id, holder.held - on_device, "device", "", self._clock.now()
+            )
+            self._history.stored(snapshot.stored)
         self._remove(holder, holder.held - on_device)
         self._unstore(holder, holder.stored.keys() - in_store)
         self._take(holder, snapshot.stored)
@@ -352,6 +328,47 @@ class PrefixTree:
             if needed is not None:
                 self._kernel.limit_to_marks(packed, num_words, most, counts, needed, len(needed))
         return Match(self._id_to_slot, counts, num_slots)
+
+    def reports(self, replica_id: str, key: bytes) -> bool:
+        """Return whether the replica has reported to have the block, on its device or in its store."""
+        holder = self._holders.get(replica_id)
+        return holder is not None and (key in holder.held or key in holder.stored)
+
+    def places_state(self, key: bytes, without: str) -> tuple[int, int]:
+        """Return a value that is equal for blocks with the same `places` (0 twice: there are none), at a
+        fraction of their cost."""
+        mask = self._key_to_mask.get(key, 0)
+        if not mask:
+            return 0, 0
+        found = expected = 0
+        for slot, bit in self._place_bits(mask, without):
+            found |= bit
+            if bit == 1 << _SLOT_BITS * slot and key not in self._holders[self._slot_to_id[slot]].held:
+                expected |= bit
+        return found, expected
+
+    def places(self, key: bytes, without: str) -> list[BlockPlace]:
+        """Return where a block is, or is expected to be, `without` this replica: the tiers of replicas that
+        have it, at most `_MAX_PLACES`."""
+        found: list[BlockPlace] = []
+        for slot, bit in self._place_bits(self._key_to_mask.get(key, 0), without):
+            tier = _BIT_TO_TIER[bit.bit_length() - 1 - _SLOT_BITS * slot]
+            replica_id = self._slot_to_id[slot]
+            is_expected = tier == "device" and key not in self._holders[replica_id].held
+            found.append(BlockPlace(replica_id, tier, is_expected))
+        return found
+
+    def _place_bits(self, mask: int, without: str) -> Iterator[tuple[int, int]]:
+        """Yield the first bits of a mask that stand for tiers, each with its slot."""
+        own = self._id_to_slot.get(without)
+        num_found = 0
+        while mask and num_found < _MAX_PLACES:
+            bit = mask & -mask
+            mask ^= bit
+            slot, kind = divmod(bit.bit_length() - 1, _SLOT_BITS)
+            if kind != _MARK_BIT and slot != own:
+                num_found += 1
+                yield slot, bit
 
     @property
     def num_keys(self) -> int:

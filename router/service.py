@@ -7,9 +7,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
+from router.block_history import BlockHistory
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
@@ -22,6 +25,7 @@ from router.messages import (
     RouteRequest,
     TimeLimit,
 )
+from router.missed_blocks import find_misses
 from router.native import load_kernel
 from router.policies import (
     NEVER_FITS_S,
@@ -80,14 +84,17 @@ class RouterService:
         *,
         salt: str = "",
         observer: PlacementObserver | None = None,
+        history: BlockHistory | None = None,
     ) -> None:
+        """With a `history`, `with_misses` says why blocks of a prompt were not cached."""
         self._salt = salt
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._kernel = load_kernel()
-        self.tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel)
+        self._history = history
+        self.tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel, history)
         self.loads = LoadTracker(clock, observer, self._on_dropped)
         self.members = Members(config, block_tokens, self.loads)
         self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
@@ -301,6 +308,24 @@ class RouterService:
     def explain(self, request_id: str) -> Decision | None:
         """Return the last decision for the request, if it is among the latest `NUM_DECISIONS_KEPT`."""
         return self._decisions.get(request_id)
+
+    def with_misses(
+        self, decision: Decision, block_keys: tuple[bytes, ...], num_prompt_tokens: int
+    ) -> Decision:
+        """Return the decision with the reason for each of the prompt's blocks that is computed, as of now.
+        Call it once, when the request is submitted."""
+        if self._history is None:
+            return decision
+        keys = block_keys[: (max(num_prompt_tokens, 1) - 1) // self._block_tokens]
+        num_cached = min(decision.prefill_cached_tokens // self._block_tokens, len(keys))
+        misses = find_misses(
+            self.tree, self._history, decision.compute_id, keys, num_cached, self._clock.now()
+        )
+        return replace(
+            decision,
+            missed=misses.runs,
+            achievable_tokens=max(decision.prefill_cached_tokens, misses.num_achievable * self._block_tokens),
+        )
 
     def check(self) -> None:
         """Assert the invariants of tree and load tracker, and that all expected placements are queued."""

@@ -148,11 +148,13 @@ def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
     names = ["metrics/ray_registry", "roster/ray_roster", "serve/app", "serve/entrypoint"]
     names += [
+        "serve/gateway_actor",
         "serve/joined_ray",
         "serve/launcher",
         "serve/local_ray",
         "serve/rank_actors",
         "serve/ray_private",
+        "serve/replica_actor",
         "serve/scaler_actor",
     ]
     names += ["serve/store_actors", "serve/update"]

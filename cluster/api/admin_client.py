@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
 
@@ -50,6 +50,16 @@ class AdminClient(GatewayCaller):
             "ListRequests", pb.ListRequestsRequest(limit=limit)
         )
         return reply
+
+    async def recording(self, last_s: float = 0.0) -> AsyncIterator[admin_pb.RecordingPart]:
+        """Yield the requests that all gateways have recorded, of those that arrived in the last `last_s`
+        seconds; 0: of all. One gateway comes after the other, in any number of parts."""
+        call = self.stub().Recording(admin_pb.RecordingRequest(last_s=last_s), metadata=self.metadata())
+        try:
+            async for part in call:
+                yield part
+        except grpc.aio.AioRpcError as error:
+            raise call_error(error) from error
 
     async def store_stat(self) -> admin_pb.StoreStatResponse:
         reply: admin_pb.StoreStatResponse = await self._unary("StoreStat", admin_pb.StoreStatRequest())

@@ -4,6 +4,7 @@ reply."""
 from __future__ import annotations
 
 from cluster.api.authentication import Context, abort, caller_identity
+from cluster.api.recordings import Recordings
 from cluster.api.replies import StatusService, scale_reply
 from cluster.api.servicer import explain, list_requests
 from cluster.api.store_admin import StoreAdmin
@@ -18,12 +19,19 @@ class AdminServicer:
     """Serves the calls of viewers and operators, for all tenants."""
 
     def __init__(
-        self, *, status: StatusService, stores: StoreAdmin, orders: ScalerOrders, traffic: TrafficSplitter
+        self,
+        *,
+        status: StatusService,
+        stores: StoreAdmin,
+        orders: ScalerOrders,
+        traffic: TrafficSplitter,
+        recordings: Recordings,
     ) -> None:
         self._status = status
         self._orders = orders
         self._stores = stores
         self._traffic = traffic
+        self._recordings = recordings
 
     async def Status(self, request: admin_pb.StatusRequest, context: Context) -> admin_pb.StatusResponse:
         return await self._status.status()
@@ -40,6 +48,13 @@ class AdminServicer:
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         return await list_requests(self._status, request, None, context)
+
+    async def Recording(self, request: admin_pb.RecordingRequest, context: Context) -> None:
+        try:
+            async for message in self._recordings.parts(request):
+                await context.write(message)
+        except RequestError as error:
+            await abort(context, error)
 
     async def StoreStat(
         self, request: admin_pb.StoreStatRequest, context: Context

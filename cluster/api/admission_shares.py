@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -46,6 +46,22 @@ def class_shares(shares: Iterable[TenantShare]) -> dict[str, float]:
         for name, share in tenant.class_to_share.items():
             total[name] = total.get(name, 0.0) + share
     return total
+
+
+def tenant_outcomes(gateways: Iterable[admin_pb.GatewayStatus]) -> dict[str, Counter[str]]:
+    """Return how the latest requests of each tenant were served, at these gateways together; the tenants with
+    most requests first."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for gateway in gateways:
+        for each in gateway.outcomes:
+            found[each.tenant].update(each.num_requests)
+    return dict(sorted(found.items(), key=lambda item: (-item[1].total(), item[0])))
+
+
+def good_share(outcomes: Counter[str]) -> float | None:
+    """Return the part of requests that was good, of all but cancelled ones; None: there are no others."""
+    num_counted = outcomes.total() - outcomes["cancelled"]
+    return outcomes["good"] / num_counted if num_counted else None
 
 
 def reasons_text(num_refused: Mapping[str, int]) -> str:

@@ -67,6 +67,7 @@ METHOD_ACCESS: Mapping[str, MethodAccess] = {
     f"/{_ADMIN}/Paths": "viewer",
     f"/{_ADMIN}/Explain": "viewer",
     f"/{_ADMIN}/ListRequests": "viewer",
+    f"/{_ADMIN}/Recording": "viewer",
     f"/{_ADMIN}/StoreStat": "viewer",
     f"/{_ADMIN}/StoreList": "viewer",
     f"/{_ADMIN}/StoreVerify": "operator",

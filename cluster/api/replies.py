@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -21,6 +22,7 @@ from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.demand import demand_message
+from cluster.metrics.ended_request import RequestInfo
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -28,7 +30,7 @@ from cluster.roster.messages import GatewayRecord, RosterView
 from cluster.scaling.orders import OrderDone
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
-from router.messages import Decision
+from router.messages import Decision, MissedBlocks
 
 # The number of running requests, and of ended ones, in one list of requests.
 DEFAULT_REQUESTS = 100
@@ -142,7 +144,8 @@ class StatusService:
     async def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
         """Explain a request of the tenant (None: of any); raise `UnknownRequestError` when it is neither
         running nor recent at any gateway."""
-        return _explanation(await self._fleet.explain(request_id, tenant))
+        block_tokens = self._config.pools[0].engine.block_tokens
+        return _explanation(await self._fleet.explain(request_id, tenant), block_tokens)
 
     async def list_requests(
         self, request: pb.ListRequestsRequest, tenant: str | None
@@ -198,6 +201,14 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> admin_pb.GatewayStatus
         status.unheard.update(totals.unheard)
         status.quota_note = totals.quota_note
         status.admission.CopyFrom(_admission(totals.admission))
+        status.outcomes.extend(
+            admin_pb.TenantOutcomes(
+                tenant=it.tenant,
+                service_class=value_of(pb.ServiceClass, it.service_class),
+                num_requests=it.num_requests,
+            )
+            for it in totals.outcomes
+        )
     else:
         status.note = stats.missing.get(record.gateway_id, "has just started")
     return status
@@ -256,7 +267,7 @@ def _span_ms(start: float, end: float) -> float | None:
     return 1e3 * (end - start) if end else None
 
 
-def _explanation(found: FoundRequest) -> pb.ExplainResponse:
+def _explanation(found: FoundRequest, block_tokens: int) -> pb.ExplainResponse:
     record = found.info
     return pb.ExplainResponse(
         request_id=record.request_id,
@@ -269,6 +280,39 @@ def _explanation(found: FoundRequest) -> pb.ExplainResponse:
             pb.TimelineEvent(at_ms=1e3 * (entry.at - record.started_at), name=entry.name, detail=entry.detail)
             for entry in record.timeline
         ],
+        prompt=_prompt_reuse(record, block_tokens),
+    )
+
+
+def _prompt_reuse(record: RequestInfo, block_tokens: int) -> pb.PromptReuse:
+    """Return the reuse of a prompt. The id of a relative is shown to its own tenant alone."""
+    relative = record.relative
+    return pb.PromptReuse(
+        num_tokens=record.num_prompt_tokens,
+        num_cached_tokens=record.num_cached_tokens,
+        num_relative_tokens=relative.num_tokens,
+        num_shared_tokens=relative.num_shared_tokens,
+        relative_id=relative.request_id if relative.tenant == record.tenant else "",
+        block_tokens=block_tokens,
+    )
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def _missed(missed: MissedBlocks) -> pb.MissedBlocks:
+    return pb.MissedBlocks(
+        first=missed.first,
+        num_blocks=missed.num_blocks,
+        fate=value_of(pb.BlockFate, missed.fate),
+        places=[
+            pb.BlockPlace(replica_id=it.replica_id, tier=it.tier, is_expected=it.is_expected)
+            for it in missed.places
+        ],
+        reason=missed.reason,
+        least_age_s=missed.least_age_s,
+        most_age_s=missed.most_age_s,
     )
 
 
@@ -301,6 +345,10 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
         reason=decision.reason,
         ttft_s=decision.prediction.ttft_s,
         step_s=decision.prediction.step_s,
+        limit_wait_s=_finite(decision.limit.wait_s) if decision.limit else None,
+        limit_ttft_s=_finite(decision.limit.ttft_s) if decision.limit else None,
+        missed=[_missed(each) for each in decision.missed],
+        achievable_tokens=decision.achievable_tokens,
     )
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.record_command import bench_record_command
 from cluster.bench.scaling_bench import bench_scaling
 from cluster.bench.serving_command import bench_serve_command
 from cluster.bench.store_bench import bench_store
@@ -30,6 +31,7 @@ from workers.model.quantization.weight_form import WeightDtype
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
 cli.command("serve")(bench_serve_command)
+cli.command("record")(bench_record_command)
 cli.command("store")(bench_store)
 cli.command("scaling")(bench_scaling)
 

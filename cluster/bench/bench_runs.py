@@ -17,33 +17,26 @@ from rich.text import Text
 
 from cluster.bench.dataset_load import Load
 from cluster.bench.overload_curve import OverloadPlan, overload_table, run_overload, verdict
-from cluster.bench.serving_load import (
+from cluster.bench.serving_figures import (
     MAX_TURN,
     PERCENTILES,
-    BenchRequest,
     Objectives,
-    Workload,
+    ServingFigures,
     by_class,
     by_turn,
+    figures_table,
     knee,
-    run_sessions,
+    percent,
     summarize,
 )
+from cluster.bench.serving_load import BenchRequest, Workload, run_sessions
 from cluster.bench.targets import Target, TargetModel
-from cluster.cli.terminal import NONE, made_table
+from cluster.cli.terminal import made_table
 from cluster.errors import BenchError
 from kvtransfer.common.clock import Clock
 
 _NUM_BINS = 30
 _NUM_TICKS = 5
-
-# What is shown where there were any.
-_LOST = (
-    ("refused", "num_refused"),
-    ("expired", "num_expired"),
-    ("timed out", "num_timed_out"),
-    ("failed", "num_failed"),
-)
 
 
 class BenchRun(NamedTuple):
@@ -60,6 +53,27 @@ class BenchRun(NamedTuple):
     service_classes: tuple[str, ...] = ("",)
 
 
+class BenchResult(NamedTuple):
+    """The figures of one run, those of its classes and turns, and what they are figures of."""
+
+    label: str
+    described: dict[str, Any]
+    figures: ServingFigures
+    # Empty where all requests were of one class.
+    classes: dict[str, ServingFigures]
+    # As of `by_turn`.
+    turns: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as JSON values."""
+        stats = {**self.described, **self.figures.as_json()}
+        if self.classes:
+            stats["classes"] = {name: each.as_json() for name, each in self.classes.items()}
+        if self.turns:
+            stats["turns"] = self.turns
+        return stats
+
+
 async def run_serving_bench(
     target: Target,
     runs: Sequence[BenchRun],
@@ -71,12 +85,12 @@ async def run_serving_bench(
 ) -> None:
     """Make the runs one after the other; print a table and a plot (with several rates also the knee), or JSON
     lines."""
-    results: list[tuple[str, dict[str, Any]]] = []
+    results: list[BenchResult] = []
     records: list[BenchRequest] = []
     for each in runs:
         load = each.load(target.model)
         records = await _run_one(target, each, load, clock, console)
-        stats = {
+        described = {
             "what": "serve",
             "model": target.model.name,
             "offered_per_s": each.rate_per_s or None,
@@ -85,17 +99,14 @@ async def run_serving_bench(
             "num_sessions": len(load.sessions),
             "num_left_out": load.num_left_out,
             "num_unsent": load.num_requests - len(records),
-            **summarize(records, objectives),
         }
-        if classes := by_class(records, objectives):
-            stats["classes"] = classes
-        if turns := by_turn(records):
-            stats["turns"] = turns
-        results.append((each.label, stats))
+        figures = summarize(records, objectives)
+        result = BenchResult(each.label, described, figures, by_class(records, objectives), by_turn(records))
+        results.append(result)
         if as_json:
-            print(json.dumps(stats), flush=True)
-    reasons = [stats["first_reason"] for _, stats in results if stats["first_reason"]]
-    if reasons and not any(stats["num_ok"] for _, stats in results):
+            print(json.dumps(result.as_json()), flush=True)
+    reasons = [reason for it in results if (reason := it.figures.first_reason)]
+    if reasons and not any(it.figures.num_ok for it in results):
         raise BenchError(f"no request finished; the first: {reasons[0]}")
     if as_json:
         if len(results) > 1:
@@ -105,33 +116,28 @@ async def run_serving_bench(
 
 
 def _show(
-    results: Sequence[tuple[str, dict[str, Any]]],
+    results: Sequence[BenchResult],
     records: Sequence[BenchRequest],
     reasons: Sequence[str],
     console: Console,
 ) -> None:
     """Print what is for people."""
-    console.print(
-        bench_table([pair for label, stats in results for pair in ((label, stats), *_classes_of(stats))])
-    )
-    if any(stats.get("turns") for _, stats in results):
-        console.print(turns_table([(label, stats.get("turns", [])) for label, stats in results]))
-    if left_out := sum(stats["num_left_out"] for _, stats in results):
+    columns = [pair for it in results for pair in ((it.label, it.figures), *it.classes.items())]
+    console.print(figures_table(columns, "serving benchmark"))
+    if any(it.turns for it in results):
+        console.print(turns_table([(it.label, it.turns) for it in results]))
+    if left_out := sum(it.described["num_left_out"] for it in results):
         console.print(f"{left_out} requests were left out: they do not fit into the model's context")
     if reasons:
         console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
     if len(results) > 1:
-        points = [(offered_requests_per_s(stats), stats["goodput_per_s"]) for _, stats in results]
+        points = [(offered_requests_per_s(it.as_json()), it.figures.goodput_per_s) for it in results]
         console.print(sweep_plot(points, min(console.width, 100)))
         best = knee(_good_shares(results))
-        labels = {stats["offered_per_s"]: label for label, stats in results}
+        labels = {it.described["offered_per_s"]: it.label for it in results}
         console.print(f"knee: {'below the lowest rate' if best is None else labels[best]}")
     elif ttfts := [record.ttft_s * 1e3 for record in records if record.outcome == "ok"]:
         console.print(histogram("TTFT", ttfts, min(console.width, 100)))
-
-
-def _classes_of(stats: dict[str, Any]) -> Sequence[tuple[str, dict[str, Any]]]:
-    return tuple(stats.get("classes", {}).items())
 
 
 def offered_requests_per_s(stats: dict[str, Any]) -> float:
@@ -139,8 +145,8 @@ def offered_requests_per_s(stats: dict[str, Any]) -> float:
     return float(stats["offered_per_s"] * stats["num_requests"] / stats["num_sessions"])
 
 
-def _good_shares(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[float, float]]:
-    return [(stats["offered_per_s"], stats["good_share"]) for _, stats in results]
+def _good_shares(results: Sequence[BenchResult]) -> list[tuple[float, float]]:
+    return [(it.described["offered_per_s"], it.figures.good_share) for it in results]
 
 
 async def run_overload_bench(
@@ -191,30 +197,6 @@ async def _run_one(
         )
 
 
-def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Return one column for each run of `summarize`, headed by its load."""
-    table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
-    stats = [figure for _, figure in runs]
-    table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in stats))
-    for name, key in _LOST:
-        if any(run[key] for run in stats):
-            table.add_row(name, *(str(run[key]) for run in stats))
-    for name, key in (
-        ("requests/s", "requests_per_s"),
-        ("input tokens/s", "input_tok_s"),
-        ("output tokens/s", "output_tok_s"),
-    ):
-        table.add_row(name, *(f"{run[key]:.1f}" for run in stats))
-    for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms")):
-        for rank in PERCENTILES:
-            cells = (f"{run[key][f'p{rank}']:.1f}" if run[key] else NONE for run in stats)
-            table.add_row(f"{name} p{rank}, ms", *cells)
-    table.add_row("goodput, requests/s", *(f"{run['goodput_per_s']:.1f}" for run in stats))
-    table.add_row("good", *(f"{run['good_share']:.0%}" for run in stats))
-    table.add_row("prompt tokens cached", *(_percent(run["cached_share"]) for run in stats))
-    return table
-
-
 def turns_table(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> Table:
     """Return a row for each turn of each run's sessions."""
     numbers = ["turn", "finished", "input\ntokens", *(f"TTFT\np{rank}, ms" for rank in PERCENTILES), "cached"]
@@ -227,13 +209,9 @@ def turns_table(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> Table:
                 str(turn["num_ok"]),
                 f"{turn['input_tokens']:.0f}",
                 *(f"{turn['ttft_ms'][f'p{rank}']:.1f}" for rank in PERCENTILES),
-                _percent(turn["cached_share"]),
+                percent(turn["cached_share"]),
             )
     return table
-
-
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{share:.0%}"
 
 
 def histogram(name: str, values_ms: Sequence[float], width: int) -> Text:

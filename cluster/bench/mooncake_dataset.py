@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from cluster.bench.dataset_load import DatasetSettings, Load, RunSettings
 from cluster.bench.drawn_tokens import BLOCK, drawn_tokens
 from cluster.bench.serving_load import PlannedTurn, Session
-from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, read_trace
+from cluster.bench.trace_file import TraceRequest, read_trace
 from cluster.errors import BenchError
 
 
@@ -26,7 +25,7 @@ def mooncake_load(path: Path, settings: DatasetSettings, run: RunSettings) -> Lo
             continue
         first_ms = request.timestamp_ms if first_ms is None else first_ms
         at_s = max(0.0, request.timestamp_ms - first_ms) / 1e3 * settings.time_scale
-        make = partial(block_tokens, request.hash_ids, request.input_length, run.vocab_size, run.seed)
+        make = partial(block_prompt, request, run.vocab_size, run.seed)
         sessions.append(Session((PlannedTurn(make, num_output),), at_s))
         if len(sessions) == settings.num_requests:
             break
@@ -35,7 +34,9 @@ def mooncake_load(path: Path, settings: DatasetSettings, run: RunSettings) -> Lo
     return Load(sessions, num_left_out)
 
 
-def block_tokens(hash_ids: Sequence[int], num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Return a prompt of so many tokens whose blocks are equal where their ids are."""
-    blocks = (drawn_tokens(TRACE_BLOCK_TOKENS, vocab_size, seed, BLOCK, block) for block in hash_ids)
-    return list(itertools.islice(itertools.chain.from_iterable(blocks), num_tokens))
+def block_prompt(request: TraceRequest, vocab_size: int, seed: int) -> list[int]:
+    """Return a prompt of the request's length whose blocks are equal where their ids are."""
+    blocks = (
+        drawn_tokens(request.block_tokens, vocab_size, seed, BLOCK, block) for block in request.hash_ids
+    )
+    return list(itertools.islice(itertools.chain.from_iterable(blocks), request.input_length))

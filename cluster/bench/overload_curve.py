@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from cluster.bench.serving_load import BenchRequest, Objectives, Workload, by_class, summarize
+from cluster.bench.serving_figures import Objectives, by_class, summarize
+from cluster.bench.serving_load import BenchRequest, Workload
 from cluster.cli.terminal import NONE, made_table
 from cluster.errors import BenchError
 from cluster.gateway.history import percentile
@@ -120,7 +121,7 @@ async def measured_capacity(plan: OverloadPlan, objectives: Objectives, run: Run
             seed=plan.workload.seed + 1000 * attempt,
         )
         done = await run(f"capacity: {num_requests} requests, {plan.concurrency} at once", workload)
-        stats = summarize(done, objectives)
+        stats = summarize(done, objectives).as_json()
         if not stats["num_ok"]:
             raise BenchError(f"no request finished; the first: {stats['first_reason']}")
         if stats["seconds"] >= plan.duration_s / 3:
@@ -143,10 +144,10 @@ def of_load(
 ) -> dict[str, Any]:
     """Return the record of one load, which was offered for `duration_s`."""
     refusals_s = [it.e2e_s for it in records if it.outcome == "refused"]
-    stats = summarize(records, objectives)
+    stats = summarize(records, objectives).as_json()
     # Over the time in which requests were sent: the last of them end later at every load.
     stats["goodput_per_s"] = stats["good_share"] * len(records) / duration_s
-    classes = by_class(records, objectives)
+    classes = {name: each.as_json() for name, each in by_class(records, objectives).items()}
     for each in classes.values():
         each["goodput_per_s"] = each["good_share"] * each["num_requests"] / duration_s
     return {

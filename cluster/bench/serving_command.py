@@ -21,9 +21,7 @@ from cluster.bench.load_options import (
     workload_of,
 )
 from cluster.bench.overload_curve import MULTIPLES, OverloadPlan
-from cluster.bench.serving_load import (
-    Objectives,
-)
+from cluster.bench.serving_figures import Objectives
 from cluster.cli.gateway_options import InferenceOptions, gateway_options, spliced_options
 from cluster.cli.terminal import AsJson, err, out, run
 from kvtransfer.common.clock import SystemClock

@@ -1,18 +1,17 @@
-"""The load of the serving benchmarks, as sessions of requests, and what came of it.
+"""The load of the serving benchmarks, as sessions of requests, and what came of each.
 
 Refused, timed-out and failed requests count as sent and never as good; the session of one ends there. How a
-request is sent is an argument, so that the statistics are tested without a cluster.
+request is sent is an argument, so that the load is tested without a cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
@@ -21,12 +20,6 @@ import numpy as np
 from cluster.api.generate_options import Turn
 from cluster.errors import CallError
 from kvtransfer.common.clock import Clock
-
-PERCENTILES = (50, 90, 99)
-# The knee of a sweep: the highest offered rate of which at least this share was good.
-KNEE_SHARE = 0.9
-# Later turns of sessions are summed up as this one.
-MAX_TURN = 16
 
 # Token ids, or a chat for the model's template.
 BenchPrompt = Sequence[int] | Sequence[Turn]
@@ -158,24 +151,15 @@ class BenchRequest(NamedTuple):
         count = len(self.token_times)
         return (self.e2e_s - self.ttft_s) / (count - 1) if count > 1 else None
 
+    @property
+    def num_output(self) -> int:
+        return len(self.token_times)
 
-class Objectives(NamedTuple):
-    """What a good request keeps, in milliseconds. Classes may have times to the first token of their own."""
-
-    ttft_ms: float
-    tpot_ms: float
-    class_to_ttft_ms: Mapping[str, float] = MappingProxyType({})
-
-    def of_class(self, service_class: str) -> Objectives:
-        """Return those of one class alone."""
-        return Objectives(self.class_to_ttft_ms.get(service_class, self.ttft_ms), self.tpot_ms)
-
-    def kept_by(self, record: BenchRequest) -> bool:
-        if record.outcome != "ok" or not record.token_times:
-            return False
-        tpot_s = record.tpot_s
-        ttft_ms = self.class_to_ttft_ms.get(record.service_class, self.ttft_ms)
-        return record.ttft_s * 1e3 <= ttft_ms and (tpot_s is None or tpot_s * 1e3 <= self.tpot_ms)
+    @property
+    def gaps_s(self) -> Sequence[float]:
+        """The times between consecutive tokens."""
+        pairs = zip(self.token_times, self.token_times[1:], strict=False)
+        return [later - earlier for earlier, later in pairs]
 
 
 async def run_workload(
@@ -270,103 +254,3 @@ async def _send(
         num_cached=end.num_cached,
     )
     return record, end
-
-
-def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, Any]:
-    """Return the statistics of one run as JSON values: milliseconds, tokens and requests a second.
-
-    Latencies are of the requests that finished; `itl_ms` is over all gaps between consecutive tokens (tokens
-    of one delta arrive together: their gaps are 0). Rates are over the time from the first sending to the
-    last end.
-    """
-    done = [record for record in records if record.outcome == "ok"]
-    good = sum(objectives.kept_by(record) for record in records)
-    seconds = max(record.finished_at for record in records) - min(record.sent_at for record in records)
-    seconds = max(seconds, 1e-9)
-    gaps = [
-        later - earlier
-        for record in done
-        for earlier, later in zip(record.token_times, record.token_times[1:], strict=False)
-    ]
-    return {
-        "num_requests": len(records),
-        "num_ok": len(done),
-        "num_refused": sum(record.outcome == "refused" for record in records),
-        "num_expired": sum(record.outcome == "expired" for record in records),
-        "num_timed_out": sum(record.outcome == "timed out" for record in records),
-        "num_failed": sum(record.outcome == "failed" for record in records),
-        "first_reason": next((record.reason for record in records if record.reason), None),
-        "first_failure": next((record.reason for record in records if record.outcome == "failed"), None),
-        "seconds": seconds,
-        "requests_per_s": len(done) / seconds,
-        "input_tok_s": sum(record.num_input for record in done) / seconds,
-        "output_tok_s": sum(len(record.token_times) for record in done) / seconds,
-        "ttft_ms": _percentiles([record.ttft_s for record in done]),
-        "tpot_ms": _percentiles([record.tpot_s for record in done if record.tpot_s is not None]),
-        "itl_ms": _percentiles(gaps),
-        "e2e_ms": _percentiles([record.e2e_s for record in done]),
-        "slo_ttft_ms": objectives.ttft_ms,
-        "slo_tpot_ms": objectives.tpot_ms,
-        "good_share": good / len(records),
-        "goodput_per_s": good / seconds,
-        "cached_share": _cached_share(done),
-    }
-
-
-def by_turn(records: Sequence[BenchRequest]) -> list[dict[str, Any]]:
-    """Return, for each turn of sessions, the requests that finished, their times to first token and how much
-    of their prompts was cached; nothing where all sessions have one turn."""
-    done = [record for record in records if record.outcome == "ok"]
-    if all(record.turn == 1 for record in done):
-        return []
-    turns = sorted({min(record.turn, MAX_TURN) for record in done})
-    found = ([record for record in done if min(record.turn, MAX_TURN) == turn] for turn in turns)
-    return [
-        {
-            "turn": turn,
-            "or_later": turn == MAX_TURN,
-            "num_ok": len(those),
-            "input_tokens": sum(record.num_input for record in those) / len(those),
-            "ttft_ms": _percentiles([record.ttft_s for record in those]),
-            "cached_share": _cached_share(those),
-        }
-        for turn, those in zip(turns, found, strict=True)
-    ]
-
-
-def _cached_share(done: Sequence[BenchRequest]) -> float | None:
-    """Return the part of the prompts' tokens that was not computed; None without a request."""
-    num_input = sum(record.num_input for record in done)
-    return sum(record.num_cached for record in done) / num_input if num_input else None
-
-
-def by_class(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, dict[str, Any]]:
-    """Return `summarize` of each class; nothing where all requests are of one."""
-    names = list(dict.fromkeys(record.service_class for record in records))
-    if len(names) < 2:
-        return {}
-    return {
-        name: summarize(
-            [record for record in records if record.service_class == name], objectives.of_class(name)
-        )
-        for name in names
-    }
-
-
-def knee(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the highest offered rate up to which all (rate, good share) points were good enough."""
-    best = None
-    for rate, share in sorted(points):
-        if share < KNEE_SHARE:
-            break
-        best = rate
-    return best
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return the milliseconds at each percentile and the mean; None without samples."""
-    if not seconds:
-        return None
-    values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
-    stats = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
-    return {**stats, "mean": float(np.mean(seconds)) * 1e3}

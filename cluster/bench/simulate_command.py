@@ -13,15 +13,17 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cluster.bench.bench_runs import bench_table
-from cluster.bench.serving_load import BenchRequest, Objectives, summarize
+from cluster.bench.live_cluster import LiveCluster, read_live
+from cluster.bench.served_call import ServedCall
+from cluster.bench.serving_figures import Objectives, ServingFigures, figures_table, summarize
 from cluster.bench.simulation_options import (
     SimulatedLoadOptions,
     SimulatedReplicaOptions,
     check_choice,
 )
-from cluster.cli.gateway_options import spliced_options
-from cluster.cli.terminal import NONE, AsJson, die, made_table, out
+from cluster.cli.durations import read_duration_s
+from cluster.cli.gateway_options import CallerOptions, gateway_options, spliced_options
+from cluster.cli.terminal import NONE, AsJson, die, made_table, out, run
 from cluster.errors import BenchError, ConfigError
 from cluster.simulation.planned_failures import parse_failures
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
@@ -68,6 +70,7 @@ def simulate_options(
     *,
     load: SimulatedLoadOptions,
     replicas: SimulatedReplicaOptions,
+    to: CallerOptions,
 ) -> None:
     """Simulate a cluster: what its requests would see, with the router, admission, scheduler, block pool and
     hand-overs that serve.
@@ -77,6 +80,9 @@ def simulate_options(
     """
     load.check()
     replicas.check()
+    live = _read(load.source, read_duration_s(load.last, "--last"), to) if load.source else None
+    if live is not None:
+        load, replicas = load.of(live), replicas.as_in(live)
     policies = _POLICIES if policy == "all" else tuple(policy.split(","))
     for name in policies:
         check_choice("--policy", name, _POLICIES)
@@ -103,10 +109,24 @@ def simulate_options(
         for name, simulated in runs.items():
             print(json.dumps({"policy": name, **_figures(simulated)}))
     else:
-        _show(runs, Objectives(slo_ttft_ms, slo_tpot_ms))
+        objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
+        _show(runs, objectives, None if live is None else summarize(live.trace.served, objectives))
 
 
-simulate = spliced_options(spliced_options(simulate_options, SimulatedLoadOptions), SimulatedReplicaOptions)
+simulate = gateway_options(
+    spliced_options(spliced_options(simulate_options, SimulatedLoadOptions), SimulatedReplicaOptions)
+)
+
+
+def _read(address: str, last_s: float, to: CallerOptions) -> LiveCluster:
+    """Read a running cluster; the process ends with the sentence of an error."""
+    found: list[LiveCluster] = []
+
+    async def read() -> None:
+        found.append(await read_live(address, last_s, to))
+
+    run(read())
+    return found[0]
 
 
 def _run(plan: SimulationPlan) -> Simulated:
@@ -135,36 +155,20 @@ def _write_csv(file: Path, records: Iterable[CallRecord]) -> None:
         raise ConfigError(f"--csv {file}: {error.strerror}") from error
 
 
-def _as_bench(record: CallRecord) -> BenchRequest:
-    """Return the record as the serving benchmark has it, with its tokens at even distances."""
-    ended_at = record.arrived_at if record.ended_at is None else record.ended_at
-    times: tuple[float, ...] = ()
-    if record.is_good and record.first_token_at is not None:
-        first, tpot_s = record.first_token_at, record.tpot_s
-        times = tuple(first + index * tpot_s for index in range(record.num_output))
-    outcome = "ok" if record.is_good else record.refusal or "failed"
-    return BenchRequest(
-        record.arrived_at,
-        ended_at,
-        record.num_prompt,
-        times,
-        outcome,
-        record.error,
-        record.service_class,
-        num_cached=record.num_cached,
-    )
-
-
 def _figures(simulated: Simulated) -> dict[str, Any]:
     return simulated.result.as_json() | {"left_out": simulated.num_left_out}
 
 
-def _show(runs: Mapping[str, Simulated], objectives: Objectives) -> None:
-    """Print the table of `tandem bench serve`, and what only a simulation knows of all replicas."""
+def _show(runs: Mapping[str, Simulated], objectives: Objectives, recorded: ServingFigures | None) -> None:
+    """Print the table of `tandem bench serve`, beside what was `recorded`, and what only a simulation knows
+    of all replicas."""
     if any(not simulated.result.records for simulated in runs.values()):
         die("no request was simulated: all are longer than the KV of a replica")
-    records = {name: map(_as_bench, simulated.result.records) for name, simulated in runs.items()}
-    out.print(bench_table([(name, summarize(list(each), objectives)) for name, each in records.items()]))
+    columns = [("recorded", recorded)] if recorded is not None else []
+    for name, simulated in runs.items():
+        calls = [ServedCall(record) for record in simulated.result.records]
+        columns.append((name if len(runs) > 1 else "simulated", summarize(calls, objectives)))
+    out.print(figures_table(columns, "serving, simulated"))
     figures = [_figures(simulated) for simulated in runs.values()]
     table = made_table("cluster", "", numbers=list(runs))
     for name, key, is_always in _SHOWN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cluster.bench.conversations import read_conversations
-from cluster.bench.mooncake_trace import MooncakeTrace
+from cluster.bench.live_cluster import LiveCluster
+from cluster.bench.simulated_trace import FileTrace, RecordedRequests
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile, device_profile, read_profile
 from cluster.planning.device_split import DeviceSplit
@@ -31,6 +32,7 @@ from cluster.simulation.simulated_load import (
 from cluster.simulation.simulated_replica import SimulatedEngine
 from cluster.simulation.step_model import StepModel
 from cluster.simulation.store_shape import parse_store
+from cluster.simulation.trace_requests import TraceRequests
 from router.config import RouterConfig
 
 FORMATS = ("mooncake", "sharegpt", "synthetic")
@@ -70,20 +72,33 @@ class SimulatedLoadOptions:
         int, typer.Option(min=0, help="Tokens with which all synthetic prompts begin.")
     ] = 0
     think_s: Annotated[float, typer.Option(min=0, help="Mean pause between turns.")] = 0.0
+    source: Annotated[
+        str,
+        typer.Option("--from", help="Admin address of a running cluster whose latest requests come again."),
+    ] = ""
+    last: Annotated[str, typer.Option(help="With --from: that arrived in this time.")] = "10m"
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0
 
     def check(self) -> None:
-        """Raise `BadParameter` where the format and the file do not go together."""
+        """Raise `BadParameter` where the sources of requests do not go together."""
         check_choice("--format", self.format, FORMATS)
-        if (self.trace is None) != (self.format == "synthetic"):
-            raise typer.BadParameter("give a file, or --format synthetic", param_hint="--trace")
+        if self.source and self.trace is not None:
+            raise typer.BadParameter(
+                "has its requests from a cluster: leave out --trace", param_hint="--from"
+            )
+        if not self.source and (self.trace is None) != (self.format == "synthetic"):
+            raise typer.BadParameter("give a file, --from, or --format synthetic", param_hint="--trace")
+
+    def of(self, live: LiveCluster) -> LiveLoadOptions:
+        """Return the load of a running cluster's requests."""
+        return LiveLoadOptions(live=live, **{it.name: getattr(self, it.name) for it in fields(self)})
 
     @cached_property
-    def recorded(self) -> MooncakeTrace | None:
+    def recorded(self) -> TraceRequests | None:
         """The trace, where the load is one. Raises `BenchError` for a file that is none."""
         if self.trace is None or self.format != "mooncake":
             return None
-        return MooncakeTrace(self.trace, self.requests, self.time_scale)
+        return FileTrace(self.trace, self.requests, self.time_scale)
 
     @property
     def span_s(self) -> float:
@@ -112,11 +127,26 @@ class SimulatedLoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LiveLoadOptions(SimulatedLoadOptions):
+    """The requests that a running cluster has recorded."""
+
+    live: LiveCluster
+
+    @cached_property
+    def recorded(self) -> TraceRequests | None:
+        return RecordedRequests(self.live.trace.requests[: self.requests])
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedReplicaOptions:
     """The engine of every replica. Without a model, prompts are computed at a constant rate."""
 
-    prefill: Annotated[int, typer.Option(min=0, help="Replicas that compute prompts.")] = 1
-    decode: Annotated[int, typer.Option(min=0, help="Replicas that decode.")] = 1
+    prefill: Annotated[
+        int | None, typer.Option(min=0, help="Replicas that compute prompts; default: 1, or as --from has.")
+    ] = None
+    decode: Annotated[
+        int | None, typer.Option(min=0, help="Replicas that decode; default: 1, or as --from has.")
+    ] = None
     colocated: Annotated[
         bool, typer.Option("--colocated", help="All replicas have both roles: prefill + decode of them.")
     ] = False
@@ -144,13 +174,27 @@ class SimulatedReplicaOptions:
     @property
     def roles(self) -> list[str]:
         """The role of each replica. Raises `ConfigError` where none decodes."""
-        if self.colocated or not self.prefill:
-            roles = ["both"] * (self.prefill + self.decode)
+        num_prefill = 1 if self.prefill is None else self.prefill
+        num_decode = 1 if self.decode is None else self.decode
+        if self.colocated or not num_prefill:
+            roles = ["both"] * (num_prefill + num_decode)
         else:
-            roles = ["prefill"] * self.prefill + ["decode"] * self.decode
+            roles = ["prefill"] * num_prefill + ["decode"] * num_decode
         if not roles or set(roles) == {"prefill"}:
             raise ConfigError("--decode: no replica decodes; give one, or --colocated")
         return roles
+
+    def as_in(self, live: LiveCluster) -> SimulatedReplicaOptions:
+        """Return the options with the counts of a running cluster where none are given."""
+        num_both = len(live.replicas.get("both", ()))
+        num_prefill, num_decode = (len(live.replicas.get(role, ())) for role in ("prefill", "decode"))
+        is_colocated = self.colocated or (num_both > 0 and self.prefill is None)
+        return replace(
+            self,
+            prefill=(0 if is_colocated else num_prefill) if self.prefill is None else self.prefill,
+            decode=(num_both if is_colocated else num_decode) if self.decode is None else self.decode,
+            colocated=is_colocated,
+        )
 
     @property
     def price_per_s(self) -> float | None:
@@ -165,10 +209,18 @@ class SimulatedReplicaOptions:
 
     def shape(self, load: SimulatedLoadOptions, *, policy: str, **others: Any) -> ClusterShape:
         """Return the cluster, whose replicas serve this load by this policy; `others` are of the shape."""
-        engine, roles = self._engine(load), self.roles
         router = RouterConfig.model_validate({"policy": policy})
-        store = parse_store(self.store, self.tp * self.pp, self.replicas_per_node)
-        return ClusterShape([(role, engine) for role in roles], router=router, store=store, **others)
+        if isinstance(load, LiveLoadOptions) and not self.model:
+            engines = {role: self._changed(load.live.engine(role)) for role in set(self.roles)}
+        else:
+            engine = self._changed(self._engine(load))
+            engines = dict.fromkeys(self.roles, engine)
+        return ClusterShape(
+            [(role, engines[role]) for role in self.roles],
+            router=router,
+            store=parse_store(self.store, self.tp * self.pp, self.replicas_per_node),
+            **others,
+        )
 
     def _engine(self, load: SimulatedLoadOptions) -> SimulatedEngine:
         """Return the engine of every replica. Raises `ConfigError` where the options do not go together, or
@@ -183,6 +235,10 @@ class SimulatedReplicaOptions:
         else:
             steps = StepModel(_STEP_S, _SEQUENCE_S, _CONTEXT_S, self._token_s(load))
             engine = SimulatedEngine(steps, _DEFAULT_BLOCKS)
+        return engine
+
+    def _changed(self, engine: SimulatedEngine) -> SimulatedEngine:
+        """Return the engine with the sizes that are given."""
         if self.block_tokens is not None:
             num_blocks = max(2, engine.num_blocks * engine.block_tokens // self.block_tokens)
             engine = engine._replace(block_tokens=self.block_tokens, num_blocks=num_blocks)

@@ -57,9 +57,12 @@ def replay_store(
 ) -> None:
     """Replay the trace with every size of DRAM and NVMe and every policy; print a table, or JSON lines one by
     one. `BenchError` when the trace cannot be read or is empty."""
-    requests = [request.full_blocks for request in read_trace(trace)]
+    block_tokens, requests = TRACE_BLOCK_TOKENS, []
+    for request in read_trace(trace):
+        block_tokens = request.block_tokens
+        requests.append(request.full_blocks)
     if not any(requests):
-        raise BenchError(f"{trace} has no full block of {TRACE_BLOCK_TOKENS} tokens")
+        raise BenchError(f"{trace} has no full block of {block_tokens} tokens")
     outcomes = []
     with console.status("replaying") as status:
         for dram in dram_blocks:
@@ -69,17 +72,17 @@ def replay_store(
                     outcome = simulate(requests, TierSizes(device_blocks, dram, nvme), policy)
                     outcomes.append(outcome)
                     if as_json:
-                        print(json.dumps(store_json(outcome)), flush=True)
+                        print(json.dumps(store_json(outcome, block_tokens)), flush=True)
     if not as_json:
-        console.print(store_table(outcomes))
+        console.print(store_table(outcomes, block_tokens))
 
 
-def store_json(outcome: Outcome) -> dict[str, Any]:
+def store_json(outcome: Outcome, block_tokens: int) -> dict[str, Any]:
     """Return one run as JSON values; rates are shares of all blocks of the trace."""
     return {
         "what": "store",
         "policy": outcome.policy if outcome.sizes.nvme else None,
-        "block_tokens": TRACE_BLOCK_TOKENS,
+        "block_tokens": block_tokens,
         "device_blocks": outcome.sizes.device,
         "dram_blocks": outcome.sizes.dram,
         "nvme_blocks": outcome.sizes.nvme,
@@ -95,11 +98,11 @@ def store_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def store_table(outcomes: Sequence[Outcome]) -> Table:
+def store_table(outcomes: Sequence[Outcome], block_tokens: int) -> Table:
     """Return a table of one trace's runs, grouped by size."""
     first = outcomes[0]
     title = (
-        f"{first.num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens; the device holds {first.sizes.device}; "
+        f"{first.num_blocks} blocks of {block_tokens} tokens; the device holds {first.sizes.device}; "
         f"ideal hit rate {_percent(first.ideal_hit_rate)}"
     )
     table = made_table(

@@ -11,7 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cluster.api.admission_shares import TenantShare, class_shares, reasons_text, tenant_shares
+from cluster.api.admission_shares import (
+    TenantShare,
+    class_shares,
+    good_share,
+    reasons_text,
+    tenant_outcomes,
+    tenant_shares,
+)
 from cluster.cli.terminal import NONE, made_table
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -33,6 +40,8 @@ def admission_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
     parts: list[RenderableType] = [_classes(admissions, class_shares(shares))]
     if shares:
         parts.append(_tenants(shares))
+    if outcomes := tenant_outcomes(known):
+        parts.append(_goodput(outcomes))
     parts += [Text(_load_line(it)) for it in known if it.admission.rung]
     changes = sorted(
         ((change.at, it.gateway_id, change) for it in known for change in it.admission.changes),
@@ -71,6 +80,15 @@ def _tenants(shares: list[TenantShare]) -> Table:
         table.add_row(escape(it.tenant), by_class, f"{it.share:.0%}")
     if rest := shares[_NUM_TENANTS:]:
         table.add_row(f"{len(rest)} more", NONE, f"{sum(it.share for it in rest):.0%}")
+    return table
+
+
+def _goodput(tenant_to_outcomes: dict[str, Counter[str]]) -> Table:
+    table = made_table("goodput, last 10 minutes", "tenant", "by outcome", numbers=["good"])
+    for tenant, outcomes in list(tenant_to_outcomes.items())[:_NUM_TENANTS]:
+        share = good_share(outcomes)
+        shown = NONE if share is None else f"{share:.0%}"
+        table.add_row(escape(tenant), reasons_text(outcomes), shown)
     return table
 
 

@@ -21,6 +21,7 @@ from cluster.api.generate_options import GenerateOptions, Prompt, generate_reque
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
 from cluster.cli.layers_table import layers_parts
+from cluster.cli.prompt_table import prompt_parts
 from cluster.cli.store_tables import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto.enums import name_of
@@ -214,7 +215,8 @@ def models_table(models: Sequence[pb.Model]) -> Table:
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
-    """Show every decision with its candidates, the chosen ones marked, and the timeline."""
+    """Show every decision with its candidates, the chosen ones marked, how the prompt was reused, and the
+    timeline."""
     state = name_of(pb.RequestState, explained.state)
     end = f"{state}: {explained.reason}" if explained.reason else state
     parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
@@ -225,6 +227,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
             for candidate in decision.candidates
             if candidate.note
         ]
+    parts += prompt_parts(explained)
     timeline = made_table("timeline", "ms", "event", "detail")
     for event in explained.timeline:
         timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)

@@ -23,9 +23,11 @@ from cluster.cli.serve_options import (
 from cluster.cli.terminal import RayVariable, catch_signals, die, err, out
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import StartError
+from cluster.serve.machine import Machine
 from cluster.shown_urls import HIDDEN
 from kvtransfer.common.clock import SystemClock
 
+_LOCAL = "local"
 RayAddress = Annotated[
     str | None,
     typer.Option(
@@ -58,7 +60,10 @@ def serve(
         if given.model not in (None, named_model):
             raise typer.BadParameter(f"and --model {given.model} contradict each other", param_hint="MODEL")
         given = dataclasses.replace(given, model=named_model)
-    config = announced_config(file, given)
+    choice = ray_choice(ray_address, ray_address_variable)
+    is_alone = (choice.address or _LOCAL) == _LOCAL
+    asks_gpus = file is None and given.device == "cuda"
+    config = announced_config(file, given, Machine().num_gpus(os.environ) if is_alone and asks_gpus else None)
     if print_config:
         text = config_yaml(config)
         print(text, end="")
@@ -71,15 +76,14 @@ def serve(
     if url and not config.store.has_redis:
         config = config.with_redis_url(url)
     os.environ.pop("RAY_ADDRESS", None)
-    choice = ray_choice(ray_address, ray_address_variable)
-    refuse_what_cannot_run(config, given, os.environ, ray_address=choice.address or "local")
+    refuse_what_cannot_run(config, given, os.environ, ray_address=choice.address or _LOCAL)
     from cluster.serve.launcher import Service  # here: nothing above needs Ray
     from cluster.serve.ray_token import token_place
 
     service = Service(
         config,
         SystemClock(),
-        ray_address=choice.address or "local",
+        ray_address=choice.address or _LOCAL,
         environment=os.environ,
         file=file,
     )

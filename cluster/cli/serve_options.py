@@ -59,7 +59,12 @@ class ServeOptions:
     pp: Annotated[int | None, typer.Option(min=1, help="Stages of a replica, each with some layers.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")] = None
     prefill: Annotated[
-        int | None, typer.Option(min=0, help="Prefill replicas; 0: replicas that do both.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prefill replicas; 0: replicas that do both. Default: 1, but 0 where this host's GPUs "
+            "do not suffice for two pools.",
+        ),
     ] = None
     decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None
     kv_tokens: Annotated[
@@ -109,11 +114,14 @@ class ServeConfig(NamedTuple):
 
     config: ClusterConfig
     changes: tuple[Change, ...] = ()
+    # "" unless the GPUs of this host decided which pools there are.
+    reason: str = ""
 
 
-def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
+def serve_config(file: Path | None, options: ServeOptions, num_gpus: int | None = None) -> ServeConfig:
     """Return the configuration of the file as the options change it, or without a file that of the options.
 
+    `num_gpus` are those of this host where no other host takes part. None: unknown, or others do.
     `ConfigError` where it is not valid, in the words of the file's own check; a usage error that names the
     options where they contradict each other, or what the file says beside them.
     """
@@ -122,14 +130,14 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
         named = located_model(options.model or str(bundled_model()), Path().resolve())
         path = fetched(ModelSource(model=named)).path
         model = read_model_config(described_folder(path, options.model_cache))
-        prefill = 1 if options.prefill is None else options.prefill
         decode = 1 if options.decode is None else options.decode
+        prefill, reason = _prefill_replicas(options, decode, num_gpus)
         raw = default_mapping(named, prefill, decode, model.max_context_tokens)
         _apply(raw, options, ())
         config = located_config(raw, "command line", Path())
         for pool in config.pools:
             pool.check_model(model)
-        return ServeConfig(config)
+        return ServeConfig(config, reason=reason)
     raw = copy.deepcopy(read_mapping(file))
     counts = list(_count_settings(raw, options, file))
     _check_against(raw, options, file)
@@ -141,11 +149,13 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
     return ServeConfig(config, tuple(change for change in changes if _replaces(change, folder)))
 
 
-def announced_config(file: Path | None, options: ServeOptions) -> ClusterConfig:
-    """Return the configuration as `serve_config` does; a line on standard error for each setting of the file
-    that an option replaces."""
+def announced_config(file: Path | None, options: ServeOptions, num_gpus: int | None = None) -> ClusterConfig:
+    """Return the configuration as `serve_config` does. Print a line on standard error for each setting of the
+    file that an option replaces, and for pools that this host's GPUs decided."""
     with named_by_options(options):
-        config, changes = serve_config(file, options)
+        config, changes, reason = serve_config(file, options, num_gpus)
+    if reason:
+        err.print(reason, highlight=False, markup=False, soft_wrap=True)
     for change in changes:
         assert file is not None, "nothing else is changed"
         err.print(change_line(change, file), highlight=False, markup=False, soft_wrap=True)
@@ -257,6 +267,21 @@ def _apply(
     for name, place, count in counts:
         changes += _set(raw["pools"][place], ("replicas",), count, name, f"pools[{place}].")
     return changes
+
+
+def _prefill_replicas(options: ServeOptions, decode: int, num_gpus: int | None) -> tuple[int, str]:
+    """Return the number of prefill replicas without a file, and the reason where the GPUs decide.
+
+    A pool that both prefills and decodes takes all GPUs where they do not suffice for two pools: halves of a
+    GPU would take turns, so that decoding waits for prefills, and would hold the weights twice.
+    """
+    if options.prefill is not None or options.device != "cuda" or num_gpus is None:
+        return 1 if options.prefill is None else options.prefill, ""
+    gpus_per_replica = (options.tp or options.ep or 1) * (options.pp or 1)
+    if not decode * gpus_per_replica <= num_gpus < (1 + decode) * gpus_per_replica:
+        return 1, ""
+    found = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return 0, f"--prefill 0: with {found} on this host, one pool prefills and decodes"
 
 
 def _set(

@@ -63,7 +63,7 @@ class ConsoleApi:
         )
 
         self._scraped = ScrapedRegistry(app=config.app, gateway=gateway_id, model=config.model_name)
-        self._exporter = GatewayMetrics(self._scraped, config.transfer.min_gb_s)
+        self._exporter = GatewayMetrics(self._scraped, config.transfer.min_gb_s, config.costs)
         # The gateway's metrics in Prometheus' text format.
         self.metrics = Fresh(self._make_metrics, _METRICS_AGE_S, clock)
 

@@ -113,6 +113,28 @@ def gpus_present(context: CheckContext) -> Iterator[CheckResult]:
         yield ok(f"{len(names)} GPUs: {_models(names)}")
 
 
+def gpu_shares(context: CheckContext) -> Iterator[CheckResult]:
+    """Find pools whose ranks may share a GPU: processes on one GPU take time slices."""
+    shared = [
+        pool for pool in context.config.pools if "cuda" in pool.stage_devices and pool.num_gpus_per_rank % 1
+    ]
+    if not shared:
+        return
+    asked = ", ".join(f"{pool.name} {pool.num_gpus_per_rank:g}" for pool in shared)
+    is_split = {"prefill", "decode"} <= {pool.role for pool in shared}
+    yield warning(
+        f"ranks ask for a part of a GPU (gpus_per_rank): {asked}",
+        "processes on one GPU take time slices: decode waits for prefill"
+        if is_split
+        else "processes on one GPU take time slices: each waits while the others compute",
+        "one pool of the role both, with a whole GPU for each rank (`tandem serve --prefill 0`), which "
+        "batches prefill and decode together and holds the weights once"
+        if is_split
+        else "a whole GPU for each rank, and fewer replicas: one replica batches what several would compute "
+        "in turn, and holds the weights once",
+    )
+
+
 def cuda_validation(context: CheckContext) -> Iterator[CheckResult]:
     """Note how pools use GPUs as has not been validated (docs/architecture.md, "Validated on a card")."""
     pools = [pool for pool in context.config.pools if "cuda" in pool.stage_devices]
@@ -253,6 +275,9 @@ def _speed(path: Path) -> float:
 
 CHECKS = (
     Check("gpus", _DEVICES, "GPUs that nvidia-smi finds against those configured", gpus_present),
+    Check(
+        "gpu-shares", _DEVICES, "Whether pools ask for a part of a GPU, so that ranks take turns", gpu_shares
+    ),
     Check(
         "cuda-validation",
         _DEVICES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cluster.admission import read_budget
 from cluster.admission.admission import RequestAdmission
@@ -38,6 +38,18 @@ from kvtransfer.request_facts import Pooling, ServiceClass
 from router.errors import NoReplicaError
 
 
+class CallProgress:
+    """How far a call came that may be refused."""
+
+    __slots__ = ("prepared", "service_class")
+
+    def __init__(self) -> None:
+        # "": it was refused before it had a class.
+        self.service_class: ServiceClass | Literal[""] = ""
+        # None: it was refused before its prompt was tokenized.
+        self.prepared: PreparedRequest | None = None
+
+
 class NewCall(NamedTuple):
     """A call as it arrives. `request.tenant` is that of the identity already, whatever the client named
     (`cluster.api.authentication.claim`)."""
@@ -48,6 +60,7 @@ class NewCall(NamedTuple):
     # In monotonic seconds. `deadline_at` None: the client set no deadline.
     arrived_at: float
     deadline_at: float | None
+    progress: CallProgress
     # If set, the prompt is embedded this way, and no token is generated.
     pooling: Pooling | None = None
     # Whether the tenant's bucket of requests was charged for this call before, together with others.
@@ -132,7 +145,8 @@ class Acceptance:
             raise
 
     def _queued_request(self, call: NewCall) -> QueuedRequest:
-        flow = Flow(call.tenant, self._terms.service_class(call.request, call.identity))
+        call.progress.service_class = self._terms.service_class(call.request, call.identity)
+        flow = Flow(call.tenant, call.progress.service_class)
         weight = self._terms.weight(call.tenant)
         queued = QueuedRequest(
             "", flow, call.arrived_at, weight, call.request.priority, deadline_at=call.deadline_at
@@ -185,6 +199,7 @@ class Acceptance:
         self.admission.bytes.count(queued, num_bytes)
         with self.running.arriving():
             prepared, texts = await self._prepare(call, key, queued.flow.service_class, limits)
+        call.progress.prepared = prepared
         queued.request_id = prepared.request_id
         self._check_still_wanted(call, key)
         cap = charge.capped_max_tokens

@@ -40,8 +40,8 @@ class RequestHistory:
         """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
         then nothing is kept of it besides times and counts."""
         prepared, summary = request.prepared, request.summary
-        if prepared is None:
-            return  # refused
+        if prepared is None or request.state == "refused":
+            return
         num_tokens = num_known = 0
         if not prepared.facts.is_private:
             num_tokens, num_known = self._prefixes.saw(

@@ -21,7 +21,7 @@ def routed_load(load: LoadReport, hello: ReplicaHello | None, now: float) -> Rep
         identity=load.identity,
         received_at=now,
         max_local_tokens=hello.max_context_tokens if hello else 0,
-        **_transfer_of(load, hello),
+        **transfer_of(load, hello),
         **{name: getattr(load, name) for name in _ROUTED} | {"num_running": num_running},
     )
 
@@ -31,7 +31,7 @@ def routed_queue(queue: QueueReport) -> QueueState:
     return QueueState(**asdict(queue))
 
 
-def _transfer_of(load: LoadReport, hello: ReplicaHello | None) -> dict[str, Any]:
+def transfer_of(load: LoadReport, hello: ReplicaHello | None) -> dict[str, Any]:
     """Return the fields that say what a hand-over takes from there."""
     if hello is None or not (moved := hello.compatibility.moved_bytes).token_bytes:
         return {"transfer_tok_s": 0.0}

@@ -18,10 +18,11 @@ from cluster.errors import (
     failures_logged,
     to_grpc_status,
 )
-from cluster.gateway.acceptance import Acceptance, AcceptedRequest, NewCall
+from cluster.gateway.acceptance import Acceptance, AcceptedRequest, CallProgress, NewCall
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
+from cluster.gateway.prompt_relatives import PromptRelatives
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_records import RequestRecords
 from cluster.gateway.request_state import RequestState
@@ -77,11 +78,13 @@ class RequestManager:
         max_unread_mb: float,
         on_members: Callable[[], None],
         counters: GatewayCounters,
+        relatives: PromptRelatives,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.acceptance = acceptance
         self.admission = acceptance.admission
         self.counters = counters
+        self._relatives = relatives
         self.unread = UnreadOutput(max_unread_mb * 1e6)
         self._running = acceptance.running
         self.charges = acceptance.charges
@@ -124,7 +127,7 @@ class RequestManager:
         """
         now = self._clock.now()
         deadline_at = None if deadline_s is None else now + deadline_s
-        call = NewCall(request, identity, caller, now, deadline_at, pooling, is_charged)
+        call = NewCall(request, identity, caller, now, deadline_at, CallProgress(), pooling, is_charged)
         try:
             accepted = await self.acceptance.accept(call)
         except RequestError as error:
@@ -149,6 +152,9 @@ class RequestManager:
                 reason=error.logged,
                 started_at=call.caller.arrived_at or call.arrived_at,
                 ended_at=self._clock.now(),
+                prepared=call.progress.prepared,
+                service_class=call.progress.service_class,
+                max_tokens=call.request.max_tokens,
             )
         )
 
@@ -306,8 +312,9 @@ class RequestManager:
             finally:
                 self._end(accepted, task, error)
 
+        relative = self._relatives.meet(prepared, accepted.key[1])
         task = RequestTask(
-            RequestStart(prepared, accepted.texts, call.arrived_at, accepted.due_at),
+            RequestStart(prepared, accepted.texts, call.arrived_at, accepted.due_at, relative),
             accepted.queued,
             connections=self._connections,
             router=self._router,
@@ -347,6 +354,9 @@ class RequestManager:
             decisions=tuple(request.decisions),
             timeline=tuple(request.timeline),
             prepared=accepted.prepared,
+            service_class=accepted.prepared.facts.service_class,
+            max_tokens=accepted.call.request.max_tokens,
+            relative=task.relative,
         )
         self._records.ended(key, ended)
         self.admission.pump()

@@ -63,4 +63,13 @@ class RequestRecords:
 def _running(key: RequestKey, task: RequestTask) -> RequestInfo:
     tenant, request_id = key
     state = task.state
-    return request_info(request_id, tenant, "running", "", task.summary(), state.decisions, state.timeline)
+    return request_info(
+        request_id,
+        tenant,
+        "running",
+        "",
+        task.summary(),
+        state.decisions,
+        state.timeline,
+        task.relative,
+    )

@@ -26,7 +26,7 @@ from cluster.gateway.announcement import Announcement
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.gateway.sample_output import Output
-from cluster.metrics.ended_request import Summary
+from cluster.metrics.ended_request import NO_RELATIVE, Relative, Summary
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import Clock
@@ -62,6 +62,11 @@ class Router(Protocol):
     def route_move(self, request: RouteRequest) -> str:
         """Return the decode replica to which a running stream moves. Raises `NoReplicaError` if there is
         none."""
+
+    def with_misses(
+        self, decision: Decision, block_keys: tuple[bytes, ...], num_prompt_tokens: int
+    ) -> Decision:
+        """Return the decision with the reasons for the prompt's blocks that are computed."""
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has no capacity now."""
@@ -118,6 +123,7 @@ class RequestStart(NamedTuple):
     texts: Sequence[SampleText]
     started_at: float
     due_at: float | None = None
+    relative: Relative = NO_RELATIVE
 
 
 class RequestTask:
@@ -148,6 +154,7 @@ class RequestTask:
         self.state = RequestState(
             start.prepared, start.texts, weakref.proxy(self), start.started_at, start.due_at
         )
+        self.relative = start.relative
         self._request_id = start.prepared.request_id
         self._connections = connections
         self._router = router
@@ -372,6 +379,8 @@ class RequestTask:
             return
         self._announcement.submitted((prefill or decode).identity, self._request_id)
         computes = prefill.identity if prefill is not None and prefill != decode else None
+        prepared = self.state.prepared
+        decision = self._router.with_misses(decision, prepared.block_keys, prepared.num_prompt_tokens)
         self.apply(self.state.on_routed, decision, computes, decode)
 
     # ------------------------------------------------------------------------------------------ private

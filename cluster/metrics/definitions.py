@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, POOLS, REQUESTS, TENANTS
+from cluster.metrics.gateway_metrics import (
+    ADMISSION,
+    CLASSES,
+    COSTS,
+    POOLS,
+    RECORDING,
+    REQUESTS,
+    TENANT_CLASSES,
+    TENANTS,
+)
 from cluster.metrics.replica_metrics import ENGINES, KV, STORES, TRANSFER
 
 SECTIONS = {
@@ -10,7 +19,10 @@ SECTIONS = {
     "Admission": ADMISSION,
     "Classes": CLASSES,
     "Tenants": TENANTS,
+    "Tenants by class": TENANT_CLASSES,
+    "Costs": COSTS,
     "Pools": POOLS,
+    "Recording": RECORDING,
     "Engines": ENGINES,
     "KV": KV,
     "Transfer": TRANSFER,

@@ -125,6 +125,20 @@ class RoutedAttempt(Part, frozen=True):
     decision: Decision
 
 
+class Relative(Part, frozen=True):
+    """The earlier prompt at the same gateway with which a prompt has the longest beginning in common, of
+    those that are remembered. They part in the block behind `num_shared_tokens`, or one ends there."""
+
+    # "": there is none.
+    request_id: str = ""
+    tenant: str = ""
+    num_tokens: int = 0
+    num_shared_tokens: int = 0
+
+
+NO_RELATIVE = Relative()
+
+
 class RequestInfo(Part, frozen=True):
     """The known facts of a request, as gateways send them to each other. `state` is "running", "finished",
     "cancelled" or "failed"; times are those of the gateway's clock."""
@@ -144,6 +158,7 @@ class RequestInfo(Part, frozen=True):
     first_token_at: float = 0.0
     # 0: it is running.
     ended_at: float = 0.0
+    relative: Relative = NO_RELATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +183,13 @@ class EndedRequest:
     summary: Summary | None = None
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
-    # The request as it was prepared; None when it was refused.
+    # The request as it was prepared; None when it was refused before.
     prepared: PreparedRequest | None = None
+    # Its class; "": it was refused before it had one.
+    service_class: str = ""
+    # The `max_tokens` that the client named; 0: none.
+    max_tokens: int = 0
+    relative: Relative = NO_RELATIVE
 
     @property
     def ttft_s(self) -> float | None:
@@ -186,7 +206,14 @@ class EndedRequest:
         """Return the facts for lists and explanations; the request was accepted."""
         assert self.summary is not None
         return request_info(
-            self.request_id, self.tenant, self.state, self.reason, self.summary, self.decisions, self.timeline
+            self.request_id,
+            self.tenant,
+            self.state,
+            self.reason,
+            self.summary,
+            self.decisions,
+            self.timeline,
+            self.relative,
         )
 
 
@@ -213,6 +240,7 @@ def request_info(
     summary: Summary,
     decisions: Iterable[RoutedAttempt],
     timeline: Iterable[TimelineEntry],
+    relative: Relative = NO_RELATIVE,
 ) -> RequestInfo:
     """Return the facts for lists and explanations of a request that was accepted; `state` as there."""
     return RequestInfo(
@@ -228,6 +256,7 @@ def request_info(
         num_cached_tokens=summary.num_cached_tokens,
         first_token_at=summary.first_token_at,
         ended_at=0.0 if state == "running" else summary.finished_at,
+        relative=relative,
     )
 
 

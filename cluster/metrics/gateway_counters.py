@@ -5,15 +5,18 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
+from cluster.metrics.buckets import cumulative
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
 from cluster.metrics.demand import Demand
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.metric import REQUEST_TIMES
-from cluster.metrics.tenant_usage import TenantUsageTable
+from cluster.metrics.recent_outcomes import RecentOutcomes
+from cluster.metrics.tenant_usage import PoolTime, TenantUsageTable
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from router.messages import Decision
@@ -48,19 +51,6 @@ class Histogram:
         return cumulative(self.bounds, self._counts)
 
 
-def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Return (`le`, count of values up to it) of counts by bucket; the last bucket counts the values that
-    exceed every bound."""
-    assert len(counts) == len(bounds) + 1
-    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-    sums: list[tuple[str, int]] = []
-    so_far = 0
-    for name, count in zip(names, counts, strict=True):
-        so_far += count
-        sums.append((name, so_far))
-    return sums
-
-
 class Predicted(NamedTuple):
     """Seconds from arrival to the first token, and of a decode step; 0: nothing was predicted."""
 
@@ -69,6 +59,43 @@ class Predicted(NamedTuple):
 
 
 NOT_PREDICTED = Predicted()
+
+
+class DeviceTimes(Protocol):
+    """Says what requests take of a replica's devices (`cluster.gateway.device_time`)."""
+
+    def of_prompt(self, replica_id: str, num_cached: int, num_computed: int) -> PoolTime:
+        """Return the time to compute so many tokens behind cached ones."""
+
+    def of_output(self, replica_id: str, num_tokens: int, num_context_tokens: int) -> PoolTime:
+        """Return the time of so many output tokens of a sequence."""
+
+
+class NoDeviceTimes:
+    """Knows of no time."""
+
+    def of_prompt(self, replica_id: str, num_cached: int, num_computed: int) -> PoolTime:
+        return PoolTime()
+
+    def of_output(self, replica_id: str, num_tokens: int, num_context_tokens: int) -> PoolTime:
+        return PoolTime()
+
+
+class RequestObjectives(NamedTuple):
+    """What a good request keeps, in seconds: the time to the first token by class (a class without one has no
+    objectives, and all that finishes is good), and the mean time of an output token after it."""
+
+    class_to_ttft_s: Mapping[str, float] = MappingProxyType({})
+    tpot_s: float = math.inf
+
+    def kept_by(self, service_class: str, summary: Summary) -> bool:
+        """Return whether a finished request has kept them."""
+        ttft_s = self.class_to_ttft_s.get(service_class)
+        return ttft_s is None or (summary.ttft_s <= ttft_s and summary.tpot_s <= self.tpot_s)
+
+
+NO_OBJECTIVES = RequestObjectives()
+NO_DEVICE_TIMES = NoDeviceTimes()
 
 
 @dataclass(slots=True)
@@ -114,8 +141,13 @@ class GatewayCounters:
         *,
         ttft_slo_s: float = math.inf,
         itl_slo_s: float = math.inf,
+        objectives: RequestObjectives = NO_OBJECTIVES,
+        device_times: DeviceTimes = NO_DEVICE_TIMES,
     ) -> None:
-        """A request or gap that is slower than its objective counts as late."""
+        """A first token or gap that is slower than its objective counts as late, and a request that keeps the
+        `objectives` as good."""
+        self._objectives = objectives
+        self._device_times = device_times
         self._pool_of = pool_of
         self._token_bytes = token_bytes
         self._ttft_slo_s = ttft_slo_s
@@ -142,7 +174,10 @@ class GatewayCounters:
         # The tokens that the router expected to be cached where it placed the prompt, over all attempts that
         # ended.
         self.num_expected_cached_tokens = 0
+        # The prompts' leading tokens that any replica ever had, as far as is remembered, over the same.
+        self.num_achievable_cached_tokens = 0
         self.tenants = TenantUsageTable()
+        self.outcomes = RecentOutcomes()
         self.demand = Demand()
         # The part of the tenants' limits that this gateway and those whose use it knows may give out.
         self.quota_share = 1.0
@@ -177,6 +212,7 @@ class GatewayCounters:
         use = self.tenants.use(open_.tenant)
         use.num_cached_tokens += num_cached
         use.num_computed_tokens += num_computed
+        use.took(self._device_times.of_prompt(replica_id, num_cached, num_computed))
         if open_.held_since is None:
             times = report.times
             span_s = times.prefilled - times.scheduled if times.scheduled and times.prefilled else 0.0
@@ -193,11 +229,15 @@ class GatewayCounters:
         open_.num_output_tokens += num_tokens
         open_.sample_to_num_tokens[delta.sample] += num_tokens
         self.num_output_tokens += num_tokens
-        self.tenants.use(open_.tenant).num_output_tokens += num_tokens
+        use = self.tenants.use(open_.tenant)
+        use.num_output_tokens += num_tokens
         second = self.seconds.second(now)
         second.counts["num_output_tokens"] += num_tokens
         last_at = open_.sample_to_last_at.get(delta.sample)
         open_.sample_to_last_at[delta.sample] = now
+        num_decoded = num_tokens - (last_at is None)  # the first one comes from the prompt
+        num_context = open_.num_prompt_tokens + open_.sample_to_num_tokens[delta.sample]
+        use.took(self._device_times.of_output(replica_id, num_decoded, num_context))
         if is_first:
             ttft_s = now - open_.started_at
             second.ttft.add(ttft_s)
@@ -234,6 +274,7 @@ class GatewayCounters:
         """Count a request that ended or was not accepted; an `Observer` of the request manager."""
         now = request.ended_at
         self._count_end(request.state, request.code.lower(), now)
+        self._count_outcome(request)
         open_ = self._open.pop(request.wire_id, None)
         if open_ is None:
             return
@@ -277,11 +318,26 @@ class GatewayCounters:
 
     def _count_routed(self, decision: Decision, now: float) -> None:
         self.num_expected_cached_tokens += decision.prefill_cached_tokens
+        self.num_achievable_cached_tokens += decision.achievable_tokens
         placed = [("prefill", decision.prefill), ("decode", decision.decode)]
         for side, replica_id in placed if decision.prefill else [("local", decision.decode)]:
             counters = self._of(replica_id, now)
             if counters is not None:
                 counters.num_routed[side] += 1
+
+    def _count_outcome(self, request: EndedRequest) -> None:
+        """Count how a request was served, unless it was refused before it had a class: as invalid."""
+        if not request.service_class:
+            return
+        outcome = request.state
+        if outcome == "finished" and request.summary is not None:
+            is_good = self._objectives.kept_by(request.service_class, request.summary)
+            outcome = "good" if is_good else "late"
+        self.outcomes.add(request.tenant, request.service_class, outcome, request.ended_at)
+        outcomes = self.tenants.use(request.tenant).class_to_outcomes[request.service_class]
+        outcomes.num_requests[outcome] += 1
+        if request.num_output_tokens:
+            outcomes.num_output_tokens[outcome] += request.num_output_tokens
 
     def _count_end(self, state: str, code: str, now: float) -> None:
         self.num_requests[state, code] += 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from cluster.metrics.metric import (
     NEEDS_FAULT,
     NEEDS_HAND_OVER,
+    NEEDS_MEASURED_STEPS,
     NEEDS_OVERLOAD,
+    NEEDS_PRICE,
     NEEDS_USED_UP_LIMIT,
     of_gateway,
     of_served,
@@ -77,6 +79,12 @@ REQUESTS = (
         "tokens",
         "Prompt tokens that the router expected to be cached where it placed the prompt, over all attempts.",
     ),
+    of_gateway(
+        "achievable_cached_tokens_total",
+        "num_achievable_cached_tokens",
+        "tokens",
+        "Prompt tokens that a cache of the whole cluster without a limit would have had, over all attempts.",
+    ),
     of_served(
         "routed_attempts_total",
         "num_routed",
@@ -132,6 +140,11 @@ REQUESTS = (
         by="code",
         why_empty=NEEDS_FAULT,
     ),
+)
+
+RECORDING = (
+    of_gateway("recorded_requests", "num_requests", "requests", "Requests that the gateway's recording has."),
+    of_gateway("recording_bytes", "num_bytes", "bytes", "Memory that the recording takes, about."),
 )
 
 ADMISSION = (
@@ -249,6 +262,43 @@ TENANTS = (
         "bytes x seconds",
         "KV of prompt and output so far, times how long it was held.",
         by="tenant",
+    ),
+    of_gateway(
+        "tenant_device_seconds_total",
+        "device_s",
+        "seconds",
+        "Time of the pools' devices that requests took, summed over the devices.",
+        by="tenant pool",
+        why_empty=NEEDS_MEASURED_STEPS,
+    ),
+)
+
+TENANT_CLASSES = (
+    of_gateway(
+        "tenant_class_requests_total",
+        "num_requests",
+        "requests",
+        "Requests by how they were served: good (finished within the objectives of their class), late "
+        "(finished), failed, cancelled or refused.",
+        by="tenant class outcome",
+    ),
+    of_gateway(
+        "tenant_class_output_tokens_total",
+        "num_output_tokens",
+        "tokens",
+        "Output tokens of these requests.",
+        by="tenant class outcome",
+    ),
+)
+
+COSTS = (
+    of_gateway(
+        "tenant_cost_total",
+        "",
+        "",
+        "Price of the device time, by `costs.device_hour`, in its currency.",
+        by="tenant",
+        why_empty=NEEDS_PRICE,
     ),
 )
 

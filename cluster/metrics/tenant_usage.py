@@ -1,9 +1,11 @@
-"""Count the cost of each tenant: tokens, and KV held over time. Few tenants have series of their own."""
+"""Count the use of each tenant: tokens, KV held over time, device time; and how its requests were served. Few
+tenants have series of their own."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # The tenant label of all that have no series of their own.
 OTHERS = "other"
@@ -13,6 +15,22 @@ _NUM_CANDIDATES = 4
 _MOST_NAMES = 5
 # A tenant takes another's place when it has used this many times as much.
 _MARGIN = 2.0
+
+
+class PoolTime(NamedTuple):
+    """Time of a pool's devices, in seconds, summed over the devices."""
+
+    pool: str = ""
+    device_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ClassOutcomes:
+    """How requests of one class ended: "good" (finished within their objectives), "late" (finished),
+    "failed", "cancelled" or "refused"."""
+
+    num_requests: Counter[str] = field(default_factory=Counter)
+    num_output_tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -31,6 +49,16 @@ class TenantUse:
     num_output_tokens: int = 0
     # Bytes of KV that its requests held, times seconds.
     kv_byte_s: float = 0.0
+    # The time of devices that its requests took, by pool.
+    device_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    class_to_outcomes: defaultdict[str, ClassOutcomes] = field(
+        default_factory=lambda: defaultdict(ClassOutcomes)
+    )
+
+    def took(self, time: PoolTime) -> None:
+        """Add device time, if any is known."""
+        if time.device_s:
+            self.device_s[time.pool] += time.device_s
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,6 @@ from cluster.planning.plan_line import PlanLine, gb
 from cluster.planning.planned_model import ITEM_BYTES, PlannedModel
 from cluster.planning.step_times import StepTimes
 from kvtransfer.messages import STATE_ITEM_BYTES, KvGroup
-from workers.errors import CheckpointError
 from workers.model.kv_form import SCALE_BYTES
 from workers.model.kv_groups import kv_groups
 from workers.model.quantization.weight_form import WeightForm
@@ -50,11 +49,7 @@ def _weights_formula(model: PlannedModel) -> str:
 
 def _by_precision(model: PlannedModel) -> Iterator[str]:
     for name in _PRECISIONS:
-        try:
-            num_bytes = model._replace(form=WeightForm(name)).weight_bytes
-        except CheckpointError:  # stored in a form that is not rounded again
-            continue
-        yield f"{name} {gb(num_bytes)}"
+        yield f"{name} {gb(model._replace(form=WeightForm(name)).weight_bytes)}"
 
 
 def _kv_formula(model: PlannedModel) -> str:

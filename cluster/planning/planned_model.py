@@ -18,6 +18,7 @@ from cluster.planning.shape_weights import ShapeWeights
 from cluster.serve.resource_needs import RankWeights
 from workers.errors import CheckpointError
 from workers.model.gguf.gguf_checkpoint import checkpoint_of
+from workers.model.kv_form import KvForm
 from workers.model.model_config import ModelConfig, read_model_config, weight_files
 from workers.model.model_folder import described_folder
 from workers.model.quantization.stored_format import CodeType
@@ -73,6 +74,14 @@ class PlannedModel(NamedTuple):
         rank = dataclasses.replace(self.everything, expert_offload=num_experts)
         mean = self.weights.mean_bytes(rank, ITEM_BYTES, self.form)
         return ModelWork(self.shape, ITEM_BYTES, self.kv_dtype, mean)
+
+    @property
+    def stored_token_bytes(self) -> int:
+        """The KV of a token in the store, which keeps all tokens of all layers, whatever their windows."""
+        cells = self.shape.kv_cells
+        num_layers = sum(map(self.shape.has_attention, range(cells.num_layers)))
+        form = KvForm.of(self.kv_dtype, ITEM_BYTES, len(cells.parts))
+        return cells.num_kinds * num_layers * cells.num_cells * form.head_bytes(cells.width)
 
     def product_precision(self, device: str) -> Precision:
         """Return in which precision the device multiplies: with fewer than 16 bits only where the checkpoint

@@ -8,6 +8,7 @@ from cluster.planning.plan import Plan, PlannedPool
 from cluster.planning.plan_line import PlanLine, gb, ms
 from cluster.planning.replica_rate import MAX_SEQUENCES, MISSES, ReplicaCapacity
 from cluster.planning.step_times import StepTimes
+from workers.model.kv_groups import kv_groups
 
 
 def pool_lines(plan: Plan, pool: PlannedPool) -> Iterator[PlanLine]:
@@ -50,7 +51,7 @@ def _memory_lines(plan: Plan, pool: PlannedPool, group: str) -> Iterator[PlanLin
         "KV of a replica",
         f"{memory.all_tokens:,} tokens",
         f"{gb(memory.kv_bytes)} / {memory.token_bytes / 1e3:.1f} kB a token on the fullest device, at most "
-        f"{MAX_SEQUENCES} contexts of the model",
+        f"{MAX_SEQUENCES} contexts of the model{_about_windows(plan, pool)}",
     )
     sequence, context = load.input_tokens + load.output_tokens, plan.model.shape.max_context_tokens
     most = min(MAX_SEQUENCES, memory.all_tokens // sequence)
@@ -66,6 +67,12 @@ def _memory_lines(plan: Plan, pool: PlannedPool, group: str) -> Iterator[PlanLin
         f"{min(context, memory.all_tokens):,} tokens",
         f"the lesser of the model's {context:,} and the KV of a replica, {memory.all_tokens:,}",
     )
+
+
+def _about_windows(plan: Plan, pool: PlannedPool) -> str:
+    """Say that windows save no memory between a GPU and a store."""
+    has_windows = any(not group.state_size for group in kv_groups(plan.model.shape)[1:])
+    return "; with a store all layers keep all tokens" if has_windows and pool.profile.kind == "cuda" else ""
 
 
 def _decode_lines(plan: Plan, pool: PlannedPool, served: ReplicaCapacity, group: str) -> Iterator[PlanLine]:

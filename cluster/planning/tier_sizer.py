@@ -65,17 +65,21 @@ class TierSizer:
         )
 
     def held_bytes(self, kept_s: float) -> float:
-        """Return the bytes of all KV that requests touched within so many seconds.
+        """Return the bytes in the store of all KV that requests touched within so many seconds."""
+        return self._held_tokens(kept_s) * self._plan.model.stored_token_bytes
+
+    def _held_tokens(self, kept_s: float) -> float:
+        """Return the tokens that requests touched within so many seconds.
 
         A request leaves L tokens, of which h I will come back, each after its own gap of S seconds in the
         mean. What has come back is counted where it was touched last, so in T seconds R requests a second
-        leave, with b bytes a token, R b ((L - h I) T + h I S (1 - e^(-T/S))) bytes.
+        leave R ((L - h I) T + h I S (1 - e^(-T/S))) tokens.
         """
         load, reuse = self._plan.load, self._reuse
         returning = reuse.hit_rate * load.input_tokens
         once = (load.input_tokens + load.output_tokens - returning) * kept_s
         again = returning * reuse.gap_s * -math.expm1(-kept_s / reuse.gap_s)
-        return self._rate * self._times.token_bytes * (once + again)
+        return self._rate * (once + again)
 
     @property
     def _token_price(self) -> float | None:
@@ -91,7 +95,7 @@ class TierSizer:
         running = capacity.mean_batch * self._plan.load.mean_context
         free_tokens = max(0.0, capacity.memory.kv_tokens - running) * self._pool.num_replicas
         num_bytes = free_tokens * self._times.token_bytes
-        kept_s = self._kept_s(num_bytes)
+        kept_s = self._kept_s(free_tokens)
         return PlannedTier(
             "device", num_bytes, kept_s, self._reuse.found(kept_s), 0.0, "KV memory beside running sequences"
         )
@@ -115,7 +119,7 @@ class TierSizer:
         num_bytes = self.held_bytes(useful_s)
         if num_bytes > 1e9 * most_gb * self._num_nodes:
             num_bytes, why = 1e9 * most_gb * self._num_nodes, f"all that nodes have: {most_gb:,.0f} GB"
-        its_s = self._kept_s(num_bytes)
+        its_s = self._kept_s(num_bytes / self._plan.model.stored_token_bytes)
         if its_s <= kept_s * 1.01:
             return without("faster tiers keep as much as pays")
         hit_rate = self._reuse.found(its_s) - self._reuse.found(kept_s)
@@ -143,12 +147,12 @@ class TierSizer:
 
         return _greatest(_MOST_TIMES * reuse.gap_s, pays)
 
-    def _kept_s(self, num_bytes: float) -> float:
-        """Return how long a tier of this size keeps what it holds, if the longest unused goes first."""
+    def _kept_s(self, num_tokens: float) -> float:
+        """Return how long a tier for so many tokens keeps what it holds, if the longest unused goes first."""
         most_s = 1.0
-        while self.held_bytes(most_s) < num_bytes:
+        while self._held_tokens(most_s) < num_tokens:
             most_s *= 2
-        return _greatest(most_s, lambda kept_s: self.held_bytes(kept_s) <= num_bytes)
+        return _greatest(most_s, lambda kept_s: self._held_tokens(kept_s) <= num_tokens)
 
 
 def _greatest(most: float, holds: Callable[[float], bool]) -> float:

@@ -24,7 +24,8 @@ from cluster.scaling.counts import KnownCounts, counts_of, counts_to_deploy
 from cluster.scaling.redis_counts import RedisCounts, counts_key
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
 from cluster.secret_files import read_trust
-from cluster.serve.app import build_application, check_model
+from cluster.serve.app import build_application
+from cluster.serve.model_check import check_model
 from cluster.serve.ray_private import deployed_config
 from cluster.serve.rollout import with_replicas
 from cluster.stores import NODE_ID_CHARS, check_redis_url, has_password, index_url

@@ -1,6 +1,7 @@
 """The gateway: a gRPC server, the request manager, connections to replicas and a router in one process.
 
-Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve replica, tests run it anywhere.
+Imports neither Ray nor torch: `cluster.serve.gateway_actor` runs a `Gateway` in a Serve replica, tests run
+it anywhere.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import ClientPort, open_certificate
 from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
+from cluster.api.recordings import Recordings
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
@@ -29,14 +31,17 @@ from cluster.console.console_services import ConsoleServices
 from cluster.console.http_server import open_console
 from cluster.gateway.acceptance import Acceptance
 from cluster.gateway.call_charges import CallCharges
+from cluster.gateway.device_time import DeviceTime
 from cluster.gateway.fleet.fleet import Fleet
 from cluster.gateway.fleet.fleet_answers import FleetAnswers
 from cluster.gateway.fleet.gateway_port import GatewayPort
 from cluster.gateway.fleet.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange
 from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.gateway.history import RequestHistory
+from cluster.gateway.prompt_relatives import PromptRelatives
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.request_recording import RequestRecording
 from cluster.gateway.resume_charges import ResumeCharges
 from cluster.gateway.resumed_calls import ResumedCalls
 from cluster.gateway.running_requests import RunningRequests
@@ -49,7 +54,7 @@ from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.access_log import log_access, log_relayed
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.exporters import GatewayMetrics
-from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.metrics.gateway_counters import GatewayCounters, RequestObjectives
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
@@ -61,8 +66,10 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.request_facts import SERVICE_CLASSES
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.redis_server import with_password
+from router.block_history import BlockHistory
 from router.service import RouterService
 
 _log = logging.getLogger(__name__)
@@ -96,7 +103,7 @@ class ControlPlane(NamedTuple):
 
 class Randomness(NamedTuple):
     """The sources of a gateway's random numbers. `draw_bytes` draws the key root of a gateway that has no
-    file of roots."""
+    file of roots, and the keys under which block keys leave in recordings."""
 
     seeds: Callable[[], int] = draw_seed
     draw_bytes: Callable[[int], bytes] = secrets.token_bytes
@@ -138,7 +145,7 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         feed = PlacementFeed(clock)
-        router = RouterService(config.router, block_tokens, clock, seeds(), salt=gateway_id, observer=feed)
+        router = _open_router(config, gateway_id, feed, clock, seeds())
         self._key_roots = _open_key_roots(config, draw_bytes, router)
         self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
@@ -152,6 +159,7 @@ class Gateway:
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
+        self._recording = RequestRecording(config.recording, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
         quotas = Quotas(config.auth, seeds)
         self.requests = self._open_requests(router, quotas, history, trust, seeds)
@@ -159,7 +167,9 @@ class Gateway:
         self.reading = CallReading(config, self._preprocessor.limits(0).max_context_tokens)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
         self._quotas = self._open_shared_quotas(quotas, trust)
-        answers = FleetAnswers(self.requests, access.sessions, self.exchange, self._quotas, clock)
+        answers = FleetAnswers(
+            self.requests, access.sessions, self.exchange, self._quotas, self._recording, clock
+        )
         fleet_port = GatewayPort(gateway_id, answers.serve, self.exchange.serve, trust, clock)
         self.fleet = Fleet(gateway_id, answers, self.connections, fleet_port, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
@@ -189,7 +199,13 @@ class Gateway:
             Authentication(access, self.reading),
             self.reading.max_message_bytes,
             servicer,
-            AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
+            AdminServicer(
+                status=status,
+                stores=stores,
+                orders=orders,
+                traffic=self._traffic,
+                recordings=Recordings(self.fleet, block_tokens, draw_bytes, clock),
+            ),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
@@ -243,7 +259,8 @@ class Gateway:
             max_unread_mb=config.admission.max_unread_mb,
             on_members=self._on_members,
             counters=counters,
-            observers=_observers(config, history, self._tracer),
+            relatives=PromptRelatives(config.pools[0].engine.block_tokens),
+            observers=_observers(config, history, self._recording, self._tracer),
         )
 
     def _call_at(self, at: float, call: Callable[[], None]) -> None:
@@ -266,7 +283,9 @@ class Gateway:
         """Set and count this gateway's metrics; the event loop does other work in between."""
         status = await self._status.status()
         admission, num_unheard = self.requests.admission.stats(), len(self.exchange.missing())
-        for _ in metrics.update(self.requests.counters, admission, status, self._clock.now(), num_unheard):
+        for _ in metrics.update(
+            self.requests.counters, admission, status, self._clock.now(), num_unheard, self._recording
+        ):
             await self._clock.sleep(0)
 
     def configure(self, config: ClusterConfig) -> None:
@@ -411,6 +430,20 @@ class Gateway:
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
 
 
+def _open_router(
+    config: ClusterConfig, gateway_id: str, feed: PlacementFeed, clock: Clock, seed: int
+) -> RouterService:
+    return RouterService(
+        config.router,
+        config.pools[0].engine.block_tokens,
+        clock,
+        seed,
+        salt=gateway_id,
+        observer=feed,
+        history=BlockHistory(),
+    )
+
+
 def _open_key_roots(
     config: ClusterConfig, draw_bytes: Callable[[int], bytes], router: RouterService
 ) -> KeyRoots:
@@ -433,20 +466,28 @@ def _open_preprocessor(
 
 
 def _observers(
-    config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
+    config: ClusterConfig,
+    history: RequestHistory,
+    recording: RequestRecording,
+    tracer: RequestTracer | None,
 ) -> list[Observer]:
     """Return the observers of every request that ends."""
     log = log_access if config.logs.access else None
-    return [observer for observer in (history.ended, log, tracer) if observer is not None]
+    return [observer for observer in (history.ended, recording.ended, log, tracer) if observer is not None]
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:
-    scaling = config.scaling
+    scaling, admission = config.scaling, config.admission
+    class_to_ttft_s: dict[str, float] = {
+        name: ttft_s for name in SERVICE_CLASSES if (ttft_s := admission.of(name).ttft_s) is not None
+    }
     return GatewayCounters(
         connections.pool_of,
         connections.token_bytes,
         ttft_slo_s=scaling.ttft_slo_s,
         itl_slo_s=scaling.itl_slo_s,
+        objectives=RequestObjectives(class_to_ttft_s, scaling.itl_slo_s),
+        device_times=DeviceTime(connections),
     )
 
 

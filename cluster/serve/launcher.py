@@ -9,6 +9,7 @@ resource, and so is a replica that cannot load its model.
 from __future__ import annotations
 
 import hmac
+import importlib
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -41,12 +43,12 @@ from cluster.roster.ray_roster import read_roster, read_starting, start_roster, 
 from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.secret_files import read_trust
-from cluster.serve.app import check_model, deploy
 from cluster.serve.bounded_start import bounded_start
 from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.deployed import Deployed, forget
 from cluster.serve.joined_ray import JoinedRay, find_target
 from cluster.serve.local_ray import LocalRay
+from cluster.serve.model_check import check_model
 from cluster.serve.private_folder import PrivateFolder
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
@@ -161,6 +163,7 @@ class Service:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         target = find_target(self._ray_address, runs, self._environment)
         report(StartProgress(f"joining {target.text}" if target else "starting Ray", {}))
+        threading.Thread(target=_import_application, name="imports", daemon=True).start()
         with bounded_start(interrupted):
             if target is None:
                 self._ray = self._local_ray()
@@ -326,7 +329,8 @@ class Service:
         start_roster(self._config.app)
         self._deployed = True
         config, life = self._with_index(trust), draw_life()
-        deploy(config, Deployed(config.model_dump_json(), cpus, life))
+        application = _import_application()
+        application.deploy(config, Deployed(config.model_dump_json(), cpus, life))
 
     def _with_index(self, trust: Trust) -> ClusterConfig:
         """Return the configuration with a server for the store's index, which is started here where none is
@@ -391,6 +395,12 @@ class Service:
             dashboard=f"http://{dashboard}" if dashboard else "",
             logs=session_logs(),
         )
+
+
+def _import_application() -> ModuleType:
+    """Import what an application consists of, all of a gateway too. Starting Ray takes longer, and leaves a
+    processor free for it."""
+    return importlib.import_module("cluster.serve.app")
 
 
 def starting_text(starting: Sequence[StartingReplica]) -> str:

@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -185,6 +185,20 @@ class Machine:
     def cpu_flags(self) -> frozenset[str]:
         """Return the flags as `kvtransfer.common.host.cpu_flags` reads them."""
         return cpu_flags(self.proc / "cpuinfo")
+
+    # ---------------------------------------------------------------------------------------- GPUs
+
+    def num_gpus(self, environment: Mapping[str, str]) -> int | None:
+        """Return the number of GPUs that a Ray started here finds: those that nvidia-smi lists, within
+        `CUDA_VISIBLE_DEVICES`; None where nvidia-smi does not report any."""
+        listed = self.run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"])
+        if not listed or not listed.strip():
+            return None
+        num_listed = len(listed.split())
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            return num_listed
+        return min(num_listed, sum(bool(name.strip()) for name in visible.split(",")))
 
     # ---------------------------------------------------------------------------------- file systems
 

@@ -1,6 +1,6 @@
 """A replica's ranks as Ray actors, each in the bundle of its stage, and ending them on any node.
 
-Used by `cluster.serve.app`, inside a replica's placement group.
+Used by `cluster.serve.replica_actor`, inside a replica's placement group.
 """
 
 from __future__ import annotations

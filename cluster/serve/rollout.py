@@ -92,6 +92,8 @@ def gateway_version(config: ClusterConfig) -> str:
         auth=config.auth.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         tracing=config.tracing.model_dump(mode="json"),
+        recording=config.recording.model_dump(mode="json"),
+        costs=config.costs.model_dump(mode="json"),
         debug=config.debug.model_dump(mode="json"),
     )
 

@@ -16,9 +16,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
+from cluster.metrics.replica_exporter import StoreMetrics
 from cluster.roster.messages import StoreRecord
 from cluster.roster.ray_roster import NAMESPACE, open_roster
 from cluster.roster.state import keep_registered
@@ -30,7 +30,6 @@ from cluster.stores import NODE_ID_CHARS, NodeAddress, NvmeFolder, store_name, s
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import TransferError
-from kvtransfer.store.server.store_server import StoreServer
 
 _START_S = 20.0
 # Time added to the time that a store may flush.
@@ -71,6 +70,8 @@ class StoreActor:
             nvme_path=self._folder.path if self._folder else None,
         )
         self._node_id, self._epoch = settings.node_id, settings.epoch
+        from kvtransfer.store.server.store_server import StoreServer  # here: replicas run no store
+
         self._owner = StoreServer(settings, trust, self._clock, Faults(config.debug.fault_rules))
         try:
             await self._owner.start()

@@ -25,7 +25,7 @@ from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
 from cluster.secret_files import read_redis_url, read_trust
-from cluster.serve.app import check_model, deploy
+from cluster.serve.app import deploy
 from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
 from cluster.serve.deployed import Deployed, recall
 from cluster.serve.launcher import (
@@ -37,6 +37,7 @@ from cluster.serve.launcher import (
     node_resources,
     unplaced,
 )
+from cluster.serve.model_check import check_model
 from cluster.serve.ray_private import free_resources
 from cluster.serve.rollout import Roll, SettingChange, carried_over, changes, check_update, plan_rolls
 from cluster.stores import index_url

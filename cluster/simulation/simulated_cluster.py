@@ -137,7 +137,7 @@ class SimulatedCluster:
 
     def _catch_up(self) -> None:
         for replica in self._replicas.values():
-            replica.catch_up()
+            replica.send_all()
 
     def arrive(
         self,

@@ -98,6 +98,9 @@ class SimulatedGateway:
         """The requests that have arrived and not ended."""
         return len(self._calls)
 
+    def _is_quiet(self) -> bool:
+        return self.is_quiet
+
     @property
     def is_quiet(self) -> bool:
         """Whether no request waits here for a replica, and none is under pressure to."""
@@ -219,7 +222,7 @@ class SimulatedGateway:
 
     def join(self, replica: SimulatedReplica) -> None:
         """Open the link to a replica that is ready."""
-        replica.connect(self.key, partial(self._on_message, replica.identity))
+        replica.connect(self.key, partial(self._on_message, replica.identity), self._is_quiet)
 
     def lost(self, identity: ReplicaIdentity, reason: str) -> None:
         """Take in that a replica's link has ended: its requests go to others."""

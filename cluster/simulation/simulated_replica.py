@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cluster.simulation.batch_gate import BatchGate, Batching
-from cluster.simulation.simulated_peers import NETWORK_S, LinkedReplica, SimulatedPeers
+from cluster.simulation.gateway_end import GatewayEnd
+from cluster.simulation.simulated_peers import LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
 from cluster.simulation.simulated_stores import NodeStore
 from cluster.simulation.step_model import KnownCosts, StepModel
@@ -82,19 +83,6 @@ class SimulatedEngine(NamedTuple):
         )
 
 
-class GatewayEnd(NamedTuple):
-    """The gateway's end of a link: what is sent arrives there after the time of the network."""
-
-    events: EventQueue
-    arrive: Callable[[LinkUp], None]
-
-    def send(self, frame: Any) -> None:
-        self.events.after(NETWORK_S, lambda: self.arrive(frame))
-
-    def close(self) -> None:
-        """The gateway hears of a replica's end from the cluster."""
-
-
 class _StepRun(NamedTuple):
     """Steps that are passed over, at most so many, and when each and those after them are done."""
 
@@ -133,6 +121,7 @@ class SimulatedReplica(EngineDecisions):
         self._pump_scheduled = False
         self._may_skip = may_skip
         self._run: _StepRun | None = None
+        self._ends: list[GatewayEnd] = []
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
         self.ranks = SimulatedRanks(
@@ -219,9 +208,13 @@ class SimulatedReplica(EngineDecisions):
         """Whether anybody answers here."""
         return not self._death
 
-    def connect(self, gateway: GatewayKey, arrive: Callable[[LinkUp], None]) -> None:
-        """Open the link of a gateway, which `arrive` reads."""
-        self._gateways.connected(gateway, GatewayEnd(self._events, arrive))
+    def connect(
+        self, gateway: GatewayKey, arrive: Callable[[LinkUp], None], is_quiet: Callable[[], bool]
+    ) -> None:
+        """Open the link of a gateway, as `GatewayEnd` has it."""
+        end = GatewayEnd(self._events, arrive, is_quiet)
+        self._ends.append(end)
+        self._gateways.connected(gateway, end)
         self._gateways.send(gateway, self.hello())
 
     def receive(self, gateway: GatewayKey, message: LinkDown) -> None:
@@ -244,8 +237,14 @@ class SimulatedReplica(EngineDecisions):
     def stop_runs(self) -> None:
         """Send all tokens up to now, and do steps one by one from now on."""
         self._may_skip = _never
+        self.send_all()
+
+    def send_all(self) -> None:
+        """Send all tokens up to now."""
         self.catch_up()
         self.flush()
+        for end in self._ends:
+            end.send_kept()
 
     def end(self, reason: str) -> None:
         """Die, with everything that runs here."""
@@ -254,8 +253,7 @@ class SimulatedReplica(EngineDecisions):
         self.kill_ranks(reason)
 
     def set_role(self, role: str, epoch: int) -> None:
-        self.catch_up()
-        self.flush()
+        self.send_all()
         super().set_role(role, epoch)
 
     def wake(self) -> None:

@@ -93,6 +93,7 @@ RPCS: dict[str, Row] = {
     f"{ADMIN}Paths": VIEWERS,
     f"{ADMIN}Explain": VIEWERS,
     f"{ADMIN}ListRequests": VIEWERS,
+    f"{ADMIN}Recording": VIEWERS,
     f"{ADMIN}StoreStat": VIEWERS,
     f"{ADMIN}StoreList": VIEWERS,
     f"{ADMIN}StoreVerify": OPERATORS,

@@ -226,6 +226,13 @@ async def test_what_concerns_the_cluster_is_for_operators(scene: Scene, method: 
     await scene.victim_finishes()
 
 
+async def test_recordings_are_for_viewers(scene: Scene) -> None:
+    with pytest.raises(CallError, match="PERMISSION_DENIED"):
+        await anext(scene.admin.recording())
+    with pytest.raises(CallError, match="UNAUTHENTICATED"):
+        await anext(scene.harness.admin().recording())
+
+
 async def test_paths_are_for_operators(scene: Scene) -> None:
     with pytest.raises(CallError, match="PERMISSION_DENIED"):
         await scene.admin.paths()

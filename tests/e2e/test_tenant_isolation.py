@@ -26,7 +26,8 @@ from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.store.messages.engine_session import FetchRequest, FindRequest, PutRequest
 from kvtransfer.store.store_client import StoreClient
-from router.radix import Match, PrefixTree
+from router.prefix_match import Match
+from router.radix import PrefixTree
 from workers.scheduler.block_pool import BlockPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -16,7 +16,8 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from router.native import RouterKernel, load_kernel
-from router.radix import Expectation, InStore, PrefixTree
+from router.prefix_match import InStore
+from router.radix import Expectation, PrefixTree
 
 Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0

@@ -17,7 +17,8 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from router.native import RouterKernel, load_kernel
-from router.radix import SNAPSHOT_WAIT_S, Expectation, InStore, Match, PrefixTree
+from router.prefix_match import InStore, Match
+from router.radix import SNAPSHOT_WAIT_S, Expectation, PrefixTree
 
 Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0

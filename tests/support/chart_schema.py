@@ -26,6 +26,8 @@ _CONFIG_SECTIONS = {
     "scaling": "ScalingConfig",
     "logs": "LogConfig",
     "tracing": "TracingConfig",
+    "recording": "RecordingConfig",
+    "costs": "CostConfig",
     "debug": "DebugConfig",
 }
 _SET_BY_THE_CHART = {

@@ -1,6 +1,6 @@
 """A real gateway in front of an `e2e_harness.E2eHarness`: a roster, replicas that live in it as
-`cluster.serve.app` lets them, and clients whose streams are recorded. A stage keeps its replicas for a
-module of tests; guests stay for one test."""
+`cluster.serve.replica_actor` lets them, and clients whose streams are recorded. A stage keeps its
+replicas for a module of tests; guests stay for one test."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Front:
         return self._clients[-1]
 
     async def register(self, *replicas: Replica) -> None:
-        """Add replicas to the roster, as `cluster.serve.app.ReplicaActor` does; return when all are connected
+        """Add replicas to the roster, as `ReplicaActor` does; return when all are connected
         and joined."""
         for replica in replicas:
             await self.roster.register(_record(replica))
@@ -210,7 +210,7 @@ class Front:
         }
 
     async def _live(self, replica: Replica) -> None:
-        """As `cluster.serve.app.ReplicaActor`: an engine core that cannot go on leaves the roster and
+        """As `ReplicaActor`: an engine core that cannot go on leaves the roster and
         ends."""
         try:
             while True:

@@ -30,7 +30,7 @@ from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import ControlPlane, Gateway, Randomness
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.kv_events import BlocksStored, KvSnapshot, KvSnapshotRequest
+from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, KvSnapshotRequest
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
@@ -164,6 +164,11 @@ class ScriptedReplica:
         keys = extend_keys(root_key(bytes(32), FINGERPRINT, tenant), prompt, BLOCK_TOKENS)
         self._sequence += 1
         self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
+
+    def publish(self, stored: tuple[BlocksStored, ...] = (), removed: tuple[BlocksRemoved, ...] = ()) -> None:
+        """Tell the gateways of changes of the prefix cache."""
+        self._sequence += 1
+        self.broadcast(KvEvents(self.identity, self._sequence, stored, removed))
 
     def leave(self) -> None:
         self.broadcast(Leaving(1.0))

@@ -235,14 +235,15 @@ class ReplicaHarness:
         for failure in self.scheduler.take_failures():
             self.requests.dropped(failure)
         self.flush()
-        self._listen()
+        self.listen()
 
     def grant(self, num_held_tokens: int, block_ids: tuple[int, ...]) -> None:
         """Grant the last landing that was asked for, as the peer."""
         asked = [message for message in self.peers.to_reader if isinstance(message, LandingRequest)][-1]
         self.kv_sender.message(PEER, LandingGrant(asked.landing_id, num_held_tokens, block_ids))
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Take in what the gateway has got."""
         for frame in self._gateway.sent():
             message = LINK_UP_CODEC.decode(frame)
             if isinstance(message, StepFrame):
@@ -487,7 +488,7 @@ class MigrationPair:
         for side in self.sides:
             replica = side.replica
             replica.flush()
-            replica._listen()
+            replica.listen()
             for report in replica.joined:
                 stream = self.streams[report.request_id, report.attempt]
                 stream.at, stream.target = side, None

@@ -12,7 +12,8 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages.engine_session import TierEvents
-from router.radix import InStore, PrefixTree
+from router.prefix_match import InStore
+from router.radix import PrefixTree
 from workers.replica.block_marks import BlockMarks
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.group_pool import GroupPool

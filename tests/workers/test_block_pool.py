@@ -425,6 +425,39 @@ def test_events_are_net_and_name_chains_once() -> None:
     assert pool.match([b"a", b"ab"]) == again
 
 
+def test_removed_blocks_have_their_reasons() -> None:
+    pool = BlockPool(4, 4)
+    pool.release(chain(pool, "abcd"))
+    pool.take_events()
+    (kept,) = pool.allocate(1)
+    taken = pool.match([b"a", b"ab"])
+    pool.acquire(taken)
+    pool.forget(taken[1])
+    pool.purge(None)
+    _, removed = pool.take_events()
+    assert [(part.keys, part.reason) for part in removed] == [
+        ((b"abcd",), "space"),
+        ((b"abc", b"ab"), "offloaded"),
+        ((b"a",), "purged"),
+    ]
+    pool.release([kept, *taken])
+    pool.check()
+
+
+def test_blocks_above_a_share_are_removed_for_it() -> None:
+    pool = BlockPool(4, 4, GroupShares(by_group={"t": 0.5}))
+    blocks = pool.allocate(2, "t")
+    pool.register(blocks[0], ROOT, b"a", "t")
+    pool.register(blocks[1], b"a", b"ab", "t")
+    pool.release(blocks)
+    others = pool.allocate(2, "u")
+    pool.take_events()
+    pool.release(pool.allocate(1, "t"))
+    _, removed = pool.take_events()
+    assert [(part.keys, part.reason) for part in removed] == [((b"ab",), "share")]
+    pool.release(others)
+
+
 def test_the_heap_of_evictable_blocks_stays_small() -> None:
     pool = BlockPool(4, 4)
     blocks = chain(pool, "abcd")

@@ -94,6 +94,17 @@ async def test_a_report_makes_it_unnecessary(linked: Linked) -> None:
     assert frame.queue is None
 
 
+async def test_news_can_go_ahead_of_the_report_that_is_due(linked: Linked) -> None:
+    delta = TokenDelta("r", 1, 0, 0, bytes(4), (), "")
+    linked.clock.advance(LOAD_PERIOD_S)
+    linked.links.post(KEY, delta)
+    linked.links.flush_news()
+    linked.links.flush_news()
+    ahead, after = linked.flush()
+    assert ahead == StepFrame(deltas=(delta,))
+    assert (after.deltas, after.load is None) == ((), False)
+
+
 async def test_a_pause_lasts_until_it_is_said_otherwise_or_the_link_ends(linked: Linked) -> None:
     other = LinkEnd("h")
     linked.links.connected(("h", 1), other.stream)

@@ -76,8 +76,26 @@ async def test_a_push_is_traced_to_its_request() -> None:
     orders = [order for order in replica.orders if isinstance(order, PushOrder)]
     assert len(orders) == 2
     replica.kv_sender.report(0, done(orders[1], 0, 0.5, 7.0))
-    assert [name for name, _ in trace(replica, "a")] == ["chunk.start", "chunk.end"]
+    landing, chunk = ["landing.asked", "landing.granted"], ["chunk.start", "chunk.end"]
+    assert [name for name, _ in trace(replica, "a")] == landing + chunk
     assert trace(replica, "b")[-2:] == (("push.start", 7.0), ("push.end", 7.5))
+
+
+async def test_a_first_token_is_sent_before_its_push_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = ReplicaHarness()
+    replica.requests.submit(GATEWAY, replica.submission("r", PROMPT, decode=PEER))
+    replica.pump()
+    replica.grant(0, (3, 4))
+    num_tokens_at_push = []
+
+    def send(order: object) -> None:
+        if isinstance(order, PushOrder):
+            replica.listen()
+            num_tokens_at_push.append(len(replica.deltas))
+
+    monkeypatch.setattr(replica.ranks, "send", send)
+    replica.pump()
+    assert num_tokens_at_push == [1]
 
 
 async def test_a_prompt_is_handed_over_when_every_rank_has_pushed_it() -> None:

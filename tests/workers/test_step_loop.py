@@ -361,6 +361,8 @@ def test_the_times_of_a_chunk_are_of_the_sampling_ranks_clock(
     assert outcome is not None
     (chunk,) = outcome.chunks
     assert (chunk.started_at, chunk.finished_at) == (9.5, 10.25)
+    (prompt_done,) = outcome.prompts
+    assert (prompt_done.times.step_start, prompt_done.times.step_end) == (9.5, 10.25)
 
 
 def test_a_stage_that_hangs_is_noticed_though_the_one_before_it_reports(

@@ -84,17 +84,26 @@ class KvSender:
         if record is not None and isinstance(record.push, PromptPush):
             record.push.is_over = prompt.all_finished
 
+    def note_chunk(self, chunk: ChunkDone) -> None:
+        """Note a chunk that is computed in the trace of its request."""
+        record = self._requests.get((chunk.request_id, chunk.attempt))
+        if record is not None:
+            record.trace.append(("chunk.start", chunk.started_at))
+            record.trace.append(("chunk.end", chunk.finished_at))
+
     def chunk_done(self, chunk: ChunkDone) -> None:
         """Push a chunk that is in the pool while the next one is computed."""
         record = self._requests.get((chunk.request_id, chunk.attempt))
         if record is None:
             return
-        record.trace.append(("chunk.start", chunk.started_at))
-        record.trace.append(("chunk.end", chunk.finished_at))
         if isinstance(record.push, PromptPush) and not record.push.is_over:
             self.computed(record.key, chunk.num_computed_tokens, chunk.block_ids, chunk.windows)
 
     # ---------------------------------------------------------------------------------- any push
+
+    def now(self) -> float:
+        """Return the time on the clock of this replica's reports."""
+        return self._clock.now()
 
     def has_path(self, target: HandOverTarget) -> bool:
         """Return whether a landing can be asked for now; if not, begin to open the path."""
@@ -273,6 +282,7 @@ class PromptPush:
             submission = need.submission
             is_scored = submission.sampling.num_prompt_logprobs is not None  # it takes nothing from caches
             keys = () if is_scored else submission.block_keys
+            self._record.trace.append(("landing.asked", self._sender.now()))
             self._sender.ask(self.target, submission, need.num_tokens, keys, need.deadline)
 
     def peer_failed(self, reason: str) -> None:
@@ -281,6 +291,7 @@ class PromptPush:
 
     def granted(self) -> None:
         """Admit the prompt: its KV has a place to go."""
+        self._record.trace.append(("landing.granted", self._sender.now()))
         self._scheduler.grant_landing(*self._record.key)
 
     def pushed(self, pushed: Pushed) -> None:

@@ -168,7 +168,8 @@ class PauseBatch(Message, frozen=True):
 class StageTimes(Part, frozen=True):
     """The times of a request's events in one replica, on that host's monotonic clock (seconds); 0: did not
     happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified at
-    the decode side."""
+    the decode side. The step with the prompt's last chunk ran at the rank that samples from `step_start` to
+    `step_end`, on that rank's clock."""
 
     arrived: float = 0.0
     scheduled: float = 0.0
@@ -176,6 +177,8 @@ class StageTimes(Part, frozen=True):
     transfer_start: float = 0.0
     transfer_end: float = 0.0
     joined: float = 0.0
+    step_start: float = 0.0
+    step_end: float = 0.0
 
 
 class TokenDelta(Part, frozen=True):

@@ -23,6 +23,7 @@ from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.rounded_weight import rounded
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.quantization.weight_parts import columns_of
+from workers.model.weight_uploads import CudaCopies, WeightUploads
 
 _ALL = slice(None)
 _BYTES = ("U8",)
@@ -69,6 +70,8 @@ class TensorFiles:
         self.left: set[str] = set()
         # What is read in place of the tensors of these names.
         self._replaced: Mapping[str, Tensor] = {}
+        # None: the tensors stay in host memory.
+        self._uploads = WeightUploads(CudaCopies(device)) if device.type == "cuda" else None
         self._dir = model_dir
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}
@@ -84,12 +87,14 @@ class TensorFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._uploads is not None:
+            self._uploads.close()
         self._stack.close()
 
     def in_host_memory(self) -> TensorFiles:
         """Return the same tensors, but in host memory; reading them counts here as well."""
         files = copy.copy(self)
-        files.device = torch.device("cpu")
+        files.device, files._uploads = torch.device("cpu"), None
         return files
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
@@ -144,7 +149,10 @@ class TensorFiles:
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
-        return self.mapped(name, shape, slices, _FLOATS).to(device=self.device, dtype=dtype or self.dtype)
+        stored, dtype = self.mapped(name, shape, slices, _FLOATS), dtype or self.dtype
+        if self._uploads is not None and stored.device.type == "cpu":
+            return self._uploads.upload(stored, dtype)
+        return stored.to(device=self.device, dtype=dtype)
 
     def product_parts(self, slices: Sequence[WeightSlice], *, is_table: bool = False) -> Parts:
         """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of

@@ -185,6 +185,16 @@ class GatewayLinks:
             port.stream.send(self._encode(frame))
             port.news = []
 
+    def flush_news(self) -> None:
+        """Send the posted news at once, without a report of the load: tokens need not wait for the plan of
+        the next step, which changes the load."""
+        for port in self._ports.values():
+            if port.stream is None or not port.news:
+                continue
+            for news in _parted(port.news):
+                port.stream.send(self._encode(_frame(news, None, None)))
+            port.news = []
+
     @property
     def next_load_at(self) -> float:
         """The time from which on `flush` sends a report that is due; inf without any gateway."""

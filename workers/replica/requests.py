@@ -118,11 +118,12 @@ class Requests:
     # --------------------------------------------------------------------------------- from the engine
 
     def settle(self, outcome: StepOutcome) -> None:
-        """Pass the outcome of a step on to the hand-overs and to the gateways."""
+        """Pass the outcome of a step on to the gateways, and then to the hand-overs: readers do not wait
+        until a push has begun."""
         for prompt in outcome.prompts:
             self._kv_sender.prompt_done(prompt)
         for chunk in outcome.chunks:
-            self._kv_sender.chunk_done(chunk)
+            self._kv_sender.note_chunk(chunk)
         for prompt in outcome.prompts:
             self._report_prefill(prompt)
         for read in outcome.prompt_logprobs:
@@ -132,6 +133,9 @@ class Requests:
             self._post_delta(delta)
         for embedding in outcome.embeddings:
             self._table.post_embedding(embedding)
+        self._gateways.flush_news()
+        for chunk in outcome.chunks:
+            self._kv_sender.chunk_done(chunk)
         for chunk in outcome.migrating:
             self._migration.progress(chunk)
         for prompt in outcome.prompts:

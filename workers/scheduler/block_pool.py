@@ -61,7 +61,7 @@ class BlockPool:
         self._num_references = 0
         self._tick = 0
         self._stored: dict[bytes, None] = {}  # net changes since `take_events`, in order
-        self._removed: dict[bytes, None] = {}
+        self._removed: dict[bytes, str] = {}  # with the reasons of `BlocksRemoved`
         self._followers: list[Callable[[bytes], None]] = []
 
     # ------------------------------------------------------------------------------------------ counts
@@ -309,7 +309,7 @@ class BlockPool:
             return
         for below in reversed(list(self._subtree(key))):
             other_id = self._key_to_block[below]
-            self._unregister(below)
+            self._unregister(below, "offloaded")
             if other_id != block_id and self._refs[other_id] > 0:
                 self.remember(other_id, below)
 
@@ -322,12 +322,13 @@ class BlockPool:
             for key in reversed(list(self._subtree(head))):
                 num_found += 1
                 num_held += self._refs[self._key_to_block[key]] > 0
-                self._unregister(key)
+                self._unregister(key, "purged")
         return num_found, num_held
 
     def _evict(self, group: str | None) -> None:
         """Turn the least recently released cached leaf (of this group, which has some) into a free block."""
         heap = self._evictable
+        reason = "space" if group is None else "share"
         if group is not None:
             assert self._groups is not None
             heap = self._groups.evictable(group)
@@ -336,7 +337,7 @@ class BlockPool:
             if self._is_evictable(entry):
                 key = self._keys[entry[1]]
                 assert key is not None
-                self._unregister(key)
+                self._unregister(key, reason)
                 return
         # Every cached block has a referenced descendant (a holder of a duplicate registered the child): its
         # whole subtree leaves the index, so that every block that counts as free can be had.
@@ -346,9 +347,9 @@ class BlockPool:
             if self._refs[block] == 0 and (group is None or self.is_of(block, group))
         )
         for key in reversed(list(self._subtree(oldest[1]))):
-            self._unregister(key)
+            self._unregister(key, reason)
 
-    def _unregister(self, key: bytes) -> None:
+    def _unregister(self, key: bytes, reason: str) -> None:
         for follow in self._followers:
             follow(key)
         block_id = self._key_to_block.pop(key)
@@ -368,7 +369,7 @@ class BlockPool:
         if key in self._stored:
             del self._stored[key]
         else:
-            self._removed[key] = None
+            self._removed[key] = reason
 
     def _push_evictable(self, block_id: int) -> None:
         if len(self._evictable) > 2 * self.num_total + 64:
@@ -428,7 +429,11 @@ class BlockPool:
         """Return the net change of the prefix index since the last call; the two parts name disjoint keys, so
         the order of their application does not matter."""
         stored = self._chains(self._stored)
-        removed = (BlocksRemoved(keys=tuple(self._removed)),) if self._removed else ()
+        reasons = dict.fromkeys(self._removed.values())
+        removed = tuple(
+            BlocksRemoved(tuple(key for key, why in self._removed.items() if why == reason), reason=reason)
+            for reason in reasons
+        )
         self._stored = {}
         self._removed = {}
         return stored, removed

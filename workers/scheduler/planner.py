@@ -87,7 +87,7 @@ class Planner:
         decoding = self._life.with_slots(decoding)
         num_turns = self._micro.num_turns(len(decoding), batch.step)
         for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
-            if batch.num_planned >= num_turns:
+            if len(batch.entries) + len(batch.decodes) >= num_turns:
                 break
             if not batch.add_decode(sequence):
                 self._plan_sequence(batch, sequence)

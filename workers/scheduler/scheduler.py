@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import replace as replace_plan
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -54,6 +53,9 @@ from workers.scheduler.waiting_needs import landing_needs, load_needs
 
 # The time to a retry of a request for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
+
+# A token of a report, with its log-probabilities and the digest of its mask, if any.
+_Row = tuple[bytes, TokenLogprob | None, bytes]
 
 
 class Scheduler:
@@ -346,10 +348,12 @@ class Scheduler:
         issued = self.issued.popleft()
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
-        rows = _Rows(report)
+        rows = _rows_of(report)
         index_to_failed = {failed.index: failed for failed in report.failed}
+        num_taken = 0
         for index, entry in enumerate(issued.entries):
-            sampled = rows.take(len(entry.samplers))
+            sampled = rows[num_taken : num_taken + len(entry.samplers)]
+            num_taken += len(entry.samplers)
             if not self._continues(entry.sequence):
                 continue
             if (failed := index_to_failed.get(index)) is not None:
@@ -359,12 +363,13 @@ class Scheduler:
                 if entry.targets is not None or entry.pools:
                     self._settle_readings(index, entry, report, outcome)
                 self._settle_entry(entry, sampled, report, now, outcome)
-        for index, sequence in enumerate(issued.decodes, len(issued.entries)):
-            row = rows.next()
-            if not self._continues(sequence):
+        life, decoded = self.life, zip(issued.decodes, rows[num_taken:], strict=True)
+        for index, (sequence, row) in enumerate(decoded, len(issued.entries)):
+            if sequence.phase is Phase.ENDED:
                 continue
-            if (failed := index_to_failed.get(index)) is not None:
-                outcome.failures.extend(self.life.fail(sequence, (sequence,), failed))
+            life.handled = sequence.request.key  # `_continues`, without a call for each of many
+            if index_to_failed and (failed := index_to_failed.get(index)) is not None:
+                outcome.failures.extend(life.fail(sequence, (sequence,), failed))
             else:
                 self._settle_decode(sequence, row, report, now, outcome)
         self.isolation.settled(issued)
@@ -439,7 +444,7 @@ class Scheduler:
             if entry.end == sequence.hold_at:
                 self.life.hold(sequence)
         if (entry.samplers or entry.pools) and not request.prompt_done:
-            outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
+            outcome.prompts.append(self._finish_prompt(sequence, entry.end, report, now))
         for ended in (sequence,) if entry.pools else entry.samplers:
             if ended.finish and ended.phase is not Phase.HELD:
                 self.life.end(ended)
@@ -461,14 +466,25 @@ class Scheduler:
         sequence.num_pending -= 1
         token_id = int.from_bytes(token, "little")
         sequence.finish = finish = request.finish_of(sequence, token_id, self._end_token_ids)
-        first_index = sequence.num_tokens - request.num_prompt_tokens - 1
-        logprobs = () if logprob is None else (logprob,)
-        digest = sequence.mask_digest
-        return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
+        request_id, attempt = request.key
+        return TokenDelta(
+            request_id,
+            attempt,
+            sequence.index,
+            sequence.num_tokens - request.num_prompt_tokens - 1,
+            token,
+            () if logprob is None else (logprob,),
+            finish,
+            sequence.mask_digest,
+        )
 
-    def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
-        """Finish a prompt. The leader of a request that is handed over keeps the blocks for the hand-over,
-        and the other samples end here."""
+    def _finish_prompt(
+        self, leader: Sequence, num_computed_tokens: int, report: StepReport, now: float
+    ) -> PromptDone:
+        """Finish a prompt, whose last chunk was in the reported step.
+
+        The leader of a request that is handed over keeps the blocks for the hand-over, and the other samples
+        end here."""
         request = leader.request
         request.prompt_done = True
         samples = request.unfinished_samples
@@ -478,7 +494,11 @@ class Scheduler:
             num_computed_tokens=num_computed_tokens,
             num_cached_tokens=request.num_cached_tokens,
             times=StageTimes(
-                arrived=request.arrived_at, scheduled=request.scheduled_at or 0.0, prefilled=now
+                arrived=request.arrived_at,
+                scheduled=request.scheduled_at or 0.0,
+                prefilled=now,
+                step_start=report.started_at,
+                step_end=report.finished_at,
             ),
             decodes_remotely=request.decodes_remotely,
             all_finished=not samples,
@@ -496,32 +516,15 @@ class Scheduler:
         return done
 
 
-class _Row(NamedTuple):
-    """A token of a report, with its log-probabilities and the digest of its mask, if any."""
-
-    token: bytes
-    logprob: TokenLogprob | None
-    mask_digest: bytes
-
-
-class _Rows:
-    """The rows of a report, one after another."""
-
-    def __init__(self, report: StepReport) -> None:
-        self._tokens = report.tokens
-        self._row_to_logprob = {it.row: it.logprob for it in report.logprobs}
-        self._row_to_digest = {it.row: it.digest for it in report.masks}
-        self._row = 0
-
-    def next(self) -> _Row:
-        """Return the next row."""
-        begin = TOKEN_BYTES * self._row
-        token = self._tokens[begin : begin + TOKEN_BYTES]
-        logprob = self._row_to_logprob.get(self._row) if self._row_to_logprob else None
-        digest = self._row_to_digest.get(self._row, b"") if self._row_to_digest else b""
-        self._row += 1
-        return _Row(token, logprob, digest)
-
-    def take(self, num_rows: int) -> list[_Row]:
-        """Return the next rows."""
-        return [self.next() for _ in range(num_rows)]
+def _rows_of(report: StepReport) -> list[_Row]:
+    """Return the rows of a report in their order."""
+    tokens = report.tokens
+    starts = range(0, len(tokens), TOKEN_BYTES)
+    if not (report.logprobs or report.masks):  # as most reports are
+        return [(tokens[start : start + TOKEN_BYTES], None, b"") for start in starts]
+    row_to_logprob = {it.row: it.logprob for it in report.logprobs}
+    row_to_digest = {it.row: it.digest for it in report.masks}
+    return [
+        (tokens[start : start + TOKEN_BYTES], row_to_logprob.get(row), row_to_digest.get(row, b""))
+        for row, start in enumerate(starts)
+    ]

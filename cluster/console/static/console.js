@@ -5,7 +5,7 @@ import { openExplain } from "/console/explain.js";
 import { askScale, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { costOf, notesOf, showPools } from "/console/pools.js";
 import { ANSWER_MS, get, isSignedIn, mayOrder, startSession } from "/console/session.js";
-import { showAdmission, showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic, startFilter } from "/console/tables.js";
+import { showAdmission, showGateways, showGoodput, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic, startFilter } from "/console/tables.js";
 import { readTrends, showTrends, startTrends } from "/console/trends.js";
 
 const PERIOD_MS = 1000;
@@ -63,6 +63,7 @@ function showAll(requests, curves) {
   showMoves(status.scaling_changes, about.autoscale);
   showGateways(status.gateways, about.gateway_id, curves.totals);
   showAdmission(status.gateways);
+  showGoodput(status.gateways);
   showQuotas(status.quotas || []);
   showTraffic(status.traffic);
 }

@@ -36,6 +36,7 @@ function view(reply) {
     el("p", { className: "end" }, end),
     el("p", { className: "muted" }, `at ${reply.gateway_id}${reply.tenant ? `, of ${reply.tenant}` : ""}`),
     ...reply.decisions.map(decisionView),
+    ...promptView(reply),
     el("h3", {}, "Timeline"),
     table(["ms", "Event", "Detail"], ["num", "", ""], reply.timeline.map((event) => (
       { cells: [event.at_ms.toFixed(1), event.name, event.detail] }
@@ -57,6 +58,46 @@ function decisionView(decision) {
     el("p", {}, decision.reason),
     table(COLUMNS.map(([name]) => name), COLUMNS.map(([, kind]) => kind), rows),
   );
+}
+
+const FATES = {
+  new: "never seen",
+  forgotten: "seen, and no longer anywhere",
+  unusable: "its KV is there, but not the window or state to continue behind it",
+  elsewhere: "elsewhere",
+  expected: "being computed elsewhere",
+};
+const REASONS = {
+  space: "evicted for space",
+  share: "evicted: its group exceeded its share",
+  offloaded: "moved to host memory",
+  purged: "purged by an operator",
+  left: "gone with the replica",
+};
+
+// How much of the prompt was cached, could have been, and why the rest was computed.
+function promptView({ prompt, decisions }) {
+  const last = decisions.at(-1);
+  if (!last || !prompt?.block_tokens) return [];
+  const size = prompt.block_tokens;
+  const achievable = Math.max(last.achievable_tokens, prompt.num_cached_tokens);
+  const relative = prompt.num_relative_tokens
+    ? `The nearest relative is ${prompt.relative_id || "a request of another tenant"}: ${prompt.num_shared_tokens} tokens are the same.`
+    : "No relative is remembered.";
+  const rows = last.missed.map((missed) => ({
+    cells: [missed.first * size, (missed.first + missed.num_blocks) * size, fateText(missed),
+      missed.places.map((it) => `${it.replica_id} (${it.tier})`).join(", ")],
+  }));
+  return [
+    el("h3", {}, "Prompt"),
+    el("p", {}, `${prompt.num_tokens} tokens, ${prompt.num_cached_tokens} cached; a cache without a limit would have had ${achievable}. ${relative}`),
+    ...(rows.length ? [table(["From", "To", "Why it was computed", "Where"], ["num", "num", "", ""], rows)] : []),
+  ];
+}
+
+function fateText(missed) {
+  if (missed.fate !== "removed") return FATES[missed.fate] ?? missed.fate;
+  return `${REASONS[missed.reason] ?? "removed"}, ${missed.least_age_s.toFixed(1)} s before`;
 }
 
 function table(names, kinds, rows) {

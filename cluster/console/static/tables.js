@@ -229,6 +229,25 @@ export function showAdmission(gateways) {
   show(byId("shares-table"), largest.length > 0);
 }
 
+// How the latest requests were served, at all gateways together.
+export function showGoodput(gateways) {
+  const tenants = new Map();
+  for (const it of gateways.flatMap((gateway) => gateway.outcomes || [])) {
+    const tenant = tenants.get(it.tenant) || { name: it.tenant, outcomes: {} };
+    add(tenant.outcomes, it.num_requests);
+    tenants.set(it.tenant, tenant);
+  }
+  const counted = (it) => Object.entries(it.outcomes).reduce((sum, [name, num]) => sum + (name === "cancelled" ? 0 : num), 0);
+  const share = (it) => (counted(it) ? (it.outcomes.good || 0) / counted(it) : 0);
+  const largest = [...tenants.values()].sort((a, b) => counted(b) - counted(a)).slice(0, NUM_TENANTS);
+  rows(byId("goodput"), largest, (it) => it.name, [
+    column((it) => it.name),
+    { kind: "nowrap", fill: (cell, it) => bar(cell, share(it), counted(it) ? percent(share(it)) : NONE) },
+    column((it) => Object.entries(it.outcomes).sort().map(([name, num]) => `${name} ${num}`).join(", ")),
+  ]);
+  show(byId("goodput-table"), largest.length > 0);
+}
+
 function add(sums, numbers) {
   for (const [name, num] of Object.entries(numbers)) sums[name] = (sums[name] || 0) + num;
 }

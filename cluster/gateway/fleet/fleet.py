@@ -1,5 +1,5 @@
 """Gateways query each other, so that any of them answers for all: where a request went, which requests there
-are, and what happened second by second.
+are or were, and what happened second by second.
 
     console, Explain, ListRequests --> Fleet --> FleetAnswers: this gateway's RequestManager and counters
                                          |
@@ -12,7 +12,7 @@ cluster secret. A gateway that does not answer within `ANSWER_S` is named, and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import structs
@@ -31,6 +31,8 @@ from cluster.gateway.fleet.messages import (
     ListQuery,
     Noted,
     Query,
+    RecordingAnswer,
+    RecordingQuery,
     ResumeJudged,
     SessionEnded,
     StatsAnswer,
@@ -39,6 +41,7 @@ from cluster.gateway.fleet.messages import (
 from cluster.gateway.fleet.peer_gateway import PeerGateways
 from cluster.gateway.fleet.peer_queries import PeerQueries
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.request_recording import RecordedRequest
 from cluster.gateway.resumed_calls import OtherGateways, ResumeClaim
 from cluster.identity.ended_sessions import EndedSession
 from cluster.identity.request_ids import is_drawn_by
@@ -52,7 +55,7 @@ from kvtransfer.rpc.trust import Trust
 # The time between two messages about the end of a session to gateways that were not reached, or not known.
 _REPEAT_S = 4.0
 
-A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, ResumeJudged, Noted)
+A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, ResumeJudged, Noted, RecordingAnswer)
 
 
 class FoundRequest(NamedTuple):
@@ -84,6 +87,17 @@ class FleetStats(NamedTuple):
     missing: dict[str, str]
     # The tenants' use of their limits, those that were refused most first.
     quotas: tuple[QuotaUse, ...] = ()
+
+
+class GatewayRecording(NamedTuple):
+    """A part of the requests that a gateway has recorded, by the clock of the gateway that asked."""
+
+    gateway_id: str
+    requests: tuple[RecordedRequest, ...]
+    # Of the gateway's last part: the time since which it has all requests. None: more parts follow.
+    complete_since: float | None
+    # Why the gateway gave no more; "": it gave all.
+    problem: str = ""
 
 
 class Fleet:
@@ -162,6 +176,28 @@ class Fleet:
         running = [item for item in listed if item[1].state == "running"][: query.limit]
         ended = [item for item in listed if item[1].state != "running"][: query.limit]
         return FleetRequests(sorted([*running, *ended], key=_arrival, reverse=True), missing)
+
+    async def recording(self, last_s: float) -> AsyncIterator[GatewayRecording]:
+        """Yield the recorded requests of all gateways that arrived in the last `last_s`, one gateway after
+        the other, in pages."""
+        since = self._clock.now() - last_s
+        for name in (self._gateway_id, *self._known_peers()):
+            number: int | None = 0
+            while number is not None:
+                query = RecordingQuery(max(0.0, self._clock.now() - since), number)
+                given, missing = await self._ask({name: query}, RecordingAnswer, is_patient=True)
+                if missing:
+                    yield GatewayRecording(name, (), None, missing[name])
+                    break
+                (answer, offset_s), number = given[name], given[name].answer.next_number
+                if not answer.is_on:
+                    yield GatewayRecording(name, (), None, "records nothing: its recording.max_mb is 0")
+                    break
+                requests = tuple(
+                    structs.replace(it, arrived_at=it.arrived_at + offset_s) for it in answer.requests
+                )
+                complete_since = answer.complete_since + offset_s if number is None else None
+                yield GatewayRecording(name, requests, complete_since)
 
     async def stats(self) -> FleetStats:
         """Return the curves and totals of all gateways. Each sends the seconds since those that it sent

@@ -20,6 +20,8 @@ from cluster.gateway.fleet.messages import (
     ListQuery,
     Noted,
     Query,
+    RecordingAnswer,
+    RecordingQuery,
     ResumeJudged,
     SessionEnded,
     StatsAnswer,
@@ -28,6 +30,7 @@ from cluster.gateway.fleet.messages import (
 )
 from cluster.gateway.fleet.placement_exchange import PlacementExchange
 from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.request_recording import RequestRecording
 from cluster.gateway.resumed_calls import ResumeClaim
 from cluster.identity.ended_sessions import EndedSession
 from cluster.identity.sessions import Sessions
@@ -42,7 +45,7 @@ MAX_LISTED = 1000
 
 
 class FleetAnswers:
-    """Answers queries about the requests, sessions, placements and quotas of this gateway."""
+    """Answers queries about the requests, the recording, sessions, placements and quotas of this gateway."""
 
     def __init__(
         self,
@@ -50,12 +53,14 @@ class FleetAnswers:
         sessions: Sessions,
         exchange: PlacementExchange,
         quotas: SharedQuotas,
+        recording: RequestRecording,
         clock: Clock,
     ) -> None:
         self._requests = requests
         self._sessions = sessions
         self._exchange = exchange
         self._quotas = quotas
+        self._recording = recording
         self._clock = clock
 
     async def serve(self, stream: FrameStream) -> None:
@@ -85,6 +90,7 @@ class FleetAnswers:
                     unheard=self._exchange.missing(),
                     quota_note=self._quotas.note,
                     admission=self._requests.admission.stats(),
+                    outcomes=counters.outcomes.stats(now),
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds, self._quotas.uses(now))
@@ -95,6 +101,9 @@ class FleetAnswers:
                 return Noted(now)
             case ResumeClaim():
                 return ResumeJudged(now, self._requests.resumed.judge(query))
+            case RecordingQuery(last_s, first_number):
+                page = self._recording.page(now - last_s, first_number)
+                return RecordingAnswer(now, *page, is_on=self._recording.is_on)
 
     def _answer_frame(self, frame: bytes) -> bytes:
         """Return the answer to a query, or a refusal of a query by a gateway of another version."""

@@ -9,10 +9,12 @@ The kinds have streams of their own, since a placement must not wait behind an a
 from __future__ import annotations
 
 from cluster.admission.quotas import QuotaUse
+from cluster.gateway.request_recording import RecordedRequest
 from cluster.gateway.resumed_calls import ResumeClaim
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import SecondCounts
 from cluster.metrics.ended_request import RequestInfo
+from cluster.metrics.recent_outcomes import OutcomeStats
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import WireError
 
@@ -81,6 +83,13 @@ class StatsQuery(Message, frozen=True):
     since: int
 
 
+class RecordingQuery(Message, frozen=True):
+    """Queries the recorded requests that arrived in the last `last_s`, from this number on."""
+
+    last_s: float
+    first_number: int = 0
+
+
 class ExplainAnswer(Message, frozen=True):
     """The known facts of the request; None: nothing. `now` is the sender's clock, whose times these are."""
 
@@ -130,6 +139,17 @@ class ResumeJudged(Message, frozen=True):
     is_free: bool
 
 
+class RecordingAnswer(Message, frozen=True):
+    """A page of recorded requests, as in `RecordingPage`; `now` as in `ExplainAnswer`. `is_on` false: the
+    gateway records nothing."""
+
+    now: float
+    requests: tuple[RecordedRequest, ...]
+    next_number: int | None
+    complete_since: float
+    is_on: bool
+
+
 class Noted(Message, frozen=True):
     """Answers a message that queries nothing; `now` as in `ExplainAnswer`."""
 
@@ -149,6 +169,7 @@ class GatewayTotals(Part, frozen=True):
     # Why only a part of the tenants' limits applies there; "": all of them apply.
     quota_note: str = ""
     admission: AdmissionStats = AdmissionStats()
+    outcomes: tuple[OutcomeStats, ...] = ()
 
 
 class StatsAnswer(Message, frozen=True):
@@ -206,8 +227,8 @@ class PlacementDelta(Message, frozen=True):
 
 
 Hello = FleetHello | FollowPlacements
-Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded | ResumeClaim
-Answer = ExplainAnswer | ListAnswer | StatsAnswer | ResumeJudged | Noted
+Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded | ResumeClaim | RecordingQuery
+Answer = ExplainAnswer | ListAnswer | StatsAnswer | ResumeJudged | Noted | RecordingAnswer
 Change = Placed | Prefilled | Finished
 QUERY_CODEC: Codec[Hello | Query] = Codec(Hello | Query)
 ANSWER_CODEC: Codec[Answer | FleetRefusal] = Codec(Answer | FleetRefusal)

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
 from kvtransfer.rpc.trust import Trust
@@ -134,6 +130,10 @@ class RedisServer:
 
     async def _is_ready(self, clock: Clock) -> bool:
         """Wait until it answers; False when it has ended, or does not answer."""
+        import redis  # here: it takes half a second, and many read this module for its settings alone
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
         give_up_at = clock.now() + _READY_S
         with redis.Redis(
             host=self.host,

@@ -21,18 +21,10 @@ from typer.testing import CliRunner
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.bench import bench_command
 from cluster.bench.bench_command import cli, engine_table
-from cluster.bench.bench_runs import bench_table, histogram, offered_requests_per_s
+from cluster.bench.bench_runs import histogram, offered_requests_per_s
 from cluster.bench.load_options import LoadOptions, planned_runs, read_dataset
-from cluster.bench.serving_load import (
-    BenchPrompt,
-    BenchRequest,
-    Objectives,
-    Workload,
-    by_class,
-    knee,
-    run_workload,
-    summarize,
-)
+from cluster.bench.serving_figures import Objectives, by_class, figures_table, knee, summarize
+from cluster.bench.serving_load import BenchPrompt, BenchRequest, Workload, run_workload
 from cluster.errors import CallError
 from cluster.model_source.source import ModelSource
 from kvtransfer.common.clock import ManualClock
@@ -78,14 +70,17 @@ def record(ttft_s: float, gaps_s: list[float], outcome: str = "ok", sent_at: flo
 def test_figures_of_known_records() -> None:
     records = [record(0.1, [0.02, 0.04]), record(0.3, [0.06, 0.0])]
     figures = summarize(records, Objectives(ttft_ms=200, tpot_ms=100))
-    assert figures["ttft_ms"]["p50"] == pytest.approx(200)
-    assert figures["tpot_ms"]["mean"] == pytest.approx(30)
-    assert figures["itl_ms"]["mean"] == pytest.approx(30)
-    assert figures["itl_ms"]["p99"] == pytest.approx(np.percentile([20, 40, 60, 0], 99))
-    assert figures["seconds"] == pytest.approx(0.36)
-    assert figures["output_tok_s"] == pytest.approx(6 / 0.36)
-    assert figures["input_tok_s"] == pytest.approx(200 / 0.36)
-    assert figures["good_share"] == 0.5
+    assert figures.ttft_ms is not None
+    assert figures.tpot_ms is not None
+    assert figures.itl_ms is not None
+    assert figures.ttft_ms["p50"] == pytest.approx(200)
+    assert figures.tpot_ms["mean"] == pytest.approx(30)
+    assert figures.itl_ms["mean"] == pytest.approx(30)
+    assert figures.itl_ms["p99"] == pytest.approx(np.percentile([20, 40, 60, 0], 99))
+    assert figures.seconds == pytest.approx(0.36)
+    assert figures.output_tok_s == pytest.approx(6 / 0.36)
+    assert figures.input_tok_s == pytest.approx(200 / 0.36)
+    assert figures.good_share == 0.5
 
 
 def test_what_did_not_finish_is_never_good() -> None:
@@ -95,15 +90,15 @@ def test_what_did_not_finish_is_never_good() -> None:
         BenchRequest(10, 11, 1, (), "refused"),
     ]
     figures = summarize(records, Objectives(1000, 1000))
-    assert (figures["num_ok"], figures["num_timed_out"], figures["num_refused"]) == (1, 1, 1)
-    assert figures["good_share"] == pytest.approx(1 / 3)
-    assert figures["goodput_per_s"] == pytest.approx(1.0)
+    assert (figures.num_ok, figures.num_timed_out, figures.num_refused) == (1, 1, 1)
+    assert figures.good_share == pytest.approx(1 / 3)
+    assert figures.goodput_per_s == pytest.approx(1.0)
 
 
 def test_a_run_without_a_success_has_no_percentiles() -> None:
     figures = summarize([BenchRequest(0, 1, 1, (), "failed")], Objectives(1, 1))
-    assert figures["ttft_ms"] is None
-    assert figures["requests_per_s"] == 0
+    assert figures.ttft_ms is None
+    assert figures.requests_per_s == 0
 
 
 @pytest.mark.parametrize(
@@ -173,7 +168,7 @@ async def test_what_was_accepted_before_it_was_refused_has_expired() -> None:
 
     records = await run_workload(LOAD, send, ManualClock(), lambda _: None)
     assert [it.outcome for it in records] == ["refused"] + ["expired"] * 7
-    assert summarize(records, Objectives(1000, 1000))["num_expired"] == 7
+    assert summarize(records, Objectives(1000, 1000)).num_expired == 7
 
 
 async def test_the_first_reason_of_a_failure_is_kept() -> None:
@@ -186,10 +181,10 @@ async def test_the_first_reason_of_a_failure_is_kept() -> None:
 
     records = await run_workload(LOAD, refuse, ManualClock(), lambda _: None)
     figures = summarize(records, Objectives(1000, 1000))
-    assert (figures["num_ok"], figures["num_refused"], figures["num_failed"]) == (1, 6, 1)
-    assert figures["first_reason"] == "RESOURCE_EXHAUSTED: full"
-    assert figures["first_failure"] == "UNAVAILABLE: away"
-    names = list(bench_table([("1 at once", figures)]).columns[0].cells)
+    assert (figures.num_ok, figures.num_refused, figures.num_failed) == (1, 6, 1)
+    assert figures.first_reason == "RESOURCE_EXHAUSTED: full"
+    assert figures.first_failure == "UNAVAILABLE: away"
+    names = list(figures_table([("1 at once", figures)], "serving benchmark").columns[0].cells)
     assert "refused" in names
     assert "timed out" not in names
 
@@ -204,7 +199,7 @@ async def test_classes_take_turns_and_each_has_its_figures() -> None:
     records = await run_workload(load, send, ManualClock(), lambda _: None)
     assert [it.service_class for it in records[:3]] == ["interactive", "batch", "interactive"]
     classes = by_class(records, Objectives(1000, 1000))
-    assert {name: (it["num_ok"], it["num_refused"]) for name, it in classes.items()} == {
+    assert {name: (it.num_ok, it.num_refused) for name, it in classes.items()} == {
         "interactive": (4, 0),
         "batch": (0, 4),
     }

@@ -19,6 +19,7 @@ from cluster.bench.datasets import Dataset, open_dataset, parse_dataset
 from cluster.bench.json_items import MAX_LINE_BYTES, json_items
 from cluster.bench.lengths_dataset import drawn_lengths
 from cluster.bench.request_lengths import read_lengths
+from cluster.bench.trace_file import TraceRequest, read_trace, write_trace
 from cluster.errors import BenchError
 
 RUN = RunSettings(rate_per_s=0.0, seed=1, vocab_size=500, context_tokens=0)
@@ -212,6 +213,25 @@ def test_equal_hash_ids_give_equal_blocks(tmp_path: Path) -> None:
     assert all(0 <= token < 500 for token in a)
 
 
+def test_blocks_have_the_size_that_a_trace_names(tmp_path: Path) -> None:
+    lines = [request(0, 40, 1, 1, 2, 3), request(0, 32, 1, 1, 2)]
+    a, b = first_prompts(opened(trace(tmp_path, *({**line, "block_tokens": 16} for line in lines))))
+    assert (len(a), a[:32]) == (40, b)
+    assert a[:16] != a[16:32]
+
+
+def test_a_written_trace_is_read_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "written.jsonl"
+    requests = [
+        TraceRequest(0.0, 40, 7, (1, 2, 3), 16, "acme", "batch"),
+        TraceRequest(1.25, 16, 0, (1,), 16),
+    ]
+    assert write_trace(file, requests) == 2
+    assert list(read_trace(file)) == requests
+    with pytest.raises(BenchError, match=r"cannot write .*: No such file or directory"):
+        write_trace(tmp_path / "absent" / "written.jsonl", requests)
+
+
 def test_what_does_not_fit_into_the_context_is_left_out_and_counted(tmp_path: Path) -> None:
     lines = [request(at, size, 100, 1, 2, 3) for at, size in enumerate((400, 1400, 900, 300))]
     load = opened(trace(tmp_path, *lines), RUN._replace(context_tokens=1000), num_requests=3)
@@ -228,6 +248,11 @@ def test_what_does_not_fit_into_the_context_is_left_out_and_counted(tmp_path: Pa
         (request(0, 0, 1), "line 2: Expected `int` >= 1"),
         (request(0, 1 << 60, 1, 1), "line 2: Expected `int` <= 16777216"),
         ({"timestamp": 1}, "line 2: Object missing required field `input_length`"),
+        (
+            {**request(0, 10, 1, 1), "block_tokens": 64},
+            "line 2: block_tokens is 64, and 512 in the line before; split the trace by the size",
+        ),
+        ({**request(0, 10, 1, 1), "block_tokens": 0}, "line 2: Expected `int` >= 1"),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: dict[str, Any], error: str) -> None:

@@ -16,7 +16,8 @@ from cluster.bench.overload_curve import (
     run_overload,
     verdict,
 )
-from cluster.bench.serving_load import BenchRequest, Objectives, Workload
+from cluster.bench.serving_figures import Objectives
+from cluster.bench.serving_load import BenchRequest, Workload
 
 OBJECTIVES = Objectives(ttft_ms=1000.0, tpot_ms=100.0)
 CAPACITY_PER_S = 4.0

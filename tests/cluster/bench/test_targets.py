@@ -25,17 +25,14 @@ from cluster.api.generate_options import Turn
 from cluster.bench.bench_command import cli
 from cluster.bench.bench_runs import turns_table
 from cluster.bench.http_target import http_target, http_url
+from cluster.bench.serving_figures import MAX_TURN, Objectives, by_turn, summarize
 from cluster.bench.serving_load import (
-    MAX_TURN,
     AnswerEnd,
     BenchPrompt,
     BenchRequest,
-    Objectives,
     PlannedTurn,
     Session,
-    by_turn,
     run_sessions,
-    summarize,
 )
 from cluster.bench.targets import Target, TargetModel
 from cluster.errors import CallError
@@ -152,7 +149,7 @@ def test_turns_have_their_times_and_cached_shares() -> None:
         (MAX_TURN, 2, 0.99),
     ]
     assert turns[0]["ttft_ms"]["mean"] == 2000.0
-    assert summarize(records, Objectives(1, 1))["cached_share"] == pytest.approx(298 / 500)
+    assert summarize(records, Objectives(1, 1)).cached_share == pytest.approx(298 / 500)
     assert by_turn(records[:2]) == []
     cells = list(turns_table([("4 at once", turns)]).columns[1].cells)
     assert cells == ["1", "2", f"{MAX_TURN} on"]

@@ -247,6 +247,63 @@ def test_a_transfer_that_is_explained_has_what_is_sent_once() -> None:
     assert "30.3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_why_blocks_were_computed_is_said_in_words() -> None:
+    place = pb.BlockPlace(replica_id="p0", tier="device")
+    missed = [
+        pb.MissedBlocks(
+            first=1,
+            num_blocks=2,
+            fate=pb.BLOCK_FATE_REMOVED,
+            places=[place],
+            reason="space",
+            least_age_s=2.0,
+            most_age_s=9.5,
+        ),
+        pb.MissedBlocks(first=3, num_blocks=1, fate=pb.BLOCK_FATE_ELSEWHERE, places=[place]),
+        pb.MissedBlocks(first=4, num_blocks=6, fate=pb.BLOCK_FATE_NEW),
+    ]
+    reuse = pb.PromptReuse(
+        num_tokens=161,
+        num_cached_tokens=16,
+        num_relative_tokens=90,
+        num_shared_tokens=64,
+        relative_id="earlier",
+        block_tokens=16,
+    )
+    explained = pb.ExplainResponse(
+        request_id="r",
+        decisions=[pb.Decision(decode="d0", missed=missed, achievable_tokens=64)],
+        prompt=reuse,
+    )
+    console = Console(file=io.StringIO(), width=160)
+    console.print(explain_view(explained))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "161 tokens, 16 cached (10%); 64 (40%) with a cache without a limit" in text
+    assert "earlier, 90 tokens; 64 are the same, and they part between tokens 64 and 80" in text
+    assert "evicted: blocks were needed" in text
+    assert "p0 (device), 2.0 to 9.5 s before" in text
+    assert "64 to 160" in text
+    assert "never seen" in text
+
+
+def test_the_goodput_of_tenants_is_that_of_all_gateways() -> None:
+    def gateway(name: str, **num_requests: int) -> admin_pb.GatewayStatus:
+        outcomes = [
+            admin_pb.TenantOutcomes(tenant="acme", num_requests=num_requests),
+            admin_pb.TenantOutcomes(tenant="gone", num_requests={"cancelled": 1}),
+        ]
+        return admin_pb.GatewayStatus(
+            gateway_id=name, admission=admin_pb.AdmissionStatus(), outcomes=outcomes
+        )
+
+    gateways = [gateway("g0", good=8, late=1), gateway("g1", good=1, refused=2, cancelled=5)]
+    text = shown(status_view(admin_pb.StatusResponse(gateways=gateways)))
+    assert "goodput" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["acme", "cancelled", "5,", "good", "9,", "late", "1,", "refused", "2", "75%"] in lines
+    assert ["gone", "cancelled", "2", NONE] in lines
+
+
 def test_stores_are_shown_as_processes_and_as_tiers() -> None:
     member = admin_pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
     node = admin_pb.StoreNodeStat(member=member, tiers=[admin_pb.StoreTier(tier="dram", num_records=77)])

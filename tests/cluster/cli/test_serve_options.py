@@ -71,7 +71,7 @@ def test_options_build_what_a_file_would() -> None:
 
 
 def test_ep_is_a_setting_of_every_pool_and_tp_with_it(tmp_path: Path) -> None:
-    config, changes = serve_config(written(tmp_path), ServeOptions(ep=2))
+    config, changes, _ = serve_config(written(tmp_path), ServeOptions(ep=2))
     assert [(pool.tp, pool.ep) for pool in config.pools] == [(2, 2)] * 2
     assert changes == ()
     with pytest.raises(ConfigError, match="ep 3 does not divide tp 2"):
@@ -81,6 +81,37 @@ def test_ep_is_a_setting_of_every_pool_and_tp_with_it(tmp_path: Path) -> None:
 def test_without_prefill_replicas_there_is_one_pool() -> None:
     (pool,) = of_options(prefill=0, decode=2, pp=2).pools
     assert (pool.name, pool.role, pool.replicas, pool.pp) == ("both", "both", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "roles"),
+    [
+        ({}, 1, ["both"]),
+        ({"decode": 1}, 1, ["both"]),
+        ({}, 2, ["prefill", "decode"]),
+        ({}, None, ["prefill", "decode"]),
+        ({"tp": 2}, 2, ["both"]),
+        ({"tp": 2}, 3, ["both"]),
+        ({"tp": 2}, 4, ["prefill", "decode"]),
+        ({"tp": 2, "pp": 2}, 7, ["both"]),
+        ({"decode": 3}, 3, ["both"]),
+        ({"decode": 3}, 1, ["prefill", "decode"]),  # not even the decode replicas have a GPU each
+        ({"prefill": 1}, 1, ["prefill", "decode"]),
+        ({"device": "cpu"}, 1, ["prefill", "decode"]),
+    ],
+)
+def test_few_gpus_get_one_pool_of_both_roles(
+    options: dict[str, Any], num_gpus: int | None, roles: list[str]
+) -> None:
+    given = ServeOptions(model=str(TINY), **{"device": "cuda", **options})
+    config, _, reason = serve_config(None, given, num_gpus)
+    assert [pool.role for pool in config.pools] == roles
+    assert bool(reason) == (roles == ["both"])
+
+
+def test_a_file_names_its_pools_whatever_gpus_there_are(tmp_path: Path) -> None:
+    config, _, reason = serve_config(written(tmp_path), ServeOptions(device="cuda"), 1)
+    assert ([pool.role for pool in config.pools], reason) == (["prefill", "decode"], "")
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -161,7 +192,7 @@ def test_options_go_before_the_file_and_each_replaced_setting_is_named(tmp_path:
     options = ServeOptions(
         tp=4, decode=5, port=7001, dtype="bf16", kv_tokens="8192", dram_gb=3, model=str(TINY)
     )
-    config, changes = serve_config(file, options)
+    config, changes, _ = serve_config(file, options)
     assert [(pool.tp, pool.replicas, pool.dtype) for pool in config.pools] == [(4, 2, "bf16"), (4, 5, "bf16")]
     assert (config.gateway.port, config.gateway.console_port, config.store.dram_gb) == (7001, 0, 3)
     assert [change_line(change, Path("cluster.yaml")) for change in changes] == [

@@ -70,6 +70,34 @@ def test_gpus_are_counted_against_the_pools(tmp_path: Path) -> None:
     assert not said(devices.gpus_present, context_of(none))
 
 
+def test_parts_of_a_gpu_are_advised_against(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path).view()
+    half = {"device": "cuda", "gpus_per_rank": 0.5}
+    split = config_of(
+        pools=[{"name": "p", "role": "prefill", **half}, {"name": "d", "role": "decode", **half}]
+    )
+    found = only(devices.gpu_shares, context_of(machine, split))
+    assert (found.severity, "p 0.5, d 0.5" in found.seen) == (WARNING, True)
+    assert "decode waits for prefill" in found.why
+    assert "--prefill 0" in found.remedy
+    both = config_of(pools=[{"name": "b", "role": "both", "replicas": 2, **half}])
+    assert "fewer replicas" in only(devices.gpu_shares, context_of(machine, both)).remedy
+    assert not said(devices.gpu_shares, context_of(machine, config_of(pools=ON_GPUS)))
+    assert not said(devices.gpu_shares, context_of(machine))
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "num_gpus"),
+    [("0\n", None, 1), ("0\n1\n", None, 2), ("0\n1\n", "1", 1), ("0\n1\n", "", 0), ("", None, None)],
+)
+def test_gpus_of_this_host_are_counted(
+    tmp_path: Path, listed: str, visible: str | None, num_gpus: int | None
+) -> None:
+    machine = FakeMachine(tmp_path, commands={"nvidia-smi --query-gpu=index ": listed}).view()
+    assert machine.num_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == num_gpus
+    assert FakeMachine(tmp_path / "none").view().num_gpus({}) is None
+
+
 def test_what_has_not_been_validated_on_gpus_is_said(tmp_path: Path) -> None:
     names = "nvidia-smi --query-gpu=name "
     h200 = FakeMachine(tmp_path / "a", commands={names: "NVIDIA H200\nNVIDIA H200\n"}).view()

@@ -135,6 +135,11 @@ class Gateway:
     def route_move(self, request: RouteRequest) -> str:
         raise NoReplicaError("nobody", 1.0)
 
+    def with_misses(
+        self, decision: Decision, block_keys: tuple[bytes, ...], num_prompt_tokens: int
+    ) -> Decision:
+        return decision
+
     def on_refused(self, replica_id: str) -> None: ...
 
     def on_prefilled(self, request_id: str) -> None: ...

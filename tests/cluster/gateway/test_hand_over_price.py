@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.gateway.replica_connections import _transfer_of
+from cluster.gateway.reported_load import transfer_of
 from kvtransfer.messages import STATE_WINDOW, CompatibilityRecord, KvGroup, ReplicaIdentity
 from workers.messages.link import LoadReport, ReplicaHello
 
@@ -21,7 +21,7 @@ def test_a_gateway_prices_a_hand_over_by_groups() -> None:
     load = LoadReport(identity=HERE, sequence=1, transfer_gb_s=2.0)
 
     def prices(compatibility: CompatibilityRecord) -> dict[str, Any]:
-        return _transfer_of(load, ReplicaHello(HERE, "p", "both", compatibility, 4096, load))
+        return transfer_of(load, ReplicaHello(HERE, "p", "both", compatibility, 4096, load))
 
     assert prices(PLAIN)["transfer_tok_s"] == 2e9 / (6 * LAYER_BYTES)
     assert prices(PLAIN)["window_tokens"] == prices(PLAIN)["state_tokens"] == 0
@@ -29,4 +29,4 @@ def test_a_gateway_prices_a_hand_over_by_groups() -> None:
     assert windowed["transfer_tok_s"] == stateful["transfer_tok_s"] == 2e9 / (2 * LAYER_BYTES)
     assert (windowed["window_tokens"], windowed["window_token_ratio"]) == (100, 2.0)
     assert stateful["state_tokens"] == 4 * 4 * 50 * 4 / (2 * LAYER_BYTES)
-    assert _transfer_of(load, None) == {"transfer_tok_s": 0.0}
+    assert transfer_of(load, None) == {"transfer_tok_s": 0.0}

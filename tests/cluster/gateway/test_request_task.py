@@ -85,6 +85,11 @@ class Field:
     def route_move(self, request: RouteRequest) -> str:
         return self.route(request).decode
 
+    def with_misses(
+        self, decision: Decision, block_keys: tuple[bytes, ...], num_prompt_tokens: int
+    ) -> Decision:
+        return decision
+
     def on_refused(self, replica_id: str) -> None:
         pass
 

@@ -61,7 +61,7 @@ class TwoApps:
         return address
 
     async def register(self, harness: GatewayHarness, address: str) -> None:
-        """As `cluster.serve.app.GatewayActor` does every few seconds."""
+        """As `cluster.serve.gateway_actor.GatewayActor` does every few seconds."""
         (gateway,) = harness.gateways
         name = f"{OWN if harness is self.front else OTHER}-g0"
         chain = gateway.certificate_chain()

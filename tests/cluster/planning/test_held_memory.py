@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 131072,
 }
 NAME_TO_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3", {"intermediate_size": 4096, "tie_word_embeddings": True}),
+    "dense": ("qwen3", {"intermediate_size": 8192, "tie_word_embeddings": True}),
     "experts": (
         "qwen3_moe",
         {
@@ -44,7 +44,7 @@ NAME_TO_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "intermediate_size": 2048,
             "moe_intermediate_size": 512,
-            "n_routed_experts": 12,
+            "n_routed_experts": 16,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
             "n_group": 2,
@@ -60,7 +60,7 @@ NAME_TO_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "states": (
         "qwen3_5_text",
         {
-            "intermediate_size": 3072,
+            "intermediate_size": 6144,
             "linear_num_key_heads": 8,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 64,
@@ -124,7 +124,7 @@ def test_a_started_rank_holds_what_was_planned(tmp_path: Path, name: str) -> Non
         assert rank.pool_bytes - of_plan == pytest.approx(rank.held.staging, abs=4 << 20)
         assert rank.pool_bytes == pytest.approx(of_plan + rank.held.staging, rel=0.05)
     weights = many.held.weights - few.held.weights
-    assert weights > 100 << 20
+    assert weights > 200 << 20, "what allocators keep besides, some MB, would matter"
     assert many.own_bytes - few.own_bytes == pytest.approx(weights, rel=0.05)
 
 

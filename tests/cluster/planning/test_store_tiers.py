@@ -124,6 +124,21 @@ def test_no_more_is_found_than_can_be_read() -> None:
     assert nvme.why.endswith("; finds no more than can be read")
 
 
+def test_the_store_keeps_all_tokens_of_layers_with_a_window() -> None:
+    model = planned_model("gpt-oss-20b", "auto", "auto")
+    assert model.stored_token_bytes == 2 * 24 * 8 * 64 * 2
+    assert LLAMA.stored_token_bytes == 131_072
+    plan = ClusterPlanner(model, [H100], LOAD, {}).for_rate(RATE)[0]
+    sizer = TierSizer(plan, RATE, REUSE)
+    assert sizer.held_bytes(300.0) == pytest.approx(
+        TierSizer(PLAN, RATE, REUSE).held_bytes(300.0) * model.stored_token_bytes / 131_072
+    )
+    # Of these only half of the layers are loaded whole.
+    dram = sizer.plan().tiers[1]
+    assert dram.block_load_s == pytest.approx(BLOCK_TOKENS * model.stored_token_bytes / 2 / 47.5e9)
+    assert any("all layers keep all tokens" in line.formula for line in plan_lines(plan, RATE))
+
+
 def test_a_dear_tier_is_smaller() -> None:
     """Its last GB saves what it costs."""
     reuse = REUSE._replace(dram_price=0.0003)

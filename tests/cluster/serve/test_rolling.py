@@ -65,6 +65,8 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"router": {"skip_prefill_tokens": 1}}, {"gateways"}),
         ({"admission": {"max_queue_mb": 2}}, {"gateways"}),
         ({"tracing": {"endpoint": "http://a:1"}}, {"gateways"}),
+        ({"recording": {"max_mb": 2}}, {"gateways"}),
+        ({"costs": {"device_hour": 2.5}}, {"gateways"}),
         ({"gateway": {"max_requests": 7}}, {"gateways"}),
         ({"scaling": {"ttft_slo_s": 9.0}}, {"gateways"}),
         ({"gateway": {"model_name": "other"}}, {"prefill", "decode", "gateways"}),
@@ -105,6 +107,8 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "scaling",
         "logs",
         "tracing",
+        "recording",
+        "costs",
         "debug",
         "auth",
     }

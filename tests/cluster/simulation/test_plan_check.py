@@ -24,10 +24,12 @@ def test_a_plan_keeps_its_objectives(plans: list[Plan]) -> None:
     assert check.ttft_s < plans[0].load.ttft_s
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_hold_twice_what_it_can(plans: list[Plan]) -> None:
     assert not check_plan(plans[0], 2 * plans[0].rate).is_kept
 
 
+@pytest.mark.slow
 def test_plans_that_miss_their_objectives_come_last(plans: list[Plan]) -> None:
     small = plans[0]
     pools = tuple(pool._replace(num_replicas=3 * pool.num_replicas) for pool in small.pools)

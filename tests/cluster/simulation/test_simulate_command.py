@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ TRACE = [
 ]
 
 
-def run(*options: str) -> list[dict[str, float]]:
+def run(*options: str) -> list[dict[str, Any]]:
     """Return the figures of a run, one object for each policy."""
     result = CliRunner().invoke(cli, [*options, "--json"])
     assert result.exit_code == 0, result.output
@@ -68,7 +69,7 @@ def test_a_column_for_each_policy(trace: str) -> None:
 def test_the_table_is_that_of_measurements(trace: str) -> None:
     result = CliRunner().invoke(cli, ["simulate", "--trace", trace, "--colocated"])
     assert result.exit_code == 0, result.output
-    for name in ("serving benchmark", "TTFT p50, ms", "goodput, requests/s", "hit rate"):
+    for name in ("serving, simulated", "TTFT p50, ms", "goodput, requests/s", "hit rate"):
         assert name in result.output
 
 
@@ -79,7 +80,7 @@ def test_the_table_is_that_of_measurements(trace: str) -> None:
         ([*SYNTHETIC, "--policy", "best"], "best is none of"),
         ([*SYNTHETIC, "--hardware", "H100"], "--model: name the model"),
         ([*SYNTHETIC, "--model", "llama-3.1-8b"], "--hardware: name the device"),
-        ([*SYNTHETIC, "--model", "llama-3.3-70b", "--hardware", "L40S"], "does not fit 1 of them"),
+        ([*SYNTHETIC, "--model", "llama-3.3-70b", "--hardware", "L40S"], "does not fit 1 L40S"),
         ([*SYNTHETIC, "--failures", "r0000"], "--failures r0000: expected REPLICA@SECOND"),
         ([*SYNTHETIC, "--failures", "r9@1"], "--failures: there is no replica r9"),
         ([*SYNTHETIC, "--decode", "0"], "--decode: no replica decodes"),

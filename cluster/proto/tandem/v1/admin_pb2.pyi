@@ -32,6 +32,56 @@ REPLICA_STATE_LEAVING: ReplicaState
 REPLICA_STATE_CONNECTING: ReplicaState
 REPLICA_STATE_REFUSED: ReplicaState
 
+class RecordingRequest(_message.Message):
+    __slots__ = ("last_s",)
+    LAST_S_FIELD_NUMBER: _ClassVar[int]
+    last_s: float
+    def __init__(self, last_s: _Optional[float] = ...) -> None: ...
+
+class RecordingPart(_message.Message):
+    __slots__ = ("gateway_id", "requests", "block_tokens", "complete_since", "problem")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_SINCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    block_tokens: int
+    complete_since: float
+    problem: str
+    def __init__(self, gateway_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping[str, object]]]] = ..., block_tokens: _Optional[int] = ..., complete_since: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("arrived_at", "state", "code", "tenant", "service_class", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_samples", "max_output_tokens", "ttft_s", "e2e_s", "block_ids")
+    ARRIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    E2E_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    arrived_at: float
+    state: str
+    code: str
+    tenant: str
+    service_class: _inference_pb2.ServiceClass
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_samples: int
+    max_output_tokens: int
+    ttft_s: float
+    e2e_s: float
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arrived_at: _Optional[float] = ..., state: _Optional[str] = ..., code: _Optional[str] = ..., tenant: _Optional[str] = ..., service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_samples: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -293,7 +343,7 @@ class Held(_message.Message):
     def __init__(self, num_prompts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies", "layers_token_bytes", "layers_sequence_bytes", "num_layers_blocks", "num_free_layers_blocks", "num_cached_layers_blocks", "num_snapshot_hits", "num_snapshot_misses", "num_recomputed_tokens", "num_stored_states", "num_evicted_snapshot_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend", "expert_imbalance", "expert_rank_imbalance", "num_idle_experts", "hottest_expert_layer", "hottest_expert", "hottest_expert_share", "expert_uncopied_imbalance", "num_expert_copies", "layers_token_bytes", "layers_sequence_bytes", "num_layers_blocks", "num_free_layers_blocks", "num_cached_layers_blocks", "num_snapshot_hits", "num_snapshot_misses", "num_recomputed_tokens", "num_stored_states", "num_evicted_snapshot_tokens", "prefill_token_s", "attention_token_s", "decode_base_s", "decode_sequence_s", "decode_context_s", "max_sequences", "max_batch_tokens")
     class NumUnstoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +442,13 @@ class Load(_message.Message):
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STORED_STATES_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_SNAPSHOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_landings: int
@@ -434,7 +491,14 @@ class Load(_message.Message):
     num_recomputed_tokens: int
     num_stored_states: int
     num_evicted_snapshot_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ..., layers_token_bytes: _Optional[_Mapping[str, int]] = ..., layers_sequence_bytes: _Optional[_Mapping[str, int]] = ..., num_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_free_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_cached_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_misses: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_stored_states: _Optional[int] = ..., num_evicted_snapshot_tokens: _Optional[int] = ...) -> None: ...
+    prefill_token_s: float
+    attention_token_s: float
+    decode_base_s: float
+    decode_sequence_s: float
+    decode_context_s: float
+    max_sequences: int
+    max_batch_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., prefill_tok_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_checksum_failures: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfer_gb_s: _Optional[float] = ..., age_s: _Optional[float] = ..., num_stored_blocks: _Optional[int] = ..., num_unstored_blocks: _Optional[_Mapping[str, int]] = ..., num_loaded_tokens: _Optional[_Mapping[str, int]] = ..., load_tok_s: _Optional[_Mapping[str, float]] = ..., num_store_checksum_failures: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_waiting_landings: _Optional[int] = ..., backend: _Optional[str] = ..., expert_imbalance: _Optional[float] = ..., expert_rank_imbalance: _Optional[float] = ..., num_idle_experts: _Optional[int] = ..., hottest_expert_layer: _Optional[int] = ..., hottest_expert: _Optional[int] = ..., hottest_expert_share: _Optional[float] = ..., expert_uncopied_imbalance: _Optional[float] = ..., num_expert_copies: _Optional[int] = ..., layers_token_bytes: _Optional[_Mapping[str, int]] = ..., layers_sequence_bytes: _Optional[_Mapping[str, int]] = ..., num_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_free_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_cached_layers_blocks: _Optional[_Mapping[str, int]] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_misses: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_stored_states: _Optional[int] = ..., num_evicted_snapshot_tokens: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., attention_token_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ...) -> None: ...
 
 class PathsRequest(_message.Message):
     __slots__ = ("replica_ids",)
@@ -473,7 +537,7 @@ class Path(_message.Message):
     def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ..., device: _Optional[str] = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard", "quota_note", "admission")
+    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard", "quota_note", "admission", "outcomes")
     class UnheardEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +560,7 @@ class GatewayStatus(_message.Message):
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
     QUOTA_NOTE_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     epoch: int
     address: str
@@ -511,7 +576,25 @@ class GatewayStatus(_message.Message):
     unheard: _containers.ScalarMap[str, str]
     quota_note: str
     admission: AdmissionStatus
-    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ..., admission: _Optional[_Union[AdmissionStatus, _Mapping[str, object]]] = ...) -> None: ...
+    outcomes: _containers.RepeatedCompositeFieldContainer[TenantOutcomes]
+    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ..., admission: _Optional[_Union[AdmissionStatus, _Mapping[str, object]]] = ..., outcomes: _Optional[_Iterable[_Union[TenantOutcomes, _Mapping[str, object]]]] = ...) -> None: ...
+
+class TenantOutcomes(_message.Message):
+    __slots__ = ("tenant", "service_class", "num_requests")
+    class NumRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    service_class: _inference_pb2.ServiceClass
+    num_requests: _containers.ScalarMap[str, int]
+    def __init__(self, tenant: _Optional[str] = ..., service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., num_requests: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class AdmissionStatus(_message.Message):
     __slots__ = ("rung", "rung_name", "pressure", "num_waiting_bytes", "waiting_s", "num_capped", "classes", "changes", "flows")

@@ -56,6 +56,11 @@ class AdminStub:
                 request_serializer=tandem_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.Recording = channel.unary_stream(
+                '/tandem.v1.Admin/Recording',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.RecordingRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.RecordingPart.FromString,
+                _registered_method=True)
         self.StoreStat = channel.unary_unary(
                 '/tandem.v1.Admin/StoreStat',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.StoreStatRequest.SerializeToString,
@@ -121,6 +126,14 @@ class AdminServicer:
 
     def ListRequests(self, request, context):
         """The running and recent requests of all tenants, the latest arrivals first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recording(self, request, context):
+        """The latest requests of all gateways as numbers, without any text, for simulations; one gateway after the
+        other, each in the order in which its requests ended. Requests that run are not among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,6 +212,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=tandem_dot_v1_dot_inference__pb2.ListRequestsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_inference__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'Recording': grpc.unary_stream_rpc_method_handler(
+                    servicer.Recording,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.RecordingRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.RecordingPart.SerializeToString,
             ),
             'StoreStat': grpc.unary_unary_rpc_method_handler(
                     servicer.StoreStat,
@@ -345,6 +363,33 @@ class Admin:
             '/tandem.v1.Admin/ListRequests',
             tandem_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
             tandem_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Admin/Recording',
+            tandem_dot_v1_dot_admin__pb2.RecordingRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.RecordingPart.FromString,
             options,
             channel_credentials,
             insecure,

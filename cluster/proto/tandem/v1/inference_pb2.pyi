@@ -44,6 +44,16 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_FINISHED: _ClassVar[RequestState]
     REQUEST_STATE_CANCELLED: _ClassVar[RequestState]
     REQUEST_STATE_FAILED: _ClassVar[RequestState]
+
+class BlockFate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_FATE_UNSPECIFIED: _ClassVar[BlockFate]
+    BLOCK_FATE_NEW: _ClassVar[BlockFate]
+    BLOCK_FATE_REMOVED: _ClassVar[BlockFate]
+    BLOCK_FATE_FORGOTTEN: _ClassVar[BlockFate]
+    BLOCK_FATE_ELSEWHERE: _ClassVar[BlockFate]
+    BLOCK_FATE_EXPECTED: _ClassVar[BlockFate]
+    BLOCK_FATE_UNUSABLE: _ClassVar[BlockFate]
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_DEVELOPER: Role
@@ -67,6 +77,13 @@ REQUEST_STATE_RUNNING: RequestState
 REQUEST_STATE_FINISHED: RequestState
 REQUEST_STATE_CANCELLED: RequestState
 REQUEST_STATE_FAILED: RequestState
+BLOCK_FATE_UNSPECIFIED: BlockFate
+BLOCK_FATE_NEW: BlockFate
+BLOCK_FATE_REMOVED: BlockFate
+BLOCK_FATE_FORGOTTEN: BlockFate
+BLOCK_FATE_ELSEWHERE: BlockFate
+BLOCK_FATE_EXPECTED: BlockFate
+BLOCK_FATE_UNUSABLE: BlockFate
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -638,7 +655,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "state", "decisions", "timeline", "reason", "tenant", "gateway_id")
+    __slots__ = ("request_id", "state", "decisions", "timeline", "reason", "tenant", "gateway_id", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
@@ -646,6 +663,7 @@ class ExplainResponse(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
@@ -653,10 +671,27 @@ class ExplainResponse(_message.Message):
     reason: str
     tenant: str
     gateway_id: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
+    prompt: PromptReuse
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., gateway_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptReuse, _Mapping[str, object]]] = ...) -> None: ...
+
+class PromptReuse(_message.Message):
+    __slots__ = ("num_tokens", "num_cached_tokens", "num_relative_tokens", "num_shared_tokens", "relative_id", "block_tokens")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_cached_tokens: int
+    num_relative_tokens: int
+    num_shared_tokens: int
+    relative_id: str
+    block_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_relative_tokens: _Optional[int] = ..., num_shared_tokens: _Optional[int] = ..., relative_id: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason", "ttft_s", "step_s")
+    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason", "ttft_s", "step_s", "limit_wait_s", "limit_ttft_s", "missed", "achievable_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -667,6 +702,10 @@ class Decision(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    ACHIEVABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     policy: str
     prefill: str
@@ -677,7 +716,39 @@ class Decision(_message.Message):
     reason: str
     ttft_s: float
     step_s: float
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    limit_wait_s: float
+    limit_ttft_s: float
+    missed: _containers.RepeatedCompositeFieldContainer[MissedBlocks]
+    achievable_tokens: int
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ..., limit_wait_s: _Optional[float] = ..., limit_ttft_s: _Optional[float] = ..., missed: _Optional[_Iterable[_Union[MissedBlocks, _Mapping[str, object]]]] = ..., achievable_tokens: _Optional[int] = ...) -> None: ...
+
+class MissedBlocks(_message.Message):
+    __slots__ = ("first", "num_blocks", "fate", "places", "reason", "least_age_s", "most_age_s")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FATE_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEAST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    MOST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    num_blocks: int
+    fate: BlockFate
+    places: _containers.RepeatedCompositeFieldContainer[BlockPlace]
+    reason: str
+    least_age_s: float
+    most_age_s: float
+    def __init__(self, first: _Optional[int] = ..., num_blocks: _Optional[int] = ..., fate: _Optional[_Union[BlockFate, str]] = ..., places: _Optional[_Iterable[_Union[BlockPlace, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., least_age_s: _Optional[float] = ..., most_age_s: _Optional[float] = ...) -> None: ...
+
+class BlockPlace(_message.Message):
+    __slots__ = ("replica_id", "tier", "is_expected")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    IS_EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    tier: str
+    is_expected: bool
+    def __init__(self, replica_id: _Optional[str] = ..., tier: _Optional[str] = ..., is_expected: _Optional[bool] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s", "once_s")
