@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bench.mooncake_trace import MooncakeTrace
+from cluster.bench.simulated_trace import FileTrace
 from cluster.simulation.run_simulation import SimulationPlan, run_simulation
 from cluster.simulation.simulated_cluster import ClusterShape
 from cluster.simulation.simulated_load import (
@@ -68,7 +68,7 @@ def _question(number: int, turn: int) -> np.ndarray:
     return np.random.default_rng((number, turn)).integers(0, 1 << 30, TURN_TOKENS, dtype=np.uint32)
 
 
-def measure(name: str, trace: MooncakeTrace | None, num_requests: int) -> dict[str, object]:
+def measure(name: str, trace: FileTrace | None, num_requests: int) -> dict[str, object]:
     """Return the line of one store."""
     if trace is None:
         mean_tokens = TURN_TOKENS * (NUM_TURNS + 1) / 2
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a trace of requests in Mooncake's format")
     parser.add_argument("--requests", type=int, default=1500)
     arguments = parser.parse_args()
-    trace = None if arguments.trace is None else MooncakeTrace(arguments.trace, arguments.requests, 1.0)
+    trace = None if arguments.trace is None else FileTrace(arguments.trace, arguments.requests, 1.0)
     for name in STORES:
         print(json.dumps(measure(name, trace, arguments.requests)), flush=True)
 

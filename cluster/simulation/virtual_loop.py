@@ -40,15 +40,17 @@ class WorkTime:
         self._at = max(self._at, at)
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs callbacks in the order in which they were added, all those of one moment as one event. What would
-    run on a thread is done at once, and is over when its `work` is."""
+class VirtualLoop:
+    """What asyncio needs of an event loop to run tasks, futures and timers. Runs callbacks in the order in
+    which they were added, all those of one moment as one event. What would run on a thread is done at once,
+    and is over when its `work` is."""
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
         self._ready: deque[asyncio.Handle] = deque()
         self._is_scheduled = False
         self.work = WorkTime(events)
+        self._as_loop = cast("asyncio.AbstractEventLoop", self)
 
     # ------------------------------------------------------------------------------- as asyncio uses it
 
@@ -64,22 +66,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return False
 
-    def call_soon(  # type: ignore[override]
+    def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self._as_loop, context)
         self._add(handle)
         return handle
 
-    def call_later(  # type: ignore[override]
+    def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(  # type: ignore[override]
+    def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = asyncio.TimerHandle(when, callback, args, self._as_loop, context)
         self._events.at(when, lambda: self._add(handle))
         return handle
 
@@ -87,7 +89,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """A cancelled call is passed over when it is due."""
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return asyncio.Future(loop=self._as_loop)
 
     def create_task(
         self,
@@ -96,11 +98,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[R]:
-        return asyncio.Task(cast("Coroutine[Any, Any, R]", coro), loop=self, name=name, context=context)
+        return asyncio.Task(
+            cast("Coroutine[Any, Any, R]", coro), loop=self._as_loop, name=name, context=context
+        )
 
-    def run_in_executor(  # type: ignore[override]
-        self, executor: object, func: Callable[..., R], *args: Any
-    ) -> asyncio.Future[R]:
+    def run_in_executor(self, executor: object, func: Callable[..., R], *args: Any) -> asyncio.Future[R]:
         self.work.begin()
         result = func(*args)
         future: asyncio.Future[R] = self.create_future()
@@ -124,7 +126,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def entered(self) -> Iterator[None]:
         """Let this be the running loop of the code inside."""
         before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)
+        asyncio._set_running_loop(self._as_loop)
         try:
             yield
         finally:
