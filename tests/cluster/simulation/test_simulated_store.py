@@ -42,6 +42,8 @@ RECORD_BYTES = SMALL.block_bytes
 DRAM = StoreShape(64 * 10**9)
 # The host tier takes the blocks of three prompts of 1,000 tokens.
 NVME = StoreShape(dram_bytes=48 * RECORD_BYTES, nvme_bytes=4 * 10**9)
+# A rate at which a request that lost its replica runs alone between plans of others.
+RATE_S = 2.492213561877743
 # Time of messages between processes, and of steps that wait for the one before.
 SLACK_S = 0.003
 
@@ -187,20 +189,32 @@ def test_nvme_that_is_full_is_compacted_and_keeps_to_its_size() -> None:
     assert stat.num_bytes <= 2 * 10**9 < stat.num_written_bytes
 
 
-def log_with(shape: ClusterShape, rate_s: float, seed: int) -> tuple[Log, dict[str, int], int, int]:
+def lose_the_last(cluster: SimulatedCluster) -> None:
+    """Let the last replica die while requests run there, and come back: they go to others, where each runs
+    alone at first."""
+    last = cluster.replicas[-1]
+    name, role = last.identity.replica_id, last.role
+    cluster.events.at(3.01, lambda: cluster.end_replica(name, "on purpose"))
+    cluster.events.at(4.5, lambda: cluster.add_replica(name, role, SMALL))
+
+
+def log_with(
+    shape: ClusterShape, rate_s: float, seed: int, *, dies: bool
+) -> tuple[Log, dict[str, int], int, int]:
     """Return what happened, the hits, the writes to NVMe, and the events that it took."""
     cluster = simulated_cluster(shape)
     offer(cluster, rate_s, 4.0, seed, mean_input=300, mean_output=60)
+    if dies:
+        lose_the_last(cluster)
     records = settled(cluster)
-    assert cluster.stores is not None
-    num_written = cluster.stores.num_written_bytes
+    num_written = 0 if cluster.stores is None else cluster.stores.num_written_bytes
     return log_of(records), found_by_tier(cluster), num_written, cluster.events.num_events
 
 
-def save_events(shape: ClusterShape, rate_s: float, seed: int) -> bool:
+def save_events(shape: ClusterShape, rate_s: float, seed: int, *, dies: bool = False) -> bool:
     """Assert that runs change nothing of what happens; return whether they have saved events."""
-    *in_runs, num_events = log_with(shape._replace(skips=True), rate_s, seed)
-    *one_by_one, num_more = log_with(shape._replace(skips=False), rate_s, seed)
+    *in_runs, num_events = log_with(shape._replace(skips=True), rate_s, seed, dies=dies)
+    *one_by_one, num_more = log_with(shape._replace(skips=False), rate_s, seed, dies=dies)
     assert in_runs == one_by_one
     return bool(in_runs[0]) and num_events < num_more
 
@@ -213,6 +227,14 @@ def test_steps_in_runs_change_nothing_where_there_is_a_store(
     assert save_events(ClusterShape([(role, SMALL) for role in roles], store=store), 2.0, 1)
 
 
+@pytest.mark.parametrize("store", [None, NVME])
+def test_steps_in_runs_leave_suspects_their_turns(store: StoreShape | None) -> None:
+    """Plans of others that runs pass over count for whose turn is next."""
+    assert save_events(
+        ClusterShape([("both", SMALL)] * 3, num_gateways=2, store=store), RATE_S, 8271, dies=True
+    )
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(10), deadline=None)
 @given(
@@ -222,6 +244,7 @@ def test_steps_in_runs_change_nothing_where_there_is_a_store(
     num_gateways=st.integers(1, 2),
     per_node=st.integers(1, 3),
     shares=st.booleans(),
+    dies=st.booleans(),
 )
 def test_steps_in_runs_change_nothing_whatever_the_cluster(
     roles: tuple[str, ...],
@@ -230,10 +253,11 @@ def test_steps_in_runs_change_nothing_whatever_the_cluster(
     num_gateways: int,
     per_node: int,
     shares: bool,
+    dies: bool,
 ) -> None:
     store = NVME._replace(replicas_per_node=per_node, shares=shares)
     shape = ClusterShape([(role, SMALL) for role in roles], num_gateways=num_gateways, store=store)
-    save_events(shape, rate_s, seed)
+    save_events(shape, rate_s, seed, dies=dies)
 
 
 def test_the_options_of_a_store() -> None:
