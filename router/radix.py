@@ -10,16 +10,20 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import filterfalse, repeat
-from operator import methodcaller, or_
+from operator import methodcaller
 from typing import Literal, NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
+from router.holder_masks import HolderMasks
 from router.native import RouterKernel
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
+
+# Outdated blocks that are forgotten at a time, in about a millisecond; the rest when the tree is used again.
+_FORGOTTEN_AT_ONCE = 2048
 
 # Keys that are looked up before it is asked whether anybody has the last of them.
 _MATCHED_AT_ONCE = 256
@@ -82,12 +86,23 @@ class Match:
         return counts[slot], InStore(counts[num_slots + slot], counts[2 * num_slots + slot])
 
 
+class _Outdated(NamedTuple):
+    """Blocks that a replica had reported before a snapshot began: on its device, in the store, and marked."""
+
+    held: set[bytes]
+    stored: dict[bytes, StoreTier]
+    marked: set[bytes]
+
+
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """One epoch of a replica: its bit, the blocks that it reported, and those that are predicted."""
+    """One epoch of a replica: its bits, the blocks that it reported, and those that are predicted."""
 
     identity: ReplicaIdentity
     slot: int
+    device_bit: int
+    mark_bit: int
+    store_bits: Mapping[StoreTier, int]
     sequence: int = -1
     # True from a snapshot on, until a gap; events are applied only then.
     in_step: bool = False
@@ -104,6 +119,16 @@ class _Holder:
     # The marked blocks that it reported, and how many predictions and expectations there are of a mark.
     marked: set[bytes] = field(default_factory=set)
     num_foreseen: dict[bytes, int] = field(default_factory=dict)
+    # The next part of the snapshot that comes in; 0: none does.
+    next_part: int = 0
+    # What it had before snapshots. After the last part, whatever was not named again is forgotten.
+    outdated: list[_Outdated] = field(default_factory=list)
+
+    def begin_snapshot(self) -> None:
+        """Set aside all that the replica has reported."""
+        if self.held or self.stored or self.marked:
+            self.outdated.append(_Outdated(self.held, self.stored, self.marked))
+            self.held, self.stored, self.marked = set(), {}, set()
 
     def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have
@@ -111,17 +136,6 @@ class _Holder:
         if self.marks_needed == 1:
             return keys[-1:]
         return keys if self.marks_needed else ()
-
-    @property
-    def mark_bit(self) -> int:
-        return 1 << _SLOT_BITS * self.slot + _MARK_BIT
-
-    @property
-    def device_bit(self) -> int:
-        return 1 << _SLOT_BITS * self.slot
-
-    def store_bit(self, tier: StoreTier) -> int:
-        return 1 << _SLOT_BITS * self.slot + _TIER_TO_BIT[tier]
 
 
 class _Prediction(NamedTuple):
@@ -175,13 +189,15 @@ class PrefixTree:
         self._clock = clock
         self._kernel = kernel
         self._prediction_ttl_s = prediction_ttl_s
-        self._key_to_mask: dict[bytes, int] = {}
+        self._key_to_mask = HolderMasks()
         self._holders: dict[str, _Holder] = {}
         # Replaced whenever it changes: matches keep the one of their time.
         self._id_to_slot: Mapping[str, int] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
         self._predictions: deque[_Prediction] = deque()
+        # The replicas of which outdated blocks are left to be forgotten.
+        self._to_forget: dict[str, _Holder] = {}
         # The marks that each replica needs, by slot; None: no replica needs any.
         self._marks_needed: Counts | None = None
 
@@ -198,7 +214,10 @@ class PrefixTree:
         else:
             slot = len(self._slot_to_id)
             self._slot_to_id.append(identity.replica_id)
-        self._holders[identity.replica_id] = _Holder(identity, slot)
+        shift = _SLOT_BITS * slot
+        store_bits = {tier: 1 << shift + bit for tier, bit in _TIER_TO_BIT.items()}
+        holder = _Holder(identity, slot, 1 << shift, 1 << shift + _MARK_BIT, store_bits)
+        self._holders[identity.replica_id] = holder
         self._id_to_slot = {**self._id_to_slot, identity.replica_id: slot}
         self._note_marks()
 
@@ -207,11 +226,18 @@ class PrefixTree:
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.held)
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
+        self._key_to_mask.clear_bit(holder.device_bit, holder.held)
+        self._key_to_mask.clear_bit(holder.device_bit, holder.predicted_until)
+        self._key_to_mask.clear_bit(holder.device_bit, holder.num_expecting)
         self._unstore(holder, tuple(holder.stored))
-        _clear_bit(self._key_to_mask, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+        self._key_to_mask.clear_bit(holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+        self._to_forget.pop(replica_id, None)
+        for outdated in holder.outdated:
+            self._key_to_mask.clear_bit(holder.device_bit, outdated.held)
+            for key, tier in outdated.stored.items():
+                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
+            self._key_to_mask.clear_bit(holder.mark_bit, outdated.marked)
+        holder.outdated.clear()
         holder.marked.clear()
         holder.num_foreseen.clear()
         holder.held.clear()
@@ -250,6 +276,7 @@ class PrefixTree:
                 self._mark(holder, events.marked)
                 return True
             holder.in_step = False
+            holder.next_part = 0
         now = self._clock.now()
         if holder.asked_at is not None and now - holder.asked_at < SNAPSHOT_WAIT_S:
             return True
@@ -257,25 +284,29 @@ class PrefixTree:
         return False
 
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
-        """Replace the blocks that the replica held. Return False, and ignore the snapshot, for another epoch
-        or an older sequence."""
+        """Replace the blocks that the replica held, part by part. Return False, and ignore the snapshot, for
+        another epoch, an older sequence, or a part that is not the next one."""
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
-        if holder.in_step and snapshot.sequence < holder.sequence:
+        if snapshot.part:
+            if not holder.in_step or snapshot.part != holder.next_part:
+                return False
+        elif holder.in_step and snapshot.sequence < holder.sequence:
             return False
-        on_device = {key for stored in snapshot.stored if stored.tier == "device" for key in stored.keys}
-        in_store = {key for stored in snapshot.stored if stored.tier != "device" for key in stored.keys}
-        self._remove(holder, holder.held - on_device)
-        self._unstore(holder, holder.stored.keys() - in_store)
+        else:
+            holder.begin_snapshot()
+            holder.marks_needed = snapshot.marks_needed
+            self._note_marks()
         self._take(holder, snapshot.stored)
-        self._unmark(holder, holder.marked - set(snapshot.marked))
         self._mark(holder, snapshot.marked)
-        holder.marks_needed = snapshot.marks_needed
-        self._note_marks()
         holder.sequence = snapshot.sequence
         holder.in_step = True
         holder.asked_at = None
+        holder.next_part = snapshot.next_part
+        if holder.outdated and not holder.next_part:
+            self._to_forget[holder.identity.replica_id] = holder
+            self._forget_outdated()
         return True
 
     def needs_snapshot(self, replica_id: str) -> bool:
@@ -294,11 +325,8 @@ class PrefixTree:
         if not unconfirmed and holder.marked.issuperset(marks):
             return
         until = self._clock.now() + self._prediction_ttl_s
-        bit, masks = holder.device_bit, self._key_to_mask
-        get_mask = masks.get
         holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
-        new_masks = map(or_, map(get_mask, unconfirmed, repeat(0)), repeat(bit))
-        masks.update(zip(unconfirmed, new_masks, strict=True))
+        self._key_to_mask.set_bit_briefly(holder.device_bit, unconfirmed)
         self._foresee(holder, marks)
         self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
 
@@ -312,7 +340,7 @@ class PrefixTree:
         new = [key for key in keys if key not in numbers]
         for key in keys:
             numbers[key] = numbers.get(key, 0) + 1
-        _set_bit(self._key_to_mask, holder.device_bit, new)
+        self._key_to_mask.set_bit(holder.device_bit, new)
         marks = holder.foreseen(keys)
         self._foresee(holder, marks)
         return Expectation(holder, keys, marks)
@@ -368,6 +396,10 @@ class PrefixTree:
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 
+    def num_reported(self, replica_id: str) -> int:
+        """Return the number of blocks that the replica reported, on its device and in the store."""
+        return self.num_held(replica_id) + self.num_stored(replica_id)
+
     def num_marked(self, replica_id: str) -> int:
         """Return the number of block keys that the replica reported to be marked."""
         holder = self._holders.get(replica_id)
@@ -376,6 +408,8 @@ class PrefixTree:
     def check(self) -> None:
         """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
+        # Bits of outdated blocks may be there still, and may be cleared already.
+        allowed = HolderMasks()
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
             assert self.slot(replica_id) == holder.slot
@@ -384,11 +418,22 @@ class PrefixTree:
             for key in (*holder.held, *holder.predicted_until, *holder.num_expecting):
                 expected[key] = expected.get(key, 0) | holder.device_bit
             for key, tier in holder.stored.items():
-                expected[key] = expected.get(key, 0) | holder.store_bit(tier)
+                expected[key] = expected.get(key, 0) | holder.store_bits[tier]
             assert all(number > 0 for number in holder.num_foreseen.values())
             for key in (*holder.marked, *holder.num_foreseen):
                 expected[key] = expected.get(key, 0) | holder.mark_bit
-        assert expected == self._key_to_mask
+            for outdated in holder.outdated:
+                allowed.set_bit(holder.device_bit, outdated.held)
+                for key, tier in outdated.stored.items():
+                    allowed.set_bit(holder.store_bits[tier], (key,))
+                allowed.set_bit(holder.mark_bit, outdated.marked)
+            assert not holder.next_part or holder.in_step
+        if not allowed:
+            assert expected == self._key_to_mask
+        for key, mask in self._key_to_mask.items():
+            assert not mask & ~(expected.get(key, 0) | allowed.get(key, 0))
+        for key, mask in expected.items():
+            assert not mask & ~self._key_to_mask.get(key, 0)
         assert self._id_to_slot.keys() == self._holders.keys()
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
@@ -411,15 +456,16 @@ class PrefixTree:
                 self._store(holder, blocks.keys, blocks.tier)
 
     def _hold(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            holder.predicted_until.pop(key, None)
-            holder.held.add(key)
-        _set_bit(self._key_to_mask, holder.device_bit, keys)
+        if predicted_until := holder.predicted_until:
+            for key in keys:
+                predicted_until.pop(key, None)
+        holder.held.update(keys)
+        self._key_to_mask.set_bit(holder.device_bit, keys)
 
     def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
         self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
         holder.stored.update(dict.fromkeys(keys, tier))
-        _set_bit(self._key_to_mask, holder.store_bit(tier), keys)
+        self._key_to_mask.set_bit(holder.store_bits[tier], keys)
 
     def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key in holder.held]
@@ -430,9 +476,10 @@ class PrefixTree:
         for key in keys:
             tier = holder.stored.pop(key, None)
             if tier is not None:
-                _clear_bit(self._key_to_mask, holder.store_bit(tier), (key,))
+                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
 
     def _expire(self) -> None:
+        self._forget_outdated()
         now = self._clock.now()
         while self._predictions and self._predictions[0].until <= now:
             prediction = self._predictions.popleft()
@@ -443,6 +490,24 @@ class PrefixTree:
             self._clear_device(prediction.holder, over)
             self._unforesee(prediction.holder, prediction.marks)
 
+    def _forget_outdated(self) -> None:
+        """Forget some of the blocks that replicas had before a snapshot and not after it."""
+        if not self._to_forget:
+            return
+        holder = next(iter(self._to_forget.values()))
+        held, stored, marked = holder.outdated[-1]
+        self._clear_device(holder, [held.pop() for _ in range(min(len(held), _FORGOTTEN_AT_ONCE))])
+        for _ in range(min(len(stored), _FORGOTTEN_AT_ONCE)):
+            key, tier = stored.popitem()
+            if holder.stored.get(key) != tier:
+                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
+        self._clear_mark(holder, [marked.pop() for _ in range(min(len(marked), _FORGOTTEN_AT_ONCE))])
+        if held or stored or marked:
+            return
+        holder.outdated.pop()
+        if not holder.outdated:
+            del self._to_forget[holder.identity.replica_id]
+
     def _note_marks(self) -> None:
         """Note the marks that each replica needs."""
         needed = [0] * len(self._slot_to_id)
@@ -452,7 +517,7 @@ class PrefixTree:
 
     def _mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         holder.marked.update(keys)
-        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+        self._key_to_mask.set_bit(holder.mark_bit, keys)
 
     def _unmark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         holder.marked.difference_update(keys)
@@ -462,7 +527,7 @@ class PrefixTree:
         """Count these blocks as marked until `_unforesee`."""
         for key in keys:
             holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1
-        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+        self._key_to_mask.set_bit(holder.mark_bit, keys)
 
     def _unforesee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         if self._holders.get(holder.identity.replica_id) is not holder:
@@ -475,13 +540,13 @@ class PrefixTree:
 
     def _clear_mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key not in holder.marked and key not in holder.num_foreseen]
-        _clear_bit(self._key_to_mask, holder.mark_bit, gone)
+        self._key_to_mask.clear_bit(holder.mark_bit, gone)
 
     def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
         """Clear the device's bit of the keys that are known to be there from no other source."""
         held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
         gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
-        _clear_bit(self._key_to_mask, holder.device_bit, gone)
+        self._key_to_mask.clear_bit(holder.device_bit, gone)
 
 
 def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
@@ -528,18 +593,3 @@ def _count_changes(before: int, now: int, position: int, counts: Counts, start: 
         slot = start + lowest.bit_length() // _SLOT_BITS
         counts[slot] += position if before & lowest else -position
         changed ^= lowest
-
-
-def _set_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
-    for key in keys:
-        masks[key] = masks.get(key, 0) | bit
-
-
-def _clear_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
-    others = ~bit
-    for key in keys:
-        mask = masks.get(key, 0) & others
-        if mask:
-            masks[key] = mask
-        else:
-            masks.pop(key, None)
