@@ -1,5 +1,5 @@
 // The two loops of a routing decision over all replicas: how much of a prompt each has, and what each choice costs.
-// The formulas are those of router/policies.py, term by term and in the same order, so that both find the same
+// The formulas are those of router/policies/cost_policy.py, term by term and in the same order, so that both find the same
 // costs to the last bit; structs are packed by router/price_table.py, field by field.
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,7 @@
 """Bind the compiled loops of a decision (`native.cpp`), which are built at first use.
 
-Without a compiler `router.radix` counts and `router.policies` prices in Python: the same numbers, in ten
-times the time.
+Without a compiler `router.radix` counts and `router.policies.cost_policy` prices in Python: the same numbers,
+in ten times the time.
 """
 
 from __future__ import annotations

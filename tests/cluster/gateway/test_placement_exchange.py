@@ -31,9 +31,9 @@ from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
-from router.load import REPORT_LAG_S
 from router.messages import ReplicaLoad, RouteRequest
 from router.service import RouterService
+from router.tracked_replica import REPORT_LAG_S
 
 REPLICAS = ("r0", "r1", "r2")
 PROMPT_TOKENS = 1000
