@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import filterfalse, repeat
-from operator import methodcaller
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
-from router.holder_masks import HolderMasks
+from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, StoreTier
+from router.holder_masks import CompiledMasks, HolderMasks, PlainMasks
 from router.native import RouterKernel
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
 
 # Outdated blocks that are forgotten at a time, in about a millisecond; the rest when the tree is used again.
-_FORGOTTEN_AT_ONCE = 2048
+_FORGOTTEN_AT_ONCE = 1024
 
 # Keys that are looked up before it is asked whether anybody has the last of them.
 _MATCHED_AT_ONCE = 256
 
-StoreTier = Literal["dram", "nvme"]
 Counts = ctypes.Array[ctypes.c_int32]
 
-# A mask has four bits for each replica: one for its device, one for each tier, and one for its mark.
-_SLOT_BITS = 4
-_MARK_BIT = 3
-_TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
 _WORD_BYTES = 8
-_SLOTS_PER_WORD = 8 * _WORD_BYTES // _SLOT_BITS
+_SLOTS_PER_WORD = 8 * _WORD_BYTES // SLOT_BITS
 
 
 class InStore(NamedTuple):
@@ -86,63 +81,11 @@ class Match:
         return counts[slot], InStore(counts[num_slots + slot], counts[2 * num_slots + slot])
 
 
-class _Outdated(NamedTuple):
-    """Blocks that a replica had reported before a snapshot began: on its device, in the store, and marked."""
-
-    held: set[bytes]
-    stored: dict[bytes, StoreTier]
-    marked: set[bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Holder:
-    """One epoch of a replica: its bits, the blocks that it reported, and those that are predicted."""
-
-    identity: ReplicaIdentity
-    slot: int
-    device_bit: int
-    mark_bit: int
-    store_bits: Mapping[StoreTier, int]
-    sequence: int = -1
-    # True from a snapshot on, until a gap; events are applied only then.
-    in_step: bool = False
-    asked_at: float | None = None
-    # The block keys on its device.
-    held: set[bytes] = field(default_factory=set)
-    # The block keys in the store of its node, with their tier.
-    stored: dict[bytes, StoreTier] = field(default_factory=dict)
-    predicted_until: dict[bytes, float] = field(default_factory=dict)
-    # How many requests that wait for the replica will compute the block there.
-    num_expecting: dict[bytes, int] = field(default_factory=dict)
-    # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
-    marks_needed: int = 0
-    # The marked blocks that it reported, and how many predictions and expectations there are of a mark.
-    marked: set[bytes] = field(default_factory=set)
-    num_foreseen: dict[bytes, int] = field(default_factory=dict)
-    # The next part of the snapshot that comes in; 0: none does.
-    next_part: int = 0
-    # What it had before snapshots. After the last part, whatever was not named again is forgotten.
-    outdated: list[_Outdated] = field(default_factory=list)
-
-    def begin_snapshot(self) -> None:
-        """Set aside all that the replica has reported."""
-        if self.held or self.stored or self.marked:
-            self.outdated.append(_Outdated(self.held, self.stored, self.marked))
-            self.held, self.stored, self.marked = set(), {}, set()
-
-    def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have
-        passed stays while there is space; of states, which one block marks, only the last is certain."""
-        if self.marks_needed == 1:
-            return keys[-1:]
-        return keys if self.marks_needed else ()
-
-
 class _Prediction(NamedTuple):
     """The keys of one routed prompt, in the queue of what expires next."""
 
     until: float
-    holder: _Holder
+    holder: BlockHolder
     keys: tuple[bytes, ...]
     marks: tuple[bytes, ...]
 
@@ -150,7 +93,7 @@ class _Prediction(NamedTuple):
 class Expectation(NamedTuple):
     """The keys that a request will compute at a replica for which it waits."""
 
-    holder: _Holder
+    holder: BlockHolder
     keys: tuple[bytes, ...]
     marks: tuple[bytes, ...]
 
@@ -189,15 +132,15 @@ class PrefixTree:
         self._clock = clock
         self._kernel = kernel
         self._prediction_ttl_s = prediction_ttl_s
-        self._key_to_mask = HolderMasks()
-        self._holders: dict[str, _Holder] = {}
+        self._key_to_mask: HolderMasks = PlainMasks() if kernel is None else CompiledMasks(kernel)
+        self._holders: dict[str, BlockHolder] = {}
         # Replaced whenever it changes: matches keep the one of their time.
         self._id_to_slot: Mapping[str, int] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
         self._predictions: deque[_Prediction] = deque()
         # The replicas of which outdated blocks are left to be forgotten.
-        self._to_forget: dict[str, _Holder] = {}
+        self._to_forget: dict[str, BlockHolder] = {}
         # The marks that each replica needs, by slot; None: no replica needs any.
         self._marks_needed: Counts | None = None
 
@@ -214,10 +157,7 @@ class PrefixTree:
         else:
             slot = len(self._slot_to_id)
             self._slot_to_id.append(identity.replica_id)
-        shift = _SLOT_BITS * slot
-        store_bits = {tier: 1 << shift + bit for tier, bit in _TIER_TO_BIT.items()}
-        holder = _Holder(identity, slot, 1 << shift, 1 << shift + _MARK_BIT, store_bits)
-        self._holders[identity.replica_id] = holder
+        self._holders[identity.replica_id] = BlockHolder(identity, slot)
         self._id_to_slot = {**self._id_to_slot, identity.replica_id: slot}
         self._note_marks()
 
@@ -226,17 +166,16 @@ class PrefixTree:
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
-        self._key_to_mask.clear_bit(holder.device_bit, holder.held)
-        self._key_to_mask.clear_bit(holder.device_bit, holder.predicted_until)
-        self._key_to_mask.clear_bit(holder.device_bit, holder.num_expecting)
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.held))
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.predicted_until))
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.num_expecting))
         self._unstore(holder, tuple(holder.stored))
         self._key_to_mask.clear_bit(holder.mark_bit, (*holder.marked, *holder.num_foreseen))
         self._to_forget.pop(replica_id, None)
         for outdated in holder.outdated:
-            self._key_to_mask.clear_bit(holder.device_bit, outdated.held)
-            for key, tier in outdated.stored.items():
-                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
-            self._key_to_mask.clear_bit(holder.mark_bit, outdated.marked)
+            self._key_to_mask.clear_bit(holder.device_bit, tuple(outdated.held))
+            self._clear_store(holder, tuple(outdated.stored.items()))
+            self._key_to_mask.clear_bit(holder.mark_bit, tuple(outdated.marked))
         holder.outdated.clear()
         holder.marked.clear()
         holder.num_foreseen.clear()
@@ -320,13 +259,13 @@ class PrefixTree:
         if holder is None:
             return
         self._expire()
-        unconfirmed = tuple(filterfalse(holder.held.__contains__, keys))
+        unconfirmed = tuple(holder.held.missing(keys))
         marks = holder.foreseen(keys)
-        if not unconfirmed and holder.marked.issuperset(marks):
+        if not unconfirmed and not holder.marked.missing(marks):
             return
         until = self._clock.now() + self._prediction_ttl_s
         holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
-        self._key_to_mask.set_bit_briefly(holder.device_bit, unconfirmed)
+        self._key_to_mask.set_bit(holder.device_bit, unconfirmed)
         self._foresee(holder, marks)
         self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
 
@@ -364,21 +303,22 @@ class PrefixTree:
         where its device part ends, until a block is in neither. A replica with marks can continue behind the
         last block that is counted, and this is among the first `most_blocks` (None: any)."""
         self._expire()
-        masks = self._masks(keys)
         num_words = max(1, -(-len(self._slot_to_id) // _SLOTS_PER_WORD))
         num_slots = num_words * _SLOTS_PER_WORD
         counts = (ctypes.c_int32 * (3 * num_slots))()
-        most = len(masks) if most_blocks is None else max(0, min(most_blocks, len(masks)))
-        needed = self._marks_needed
-        if self._kernel is None:
+        most = len(keys) if most_blocks is None else max(0, most_blocks)
+        needed, kernel = self._marks_needed, self._kernel
+        if kernel is None or not isinstance(self._key_to_mask, CompiledMasks):
+            masks = self._masks(keys)
             count_blocks(masks, num_slots, counts)
             if needed is not None:
                 limit_to_marks(masks[:most], num_slots, counts, needed)
         else:
-            packed = b"".join(map(methodcaller("to_bytes", num_words * _WORD_BYTES, "little"), masks))
-            self._kernel.count_blocks(packed, len(masks), num_words, counts)
+            words, num_found = self._key_to_mask.leading(keys, num_words)
+            kernel.count_blocks(words, num_found, num_words, counts)
             if needed is not None:
-                self._kernel.limit_to_marks(packed, num_words, most, counts, needed, len(needed))
+                most = min(most, num_found)
+                kernel.limit_to_marks(words, num_words, most, counts, needed, len(needed))
         return Match(self._id_to_slot, counts, num_slots)
 
     @property
@@ -409,74 +349,84 @@ class PrefixTree:
         """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
         # Bits of outdated blocks may be there still, and may be cleared already.
-        allowed = HolderMasks()
+        allowed: dict[bytes, int] = {}
+
+        def add(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
+            for key in keys:
+                masks[key] = masks.get(key, 0) | 1 << bit
+
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
             assert self.slot(replica_id) == holder.slot
-            assert not holder.held & holder.predicted_until.keys()
+            assert not any(key in holder.held for key in holder.predicted_until)
             assert all(number > 0 for number in holder.num_expecting.values())
-            for key in (*holder.held, *holder.predicted_until, *holder.num_expecting):
-                expected[key] = expected.get(key, 0) | holder.device_bit
-            for key, tier in holder.stored.items():
-                expected[key] = expected.get(key, 0) | holder.store_bits[tier]
             assert all(number > 0 for number in holder.num_foreseen.values())
-            for key in (*holder.marked, *holder.num_foreseen):
-                expected[key] = expected.get(key, 0) | holder.mark_bit
-            for outdated in holder.outdated:
-                allowed.set_bit(holder.device_bit, outdated.held)
-                for key, tier in outdated.stored.items():
-                    allowed.set_bit(holder.store_bits[tier], (key,))
-                allowed.set_bit(holder.mark_bit, outdated.marked)
             assert not holder.next_part or holder.in_step
-        if not allowed:
-            assert expected == self._key_to_mask
-        for key, mask in self._key_to_mask.items():
-            assert not mask & ~(expected.get(key, 0) | allowed.get(key, 0))
-        for key, mask in expected.items():
-            assert not mask & ~self._key_to_mask.get(key, 0)
+            add(expected, holder.device_bit, (*holder.held, *holder.predicted_until, *holder.num_expecting))
+            add(expected, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+            for key, tier in holder.stored.items():
+                add(expected, holder.store_bits[tier], (key,))
+            for outdated in holder.outdated:
+                add(allowed, holder.device_bit, outdated.held)
+                add(allowed, holder.mark_bit, outdated.marked)
+                for key, tier in outdated.stored.items():
+                    add(allowed, holder.store_bits[tier], (key,))
+        known = tuple({**expected, **allowed})
+        num_found = 0
+        for start in range(0, len(known), _MATCHED_AT_ONCE):
+            keys = known[start : start + _MATCHED_AT_ONCE]
+            for key, mask in zip(keys, self._key_to_mask.found(keys), strict=True):
+                wanted = expected.get(key, 0)
+                assert mask & wanted == wanted
+                assert not mask & ~(wanted | allowed.get(key, 0))
+                num_found += mask > 0
+        assert num_found == len(self._key_to_mask), "a removed replica left a trace"
         assert self._id_to_slot.keys() == self._holders.keys()
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _masks(self, keys: Sequence[bytes]) -> list[int]:
         """Return the masks of the leading keys, without those behind one that no replica has."""
         masks: list[int] = []
-        get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
-            found = list(map(get_mask, keys[start : start + _MATCHED_AT_ONCE], repeat(0)))
+            found = self._key_to_mask.found(keys[start : start + _MATCHED_AT_ONCE])
             if 0 in found:
                 return masks + found[: found.index(0)]
             masks += found
         return masks
 
-    def _take(self, holder: _Holder, stored: Iterable[BlocksStored]) -> None:
-        for blocks in stored:
-            if blocks.tier == "device":
-                self._hold(holder, blocks.keys)
+    def _take(self, holder: BlockHolder, stored: Iterable[BlocksStored]) -> None:
+        for tier, chains in groupby(stored, attrgetter("tier")):
+            keys = tuple(chain.from_iterable(blocks.keys for blocks in chains))
+            if tier == "device":
+                self._hold(holder, keys)
             else:
-                self._store(holder, blocks.keys, blocks.tier)
+                self._store(holder, keys, tier)
 
-    def _hold(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _hold(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         if predicted_until := holder.predicted_until:
             for key in keys:
                 predicted_until.pop(key, None)
-        holder.held.update(keys)
+        holder.held.set_all(keys, None)
         self._key_to_mask.set_bit(holder.device_bit, keys)
 
-    def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
-        self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
-        holder.stored.update(dict.fromkeys(keys, tier))
+    def _store(self, holder: BlockHolder, keys: Sequence[bytes], tier: StoreTier) -> None:
+        slices, num_slices = holder.stored.slices, len(holder.stored.slices)
+        moved = [key for key in keys if slices[hash(key) % num_slices].get(key, tier) != tier]
+        self._unstore(holder, moved)
+        holder.stored.set_all(keys, tier)
         self._key_to_mask.set_bit(holder.store_bits[tier], keys)
 
-    def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        gone = [key for key in keys if key in holder.held]
-        holder.held.difference_update(gone)
-        self._clear_device(holder, gone)
+    def _remove(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        self._clear_device(holder, holder.held.discard_all(keys))
 
-    def _unstore(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            tier = holder.stored.pop(key, None)
-            if tier is not None:
-                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
+    def _unstore(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        popped = [(key, holder.stored.pop(key)) for key in keys]
+        self._clear_store(holder, [(key, tier) for key, tier in popped if tier is not None])
+
+    def _clear_store(self, holder: BlockHolder, blocks: Collection[tuple[bytes, StoreTier]]) -> None:
+        """Clear the bits of the tiers from which these blocks are gone."""
+        for tier, bit in holder.store_bits.items() if blocks else ():
+            self._key_to_mask.clear_bit(bit, [key for key, its in blocks if its == tier])
 
     def _expire(self) -> None:
         self._forget_outdated()
@@ -496,12 +446,10 @@ class PrefixTree:
             return
         holder = next(iter(self._to_forget.values()))
         held, stored, marked = holder.outdated[-1]
-        self._clear_device(holder, [held.pop() for _ in range(min(len(held), _FORGOTTEN_AT_ONCE))])
-        for _ in range(min(len(stored), _FORGOTTEN_AT_ONCE)):
-            key, tier = stored.popitem()
-            if holder.stored.get(key) != tier:
-                self._key_to_mask.clear_bit(holder.store_bits[tier], (key,))
-        self._clear_mark(holder, [marked.pop() for _ in range(min(len(marked), _FORGOTTEN_AT_ONCE))])
+        self._clear_device(holder, [key for key, _ in held.pop_some(_FORGOTTEN_AT_ONCE)])
+        gone = stored.pop_some(_FORGOTTEN_AT_ONCE)
+        self._clear_store(holder, [(key, tier) for key, tier in gone if holder.stored.get(key) != tier])
+        self._clear_mark(holder, [key for key, _ in marked.pop_some(_FORGOTTEN_AT_ONCE)])
         if held or stored or marked:
             return
         holder.outdated.pop()
@@ -515,21 +463,21 @@ class PrefixTree:
             needed[holder.slot] = holder.marks_needed
         self._marks_needed = (ctypes.c_int32 * len(needed))(*needed) if any(needed) else None
 
-    def _mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        holder.marked.update(keys)
+    def _mark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        holder.marked.set_all(keys, None)
         self._key_to_mask.set_bit(holder.mark_bit, keys)
 
-    def _unmark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        holder.marked.difference_update(keys)
+    def _unmark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        holder.marked.discard_all(keys)
         self._clear_mark(holder, keys)
 
-    def _foresee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _foresee(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         """Count these blocks as marked until `_unforesee`."""
         for key in keys:
             holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1
         self._key_to_mask.set_bit(holder.mark_bit, keys)
 
-    def _unforesee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _unforesee(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         if self._holders.get(holder.identity.replica_id) is not holder:
             return
         for key in keys:
@@ -538,14 +486,14 @@ class PrefixTree:
                 del holder.num_foreseen[key]
         self._clear_mark(holder, keys)
 
-    def _clear_mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _clear_mark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key not in holder.marked and key not in holder.num_foreseen]
         self._key_to_mask.clear_bit(holder.mark_bit, gone)
 
-    def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
+    def _clear_device(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         """Clear the device's bit of the keys that are known to be there from no other source."""
         held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
-        gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
+        gone = [key for key in held.missing(keys) if not (key in predicted or key in expected)]
         self._key_to_mask.clear_bit(holder.device_bit, gone)
 
 
@@ -555,9 +503,9 @@ def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
     device = reached = int("1" * num_slots, 16)
     last = [0, 0, 0]
     for position, mask in enumerate([*masks, 0]):
-        dram = mask >> _TIER_TO_BIT["dram"]
+        dram = mask >> TIER_TO_BIT["dram"]
         device &= mask
-        reached &= device | dram | mask >> _TIER_TO_BIT["nvme"]
+        reached &= device | dram | mask >> TIER_TO_BIT["nvme"]
         in_dram = dram & reached & ~device
         for tier, bits in enumerate((device, in_dram, reached & ~device & ~in_dram)):
             if bits != last[tier]:
@@ -572,15 +520,15 @@ def limit_to_marks(masks: Sequence[int], num_slots: int, counts: Counts, marks_n
         num_counted = num_device + num_dram + num_nvme
         if not needed or not num_counted:
             continue
-        bits = [mask >> _SLOT_BITS * slot for mask in masks[:num_counted]]
+        bits = [mask >> SLOT_BITS * slot for mask in masks[:num_counted]]
         end = num_marked = 0
         for position, each in enumerate(bits, 1):
-            num_marked = num_marked + 1 if each >> _MARK_BIT & 1 else 0
+            num_marked = num_marked + 1 if each >> MARK_BIT & 1 else 0
             if num_marked >= min(needed, position):
                 end = position
         if end < num_counted:
             counts[slot] = num_device = min(num_device, end)
-            in_dram = sum(each >> _TIER_TO_BIT["dram"] & 1 for each in bits[num_device:end])
+            in_dram = sum(each >> TIER_TO_BIT["dram"] & 1 for each in bits[num_device:end])
             counts[num_slots + slot] = in_dram
             counts[2 * num_slots + slot] = end - num_device - in_dram
 
@@ -590,6 +538,6 @@ def _count_changes(before: int, now: int, position: int, counts: Counts, start: 
     changed = before ^ now
     while changed:
         lowest = changed & -changed
-        slot = start + lowest.bit_length() // _SLOT_BITS
+        slot = start + lowest.bit_length() // SLOT_BITS
         counts[slot] += position if before & lowest else -position
         changed ^= lowest

@@ -209,8 +209,14 @@ class ScriptedReplica:
             elif isinstance(message, PurgeCache) and self.purged is not None:
                 stream.send(LINK_UP_CODEC.encode(CachePurged(message.number, *self.purged)))
             elif isinstance(message, KvSnapshotRequest):
-                self.snapshot_requests.append(message.reason)
-                stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
+                assert message.takes_parts
+                if not message.part:
+                    self.snapshot_requests.append(message.reason)
+                # Two parts, which are empty.
+                part = KvSnapshot(
+                    self.identity, self._sequence, (), part=message.part, next_part=1 - message.part
+                )
+                stream.send(LINK_UP_CODEC.encode(part))
 
     def report(self, paths: Sequence[PathMeasure]) -> None:
         """Tell the gateways of these paths from now on."""

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from workers.scheduler.group_pool import GroupPool
-from workers.store_connector.sliced_map import NUM_SLICES
-from workers.store_connector.tier_view import TierView
+from workers.store_connector.tier_view import NUM_SLICES, TierView
 
 # The blocks of the first group with a window or states in a slice.
-_SLICE_BLOCKS = 1024
+_SLICE_BLOCKS = 512
 
 
 class BlockMarks:

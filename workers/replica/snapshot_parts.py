@@ -10,14 +10,13 @@ from __future__ import annotations
 from kvtransfer.kv_events import BlocksStored
 from workers.replica.block_marks import BlockMarks
 from workers.scheduler.block_pool import BlockPool
-from workers.store_connector.sliced_map import NUM_SLICES
-from workers.store_connector.tier_view import TierView
+from workers.store_connector.tier_view import NUM_SLICES, TierView
 
 # The blocks of the device in a slice, how many a part has at least where there are more, and how many slices
 # it has at most: most may be empty.
-SLICE_BLOCKS = 1024
-LEAST_PART_BLOCKS = 1024
-_MOST_SLICES = 64
+SLICE_BLOCKS = 512
+LEAST_PART_BLOCKS = 512
+_MOST_SLICES = 256
 
 
 class SnapshotParts:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtransfer.blocks.keys import state_key
+from kvtransfer.common.sliced_map import SlicedMap
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages.engine_session import TierEvents
-from workers.store_connector.sliced_map import SlicedMap
+
+# Of a million blocks each slice has some 250.
+NUM_SLICES = 4096
 
 
 class TierView:
@@ -16,11 +19,11 @@ class TierView:
     States are told apart from blocks: each follows the block that it is behind."""
 
     def __init__(self, *, has_states: bool = False) -> None:
-        self._held: SlicedMap[BlocksStored] = SlicedMap()
+        self._held: SlicedMap[BlocksStored] = SlicedMap(NUM_SLICES)
         self._has_states = has_states
         # The block that each state is behind, by the state's key, and the blocks with one.
         self._state_to_block: dict[bytes, bytes] = {}
-        self._with_state: SlicedMap[None] = SlicedMap()
+        self._with_state: SlicedMap[None] = SlicedMap(NUM_SLICES)
         # Blocks that changed since `take_changed`.
         self._changed: dict[bytes, None] = {}
         self._is_whole = True
