@@ -8,7 +8,8 @@ frames, one after the other. Snapshots: the longest that a replica and a gateway
 snapshot of a million blocks, on the device and in the store, and for forgetting as many. With `--operations`
 a tree checks its invariants after so many random operations.
 
-All times are the thread's processor time, which other processes disturb least.
+All times are the thread's processor time, which other processes disturb least. As in a gateway, the garbage
+collector leaves out what was there before decisions are timed.
 
     python -m benchmarks.router_scale [--only memory,decision,keys,events,snapshot,operations]
         [--operations 200000]
@@ -26,6 +27,7 @@ from random import Random
 
 from benchmarks.router import load_of, quantiles_us
 from benchmarks.tree_operations import TreeOperations
+from cluster.serve.collector import leave_out_started
 from kvtransfer.blocks.keys import TOKEN_BYTES, key_slices
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
@@ -166,12 +168,15 @@ def measure_memory() -> Iterator[Line]:
         replicas=1000,
         blocks=service.tree.num_keys,
     )
+    leave_out_started()
     yield from measure_decisions(service, 1000, {}, 500)
 
 
 def measure_decision() -> Iterator[Line]:
     """Time decisions with 64 replicas and a million blocks."""
-    yield from measure_decisions(filled_router(64, 1_000_000), 64, DECISION_LIMITS_US)
+    service = filled_router(64, 1_000_000)
+    leave_out_started()
+    yield from measure_decisions(service, 64, DECISION_LIMITS_US)
 
 
 # --------------------------------------------------------------------------------- keys and events

@@ -18,7 +18,7 @@ from router.current_load import CurrentLoad
 from router.load import LoadTracker
 from router.messages import TimeLimit
 from router.native import RouterKernel
-from router.policies.choice import OVERLAP, Choice
+from router.policies.cheapest_choice import OVERLAP, Choice
 from router.policies.cost_policy import NEVER_FITS_S, NO_SPACE_S, STALE_S, WORK_PART
 from router.policies.replica_cost import RouteQuery
 from router.radix import Match, PrefixTree
@@ -121,7 +121,7 @@ class PriceTable:
         before: tuple[str, str] | None = None,
         limit: TimeLimit | None = None,
     ) -> Choice | None:
-        """Return the cheapest choice within the limit, as `router.policies.choice.choose` does; with
+        """Return the cheapest choice within the limit, as `router.policies.cheapest_choice.choose` does; with
         `finds_other` also the cost of the cheapest one that computes elsewhere, and the cost of the prefill
         and decode replica of `before`. Of equal costs the first one wins by `router.membership.hashed` with
         this seed; None: by turn."""

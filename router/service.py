@@ -26,7 +26,7 @@ from router.messages import (
 )
 from router.native import load_kernel
 from router.placements import Placement, PlacementObserver
-from router.policies.choice import Choice, choose, cost_of
+from router.policies.cheapest_choice import Choice, choose, cost_of
 from router.policies.consistent_hash import affinity_key
 from router.policies.cost_policy import NEVER_FITS_S, decode_candidate
 from router.policies.known_policies import make_policy

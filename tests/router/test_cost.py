@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvtransfer.messages import ReplicaIdentity
 from router.current_load import CurrentLoad
 from router.messages import Candidate, Decision, ReplicaLoad, TimeLimit
-from router.policies.choice import OVERLAP, choose, recompute
+from router.policies.cheapest_choice import OVERLAP, choose, recompute
 from router.policies.cost_policy import (
     NEVER_FITS_S,
     NO_SPACE_S,

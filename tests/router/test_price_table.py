@@ -20,7 +20,7 @@ from router import service
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest, TimeLimit
 from router.native import load_kernel
-from router.policies.choice import OVERLAP, cost_of, recompute
+from router.policies.cheapest_choice import OVERLAP, cost_of, recompute
 from router.service import _LEAST_GAIN_S, _SENT_BACK_S, RouterService
 
 BLOCK_TOKENS = 16

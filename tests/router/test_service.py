@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from router_harness import BLOCK_TOKENS, RouterHarness, Tier, keys_of
+from slow_cases import slow_but
 
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
@@ -26,7 +27,7 @@ POLICIES = get_args(PolicyName)
 # -------------------------------------------------------------------------------- who may be chosen
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_but(POLICIES, "tandem", "random", "predicted_only", "sglang"))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, data: st.DataObject) -> None:

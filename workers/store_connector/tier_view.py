@@ -96,8 +96,8 @@ class TierView:
         return tuple(_chains(self._held.values()))
 
     def snapshot_slice(self, index: int) -> tuple[BlocksStored, ...]:
-        """Return the content of a slice."""
-        return tuple(_chains(self._held.slice(index).values()))
+        """Return the content of a slice, block by block: those of a chain are in different slices."""
+        return tuple(self._held.slice(index).values())
 
 
 def _chains(blocks: Iterable[BlocksStored]) -> Iterable[BlocksStored]:
