@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
@@ -13,6 +14,8 @@ from router.native import load_kernel
 from router.radix import Expectation, PrefixTree
 
 TTL_S = 5.0
+_TIERS: tuple[Literal["device", "dram", "nvme"], ...] = ("device", "device", "dram", "nvme")
+_STORE_TIERS: tuple[StoreTier, ...] = ("dram", "nvme")
 # Blocks that an event or a prompt names at most.
 _MOST_BLOCKS = 12
 # Snapshots come in parts of so many blocks.
@@ -113,7 +116,7 @@ class TreeOperations:
 
     def _store(self) -> None:
         replica, keys = self._replica(), self._keys()
-        tier = self._random.choice(("device", "device", "dram", "nvme"))
+        tier: Literal["device", "dram", "nvme"] = self._random.choice(_TIERS)
         if tier == "device":
             replica.device.update(keys)
         else:
@@ -171,7 +174,7 @@ class TreeOperations:
                 b"", tuple(key for key, where in part if where == "device" and key in replica.device)
             )
         ]
-        for tier in ("dram", "nvme"):
+        for tier in _STORE_TIERS:
             keys = tuple(key for key, where in part if where == "store" and replica.store.get(key) == tier)
             chains.append(BlocksStored(b"", keys, tier))
         marked = tuple(key for key, where in part if where == "mark" and key in replica.marked)

@@ -402,7 +402,7 @@ class PrefixTree:
             else:
                 self._store(holder, keys, tier)
 
-    def _hold(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+    def _hold(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         if predicted_until := holder.predicted_until:
             for key in keys:
                 predicted_until.pop(key, None)
@@ -463,7 +463,7 @@ class PrefixTree:
             needed[holder.slot] = holder.marks_needed
         self._marks_needed = (ctypes.c_int32 * len(needed))(*needed) if any(needed) else None
 
-    def _mark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+    def _mark(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         holder.marked.set_all(keys, None)
         self._key_to_mask.set_bit(holder.mark_bit, keys)
 
@@ -471,7 +471,7 @@ class PrefixTree:
         holder.marked.discard_all(keys)
         self._clear_mark(holder, keys)
 
-    def _foresee(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+    def _foresee(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         """Count these blocks as marked until `_unforesee`."""
         for key in keys:
             holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1

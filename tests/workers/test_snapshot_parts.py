@@ -12,6 +12,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages.engine_session import TierEvents
+from router.block_holder import StoreTier
 from router.radix import PrefixTree
 from workers.replica import block_marks, snapshot_parts
 from workers.replica.block_marks import BlockMarks
@@ -23,6 +24,7 @@ from workers.store_connector.tier_view import TierView
 IDENTITY = ReplicaIdentity("r0", 1)
 NUM_BLOCKS = 120
 PART_BLOCKS = 16
+TIERS: tuple[StoreTier, ...] = ("dram", "nvme")
 
 
 class Replica:
@@ -54,7 +56,7 @@ class Replica:
         assert self.group.register(block, keys[-1], "")
         self.group.release([block])
         gone = tuple(key for key in self.view.marked if self.random.random() < 0.1)
-        tier = self.random.choice(("dram", "nvme"))
+        tier = self.random.choice(TIERS)
         self.view.apply(TierEvents((BlocksStored(b"", tuple(keys), tier),), gone))
 
     def publish(self) -> None:
