@@ -32,10 +32,10 @@ from cluster.bench.virtual_replica import (
     VirtualRequest,
     serial_model,
 )
-from cluster.simulation.virtual_time import EventQueue
 from cluster.gateway.fleet.peer_placements import PeerPlacements
 from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig

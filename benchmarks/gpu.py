@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +30,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import RandomExperts, graph_of
 from benchmarks.push_rate import make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
 from benchmarks.random_quantized import QUANTIZED_FORMS, QuantizedForm, draw_quantized
+from benchmarks.rank_sums import time_sums
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import SystemClock
@@ -506,6 +508,32 @@ def cuda_ipc(bench: Bench) -> Iterator[Line]:
     }
 
 
+def hand_over(bench: Bench) -> Iterator[Line]:
+    """Prompts of 4,096 tokens pushed while their rank computes: the time of their bytes at 0.8 of a copy."""
+    num_blocks = max(bench.sizes.prefill_tokens // BLOCK_TOKENS, 1)
+    layout = block_layout(bench.sizes)
+    num_bytes = num_blocks * layout.block_bytes
+    seconds = num_bytes / push_rate(bench.device, layout, num_blocks, is_busy=True)
+    limit = num_bytes / (0.8 * bench.limits.byte_s / 2)
+    yield {
+        "figure": f"landing_ms of {bench.sizes.prefill_tokens} tokens",
+        "value": seconds * 1e3,
+        "limit": limit * 1e3,
+        "ratio": limit / seconds,
+        "target": 1 / 1.2,
+    }
+
+
+def rank_sums(bench: Bench) -> Iterator[Line]:
+    """Sums of two ranks in a graph, on a card each, through mapped memory: their time over that of NCCL."""
+    _needs_cuda(bench)
+    for timed in time_sums():
+        line: Line = {"figure": f"sum_us of {timed.num_bytes} bytes", "value": timed.one_shot_us}
+        if timed.nccl_us:
+            line |= {"limit": timed.nccl_us, "ratio": timed.nccl_us / timed.one_shot_us, "target": 1.0}
+        yield line
+
+
 def offload(bench: Bench) -> Iterator[Line]:
     """Blocks to pinned host memory and back, with checksums: their rate over that of plain copies."""
     _needs_cuda(bench)
@@ -534,7 +562,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 _IN_ORDER = (
     decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
-    offload, deterministic,
+    hand_over, rank_sums, offload, deterministic,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 
@@ -542,36 +570,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for p
 def _needs_cuda(bench: Bench) -> None:
     if bench.device.type != "cuda":
         raise RuntimeError("this part needs a CUDA device")
-
-
-class DeviceTime:
-    """Measures in its block how long the device did something, in any stream: `busy_s`, afterwards."""
-
-    def __init__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self.busy_s = 0.0
-
-    def __enter__(self) -> DeviceTime:
-        torch.cuda.synchronize()
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.cuda.synchronize()
-        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
-        events = self._profile.events()  # type: ignore[no-untyped-call]
-        events = [each for each in events if each.device_type.name == "CUDA"]
-        self.busy_s = union_us([(each.time_range.start, each.time_range.end) for each in events]) / 1e6
-
-
-def union_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length that the spans (start, end) cover together."""
-    covered = 0.0
-    last = float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, last))
-        last = max(last, end)
-    return covered
 
 
 def block_layout(sizes: Sizes) -> BlockLayout:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -36,19 +39,23 @@ def make_pool(device: torch.device, layout: BlockLayout, num_blocks: int) -> KvP
     return DevicePool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
 
 
-def push_rate(device: torch.device, layout: BlockLayout, num_blocks: int) -> float:
-    """Return the bytes a second at which another process writes blocks into a pool of this one."""
+def push_rate(device: torch.device, layout: BlockLayout, num_blocks: int, *, is_busy: bool = False) -> float:
+    """Return the bytes a second at which another process writes blocks into a pool of this one, all of them
+    at once. With `is_busy`, a thread of the writer computes at the same time, as a rank does, and each push
+    begins a landing."""
     transport = "cuda_ipc" if device.type == "cuda" else "shm"
     trust = draw_trust()
     gate = Gate(lambda _: None)
     pool = make_pool(device, layout, num_blocks)
     settings = TransferSettings("127.0.0.1", ())
     listener = TRANSPORTS[transport].listen(TargetRank(0, (pool,), gate, Trust.read(trust), settings))
-    landing_id = draw_id()
-    gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
+    landing_ids = tuple(draw_id() for _ in range(_NUM_LANDINGS if is_busy else 1))
+    for landing_id in landing_ids:
+        gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    order = PushRate(str(device), layout, num_blocks, transport, listener.endpoint.address, trust, landing_id)
+    address = listener.endpoint.address
+    order = PushRate(str(device), layout, num_blocks, transport, address, trust, landing_ids, is_busy)
     with contextlib.closing(listener):
         writer = context.Process(target=_report_rate, args=(order, sender))
         writer.start()
@@ -70,9 +77,14 @@ class PushRate(NamedTuple):
     transport: str
     address: str
     trust: TrustFiles
-    landing_id: bytes
+    # One for each push; a single one is for all.
+    landing_ids: tuple[bytes, ...]
+    is_busy: bool
 
 
+_NUM_LANDINGS = 24
+# Products that are queued at a time.
+_NUM_QUEUED = 8
 _WRITER = ReplicaIdentity("writer", 1)
 
 
@@ -88,10 +100,52 @@ def _report_rate(order: PushRate, sender: Connection) -> None:
     with contextlib.closing(channel):
         moves = [BlockMove(block, block, block) for block in range(order.num_blocks)]
 
-        def push() -> None:
-            channel.write(order.landing_id, moves, lambda: False)
-            channel.flush(order.landing_id, lambda: False)
+        def push(landing_id: bytes) -> None:
+            channel.begin(landing_id, lambda: False)
+            channel.write(landing_id, moves, lambda: False)
+            channel.flush(landing_id, lambda: False)
 
-        channel.begin(order.landing_id, lambda: False)
-        seconds = best_s(push, CLOCK, device, 5)
+        if order.is_busy:
+            with _computing(device):
+                seconds = _median_s(push, order.landing_ids)
+        else:
+            (landing_id,) = order.landing_ids
+            channel.begin(landing_id, lambda: False)
+            seconds = best_s(lambda: push(landing_id), CLOCK, device, 5)
         sender.send(order.num_blocks * order.layout.block_bytes / seconds)
+
+
+def _median_s(push: Callable[[bytes], None], landing_ids: Sequence[bytes]) -> float:
+    """Return the median time of a push."""
+    times: list[float] = []
+    for landing_id in landing_ids:
+        started_at = CLOCK.now()
+        push(landing_id)
+        times.append(CLOCK.now() - started_at)
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """Keep the device busy with products of about a millisecond, queued by another thread of this process."""
+    ended, started = threading.Event(), threading.Event()
+    size = 8192 if device.type == "cuda" else 256
+
+    def compute() -> None:
+        factor = torch.zeros((size, size), dtype=torch.bfloat16, device=device)
+        product = torch.empty_like(factor)
+        while not ended.is_set():
+            for _ in range(_NUM_QUEUED):
+                torch.mm(factor, factor, out=product)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            started.set()
+
+    thread = threading.Thread(target=compute, name="computes")
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -27,8 +27,8 @@ from cluster.bench.virtual_replica import (
     VirtualReplica,
     VirtualRequest,
 )
-from cluster.simulation.virtual_time import EventQueue
 from cluster.errors import OverloadedError
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig

@@ -190,10 +190,10 @@ class PoolConfig(_Settings):
             raise ValueError(
                 f"engine.deterministic is not available in fp16 on cpu: use bf16 or fp32, {remedy}"
             )
-        if self.tp > 2:
+        if self.tp > 2 and self.ep > 1:
             raise ValueError(
-                f"engine.deterministic is not available with tp {self.tp}: the order in which more than two "
-                f"ranks are added up depends on the step; use tp 1 or 2, and pp for more ranks, {remedy}"
+                f"engine.deterministic is not available with tp {self.tp} and ep {self.ep}: rows are sent to "
+                f"the ranks of their experts in steps of many rows alone; use ep 1, or tp 2, {remedy}"
             )
 
     def check_model(self, model: ModelConfig) -> None:

@@ -181,8 +181,8 @@ def _bad_blocks(pool: KvPool | None, pieces: Sequence[PieceCheck]) -> set[int]:
             batches.setdefault(piece.shard, []).append(piece)
         else:
             bad.add(piece.block_index)
-    for shard, batch in batches.items():
-        sums = pool.sums([piece.block_id for piece in batch], shard)
+    found = pool.sums_of([([piece.block_id for piece in batch], shard) for shard, batch in batches.items()])
+    for batch, sums in zip(batches.values(), found, strict=True):
         bad |= {
             piece.block_index
             for piece, checksum in zip(batch, sums, strict=True)

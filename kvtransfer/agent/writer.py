@@ -262,7 +262,9 @@ class WriterConnection:
         if not lanes:
             push.num_moved = len(order.moves)  # no lanes: no bytes
         block_bytes = self._block_bytes[order.group]
-        batch_moves = max(1, self._governor.batch_bytes(order.traffic) // max(1, block_bytes))
+        path_gb_s = min((opened.path.gb_s for opened in lanes), default=0.0)
+        batch_bytes = self._governor.batch_bytes(order.traffic, path_gb_s)
+        batch_moves = max(1, batch_bytes // max(1, block_bytes))
         while push.num_moved < len(order.moves):
             batch = order.moves[push.num_moved : push.num_moved + batch_moves]
             may_move = take_turn(len(batch) * block_bytes, lambda: self._gives_way(order))

@@ -54,6 +54,17 @@ def finish(total: int, num_bytes: int) -> int:
     return mix((total + mix(num_bytes)) & MASK)
 
 
+def finish_all(totals: _Words, num_bytes: int) -> list[int]:
+    """Compute the checksums of pieces of one length from their sums S, uint64 [num_pieces]."""
+    words = totals + np.uint64(mix(num_bytes))
+    for multiplier in (_MULTIPLIER_1, _MULTIPLIER_2):
+        words ^= words >> _SHIFT
+        words *= multiplier
+    words ^= words >> _SHIFT
+    finished: list[int] = words.tolist()
+    return finished
+
+
 class Checksummer:
     """Sums pieces with numpy on one core, in chunks that stay in the cache. Every thread needs its own."""
 

@@ -25,45 +25,42 @@ _SHIFT = tl.constexpr(SHIFT)
 
 def copy_pieces(
     src: torch.Tensor,
-    src_ids: torch.Tensor,
     dst: torch.Tensor | None,
-    dst_ids: torch.Tensor,
+    table: torch.Tensor,
+    num_pieces: int,
     grid: Grid,
     *,
     is_summed: bool,
-) -> torch.Tensor:
-    """Copy the piece `grid` of block `src_ids[i]` of `src` to block `dst_ids[i]` of `dst` (None: nowhere).
+) -> None:
+    """Copy the piece `grid` of blocks of `src` to blocks of `dst` (None: nowhere), all by one kernel.
 
-    `src` and `dst` are int64 [num_blocks, block_words], ids int64 [num_pieces], all on one device, or mapped
-    there. Returns the pieces' sums S of mixed words, int64 [num_pieces], or without `is_summed` nothing: [0].
-    Only queues work, on the current stream. All of `grid` must be whole words."""
+    `src` and `dst` are int64 [num_blocks, block_words], and `table` is that of a `PieceTable`: int64 source
+    ids, target ids and zeros, `num_pieces` each, on the device; all are on one device, or mapped there. With
+    `is_summed` each piece's sum S of mixed words is added to its zero. Sums wrap modulo 2^64, so the order in
+    which programs add changes no bit. Only queues work, on the current stream. All of `grid` must be whole
+    words."""
     assert all(num_bytes % WORD_BYTES == 0 for num_bytes in grid[:-1]), grid
     row_words = grid.row_bytes // WORD_BYTES
     tile_words = min(_MOST_TILE_WORDS, triton.next_power_of_2(row_words))
     num_tiles = triton.cdiv(row_words, tile_words)
-    num_pieces = len(src_ids)
-    shape = (num_pieces, grid.num_rows * num_tiles) if is_summed else (0,)
-    totals = torch.empty(shape, dtype=torch.int64, device=src_ids.device)
-    if num_pieces:
-        _copy_tile[(num_tiles, grid.num_rows, num_pieces)](
-            src,
-            src_ids,
-            src if dst is None else dst,
-            dst_ids,
-            totals,
-            src.stride(0),
-            grid.src_offset // WORD_BYTES,
-            grid.src_pitch // WORD_BYTES,
-            0 if dst is None else dst.stride(0),
-            grid.dst_offset // WORD_BYTES,
-            grid.dst_pitch // WORD_BYTES,
-            row_words,
-            TILE=tile_words,
-            COPIES=dst is not None,
-            SUMS=is_summed,
-            num_warps=_NUM_WARPS,
-        )
-    return totals.sum(dim=-1) if is_summed else totals
+    if not num_pieces:
+        return
+    _copy_tile[(num_tiles, grid.num_rows, num_pieces)](
+        src,
+        src if dst is None else dst,
+        table,
+        src.stride(0),
+        grid.src_offset // WORD_BYTES,
+        grid.src_pitch // WORD_BYTES,
+        0 if dst is None else dst.stride(0),
+        grid.dst_offset // WORD_BYTES,
+        grid.dst_pitch // WORD_BYTES,
+        row_words,
+        TILE=tile_words,
+        COPIES=dst is not None,
+        SUMS=is_summed,
+        num_warps=_NUM_WARPS,
+    )
 
 
 @triton.jit
@@ -78,10 +75,8 @@ def _mix(word):
 @triton.jit
 def _copy_tile(
     src,
-    src_ids,
     dst,
-    dst_ids,
-    totals,
+    table,
     src_block_words,
     src_offset,
     src_pitch,
@@ -97,14 +92,16 @@ def _copy_tile(
     tile, row, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tile * TILE + tl.arange(0, TILE)
     inside = columns < row_words
-    first = tl.load(src_ids + piece) * src_block_words + src_offset + row.to(tl.int64) * src_pitch
+    num_pieces = tl.num_programs(2)
+    first = tl.load(table + piece) * src_block_words + src_offset + row.to(tl.int64) * src_pitch
     words = tl.load(src + first + columns, mask=inside, other=0)
     if COPIES:
-        first = tl.load(dst_ids + piece) * dst_block_words + dst_offset + row.to(tl.int64) * dst_pitch
+        first = (
+            tl.load(table + num_pieces + piece) * dst_block_words + dst_offset + row.to(tl.int64) * dst_pitch
+        )
         tl.store(dst + first + columns, words, mask=inside)
     if SUMS:
         positions = row.to(tl.int64) * row_words + columns + 1
         mixed = _mix(words.to(tl.uint64, bitcast=True) + positions.to(tl.uint64, bitcast=True) * _GOLDEN)
         total = tl.sum(tl.where(inside, mixed, 0).to(tl.int64, bitcast=True), axis=0)
-        place = (piece.to(tl.int64) * tl.num_programs(1) + row) * tl.num_programs(0) + tile
-        tl.store(totals + place, total)
+        tl.atomic_add(table + 2 * num_pieces + piece, total, sem="relaxed")

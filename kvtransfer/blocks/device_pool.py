@@ -1,15 +1,16 @@
 """A rank's KV pool as a torch tensor, on any device: pieces are copied, packed, unpacked and summed there.
 
-On CUDA the kernels of `device_checksum` copy and sum in one pass. Each thread works on a stream of its own
-and waits, when it waits, for an event of that stream: never for the device, nor for the stream that computes.
-That suffices, because orders name what reported steps have written, and a rank reports a step when its event
-has passed; and because no plan names what a thread writes before the thread has seen its own event. Elsewhere
-torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit: int64 arithmetic
-wraps in the same way everywhere."""
+On CUDA the kernels of `device_checksum` copy and sum in one pass, as `copy_stream` describes. Each thread has
+streams of its own and waits, when it waits, for an event of one: never for the device, nor for the stream
+that computes. That suffices, because orders name what reported steps have written, and a rank reports a step
+when its event has passed; and because no plan names what a thread writes before the thread has seen its own
+event. Elsewhere torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit:
+int64 arithmetic wraps in the same way everywhere."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvtransfer.blocks.checksum import WORD_BYTES
+from kvtransfer.blocks.checksum import WORD_BYTES, finish_all
+from kvtransfer.blocks.copy_stream import CopyStream, Mark, PieceTable
 from kvtransfer.blocks.cuda_memory import pin, unpin
 from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
 from kvtransfer.blocks.pool import KvPool
@@ -44,20 +46,34 @@ class Blocks(NamedTuple):
     layout: BlockLayout
 
 
-class PendingSums:
-    """Copies that are queued, and the sums of their pieces (`totals`, in host memory, once `event` has
-    passed; an event of None has)."""
+# The sums of a launch: those of a table, or int64 [num_pieces] on the device or the host.
+Totals = PieceTable | torch.Tensor
 
-    def __init__(self, totals: torch.Tensor | None, num_bytes: int, event: torch.cuda.Event | None) -> None:
+
+class PendingSums:
+    """Copies that are queued on a stream up to `mark`, and the sums of their pieces."""
+
+    def __init__(self, totals: Sequence[Totals], num_bytes: int, stream: CopyStream) -> None:
+        """Pieces have `num_bytes`. The totals are in host memory when the stream has passed this point."""
         self._totals = totals
         self._num_bytes = num_bytes
-        self._event = event
+        self._stream = stream
+        self.mark: Mark = stream.mark()
+        self._sums: list[int] | None = None
 
     def result(self) -> list[int]:
         """Wait until the copies are done. Returns the checksums of the pieces."""
-        if self._event is not None:
-            self._event.synchronize()
-        return finish_totals(self._totals, self._num_bytes) if self._totals is not None else []
+        if self._sums is None:
+            self.mark.wait()
+            self._sums = [checksum for totals in self._totals for checksum in self._finished(totals)]
+        return self._sums
+
+    def _finished(self, totals: Totals) -> list[int]:
+        if isinstance(totals, torch.Tensor):
+            return finish_totals(totals, self._num_bytes)
+        sums = finish_all(totals.totals(), self._num_bytes)
+        self._stream.give_back(totals)
+        return sums
 
 
 def transfer_bytes(layout: BlockLayout) -> int:
@@ -68,10 +84,17 @@ def transfer_bytes(layout: BlockLayout) -> int:
 class DevicePool(KvPool):
     """A pool in `tensor`, contiguous uint8 [num_blocks, block_bytes]."""
 
-    def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, kernels: bool | None = None) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        tensor: torch.Tensor,
+        *,
+        kernels: bool | None = None,
+        streams: type[CopyStream] = CopyStream,
+    ) -> None:
         """`kernels`: whether Triton's move the pieces, on CUDA or in its interpreter, rather than torch
-        (None: on CUDA, if pieces are whole 64-bit words). Raises `ValueError` if the tensor is not such a
-        pool."""
+        (None: on CUDA, if pieces are whole 64-bit words), on `streams`. Raises `ValueError` if the tensor is
+        not such a pool."""
         if tensor.dtype != torch.uint8 or tensor.shape[1:] != (layout.block_bytes,):
             raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is no pool of {layout.block_bytes} bytes")
         if not tensor.is_contiguous():
@@ -81,6 +104,7 @@ class DevicePool(KvPool):
         self._is_cuda = tensor.is_cuda
         is_whole_words = layout.head_bytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
         self._has_kernels = is_whole_words and (self._is_cuda if kernels is None else kernels)
+        self._make_stream = streams
         self._local = threading.local()
         # Addresses of attached memory.
         self._pinned: set[int] = set()
@@ -90,49 +114,63 @@ class DevicePool(KvPool):
             self.sums([0], layout.shard)
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
-        self.check_blocks(block_ids)
-        with self._working():
-            totals = [
-                self._copy(self._own, ids, None, (), piece)
-                for _, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels)
-            ]
-            return self._pending(totals, piece).result()
+        return self.sums_of([(block_ids, piece)])[0]
+
+    def sums_of(self, pieces: Sequence[tuple[Sequence[int], Shard]]) -> list[list[int]]:
+        """Compute the checksums of several pieces, each of its own blocks: all are queued, then awaited."""
+        pending: list[PendingSums] = []
+        for block_ids, piece in pieces:
+            self.check_blocks(block_ids)
+            with self._working() as stream:
+                totals = [
+                    self._copy(stream, self._own, ids, None, (), piece)
+                    for _, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels)
+                ]
+                pending.append(self._pending(stream, totals, piece))
+        return [each.result() for each in pending]
 
     def gather(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> list[int]:
+        return self.start_gather(block_ids, piece, staging).result()
+
+    def start_gather(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> PendingSums:
+        """Queue what `gather` does."""
         self.check_blocks(block_ids)
         layout = replace(self.layout, shard=piece)
-        with self._working():
-            totals: list[torch.Tensor] = []
+        with self._working() as stream:
+            totals: list[Totals] = []
             for start, ids in self._batches(block_ids, piece):
                 staged = self._staged(staging, start, len(ids), piece)
                 is_here = staged.device == self.tensor.device
                 packed = staged if is_here else self.tensor.new_empty(staged.shape)
-                totals.append(self._copy(self._own, ids, Blocks(packed, layout), range(len(ids)), piece))
+                target = Blocks(packed, layout)
+                totals.append(self._copy(stream, self._own, ids, target, range(len(ids)), piece))
                 if not is_here:
-                    staged.copy_(packed, non_blocking=True)
-            return self._pending(totals, piece).result()
+                    stream.run(functools.partial(staged.copy_, packed, non_blocking=True))
+            return self._pending(stream, totals, piece)
 
     def scatter(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> None:
         self.check_blocks(block_ids)
         layout = replace(self.layout, shard=piece)
-        with self._working():
+        with self._working() as stream:
+            totals: list[Totals] = []
             for start, ids in self._batches(block_ids, piece):
                 staged = self._staged(staging, start, len(ids), piece)
                 packed = Blocks(staged.to(self.tensor.device, non_blocking=True), layout)
-                self._copy(packed, range(len(ids)), self._own, ids, piece, is_summed=False)
-            self._pending([], piece).result()
+                every = range(len(ids))
+                totals.append(self._copy(stream, packed, every, self._own, ids, piece, is_summed=False))
+            self._pending(stream, totals, piece).result()
 
     def copy_to(
         self, block_ids: Sequence[int], piece: Shard, target: Blocks, target_ids: Sequence[int]
     ) -> PendingSums:
         """Queue copies of that piece of each block to blocks of `target`, which may be another process's."""
         self.check_blocks(block_ids)
-        with self._working():
-            totals = []
+        with self._working() as stream:
+            totals: list[Totals] = []
             for start, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels):
                 to = target_ids[start : start + len(ids)]
-                totals.append(self._copy(self._own, ids, target, to, piece))
-            return self._pending(totals, piece)
+                totals.append(self._copy(stream, self._own, ids, target, to, piece))
+            return self._pending(stream, totals, piece)
 
     def allocate_staging(self, num_bytes: int) -> memoryview:
         """Allocate host memory, pinned if the pool is on CUDA."""
@@ -150,14 +188,14 @@ class DevicePool(KvPool):
         self.check_blocks(block_ids)
         shard, size = self.layout.shard, self.layout.block_bytes
         memory = _memory(region, offsets, size)
-        with self._working():
+        with self._working(is_urgent=False) as stream:
             for block_id, offset in zip(block_ids, offsets, strict=True):
                 memory[offset : offset + size].copy_(self.tensor[block_id], non_blocking=True)
             totals = [
-                self._copy(self._own, ids, None, (), shard)
+                self._copy(stream, self._own, ids, None, (), shard)
                 for _, ids in self._batches(block_ids, shard, has_copies=not self._has_kernels)
             ]
-            return self._pending(totals, shard).result()
+            return self._pending(stream, totals, shard).result()
 
     def load(
         self,
@@ -172,16 +210,22 @@ class DevicePool(KvPool):
         assert self.layout.group == layers, "records have the layers of the pool's blocks"
         self.check_blocks(block_ids)
         memory = _memory(region, offsets, self.piece_bytes(shard))
-        with self._working():
-            totals = [
-                self._load_batch(ids, piece, memory, offsets[start : start + len(ids)], shard)
-                for start, ids in self._batches(block_ids, shard)
-            ]
-            return self._pending(totals, shard).result()
+        with self._working(is_urgent=False) as stream:
+            totals: list[Totals] = []
+            for start, ids in self._batches(block_ids, shard):
+                part = offsets[start : start + len(ids)]
+                totals.append(self._load_batch(stream, ids, piece, memory, part, shard))
+            return self._pending(stream, totals, shard).result()
 
     def _load_batch(
-        self, ids: Sequence[int], piece: Shard, memory: torch.Tensor, offsets: Sequence[int], shard: Shard
-    ) -> torch.Tensor:
+        self,
+        stream: CopyStream,
+        ids: Sequence[int],
+        piece: Shard,
+        memory: torch.Tensor,
+        offsets: Sequence[int],
+        shard: Shard,
+    ) -> Totals:
         """Queue a part of the work of `load`. Its memory is free for the next part when this returns."""
         size = self.piece_bytes(shard)
         data = self.tensor.new_empty((len(ids), size))
@@ -189,9 +233,9 @@ class DevicePool(KvPool):
             row.copy_(memory[offset : offset + size], non_blocking=True)
         records, every = Blocks(data, replace(self.layout, shard=shard)), range(len(ids))
         if piece == shard:
-            return self._copy(records, every, self._own, ids, piece)
-        totals = self._copy(records, every, None, (), shard)
-        self._copy(records, every, self._own, ids, piece, is_summed=False)
+            return self._copy(stream, records, every, self._own, ids, piece)
+        totals = self._copy(stream, records, every, None, (), shard)
+        self._copy(stream, records, every, self._own, ids, piece, is_summed=False)
         return totals
 
     def attach(self, region: ByteRegion) -> None:
@@ -214,33 +258,31 @@ class DevicePool(KvPool):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        with self._working():
+        with self._working(is_urgent=False) as stream:
             yield
-            self._pending([], self.layout.shard).result()
+            stream.mark().wait()
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """Work on this thread's stream, in inference mode because the tensor may have been made in it."""
-        with torch.inference_mode(), contextlib.ExitStack() as stack:
-            if self._is_cuda:
-                stream = getattr(self._local, "stream", None)
-                if stream is None:
-                    stream = torch.cuda.Stream(self.tensor.device)  # type: ignore[no-untyped-call]
-                    self._local.stream = stream
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
+    def _working(self, *, is_urgent: bool = True) -> Iterator[CopyStream]:
+        """Work on a stream of this thread, in inference mode because the tensor may have been made in it."""
+        streams: dict[bool, CopyStream] | None = getattr(self._local, "streams", None)
+        if streams is None:
+            streams = self._local.streams = {}
+        if is_urgent not in streams:
+            streams[is_urgent] = self._make_stream(self.tensor.device, is_urgent=is_urgent)
+        with torch.inference_mode(), streams[is_urgent].working():
+            yield streams[is_urgent]
 
-    def _pending(self, totals: Sequence[torch.Tensor], piece: Shard) -> PendingSums:
+    def _pending(self, stream: CopyStream, totals: Sequence[Totals], piece: Shard) -> PendingSums:
         """Return the work that this thread has queued so far, with the sums S of its pieces."""
-        summed = torch.cat(list(totals)) if totals else None
-        if not self._is_cuda:
-            return PendingSums(summed, self.piece_bytes(piece), None)
-        if summed is not None:
-            pinned = torch.empty(summed.shape, dtype=torch.int64, pin_memory=True)
-            summed = pinned.copy_(summed, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter takes no core
-        event.record(torch.cuda.current_stream(self.tensor.device))
-        return PendingSums(summed, self.piece_bytes(piece), event)
+        taken: list[Totals] = []
+        for each in totals:
+            if isinstance(each, torch.Tensor) and each.is_cuda:
+                pinned = torch.empty(each.shape, dtype=torch.int64, pin_memory=True)
+                taken.append(pinned.copy_(each, non_blocking=True))
+            else:
+                taken.append(each)
+        return PendingSums(taken, self.piece_bytes(piece), stream)
 
     def _batches(
         self, block_ids: Sequence[int], piece: Shard, *, has_copies: bool = True
@@ -263,6 +305,7 @@ class DevicePool(KvPool):
 
     def _copy(
         self,
+        stream: CopyStream,
         source: Blocks,
         source_ids: Sequence[int],
         target: Blocks | None,
@@ -270,24 +313,17 @@ class DevicePool(KvPool):
         piece: Shard,
         *,
         is_summed: bool = True,
-    ) -> torch.Tensor:
+    ) -> Totals:
         """Queue copies of the piece from blocks to blocks (None: to nowhere). Returns the sums S of mixed
-        words, int64 [num_blocks], or an empty tensor."""
+        words, none of them without `is_summed`."""
         for blocks in (source, target):
             if blocks is not None and intersect(blocks.layout.shard, piece) != piece:
                 raise ValueError(f"{piece} is not part of {blocks.layout.shard}")
         if self._has_kernels:
-            # Here, since Triton is where CUDA is and need not be elsewhere.
-            from kvtransfer.blocks.device_checksum import copy_pieces
-
-            return copy_pieces(
-                source.data.view(torch.int64),
-                self._index(source_ids),
-                target.data.view(torch.int64) if target is not None else None,
-                self._index(target_ids),
-                piece_grid(source.layout, target.layout if target is not None else source.layout, piece),
-                is_summed=is_summed,
-            )
+            table = stream.take(len(source_ids))
+            table.fill(source_ids, target_ids)
+            stream.run(functools.partial(_launch, table, source, target, piece, is_summed))
+            return table
         packed = _part(source, piece)[self._index(source_ids)]
         if target is not None:
             _part(target, piece)[self._index(target_ids)] = packed
@@ -296,6 +332,24 @@ class DevicePool(KvPool):
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(ids, dtype=torch.int64, pin_memory=self._is_cuda)
         return index.to(self.tensor.device, non_blocking=True)
+
+
+def _launch(table: PieceTable, source: Blocks, target: Blocks | None, piece: Shard, is_summed: bool) -> None:
+    """Queue the kernel for the pieces of a table, with the copies of the table."""
+    # Here, since Triton is where CUDA is and need not be elsewhere.
+    from kvtransfer.blocks.device_checksum import copy_pieces
+
+    table.upload()
+    copy_pieces(
+        source.data.view(torch.int64),
+        target.data.view(torch.int64) if target is not None else None,
+        table.on_device,
+        table.num_pieces,
+        piece_grid(source.layout, target.layout if target is not None else source.layout, piece),
+        is_summed=is_summed,
+    )
+    if is_summed:
+        table.download()
 
 
 def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
@@ -330,6 +384,12 @@ class StagingArea:
         if isinstance(self._pool, DevicePool):
             return self._pool.gather(block_ids, piece, self.data)
         return self._pool.gather(block_ids, piece, self.data.numpy().data)
+
+    def start_gather(self, block_ids: Sequence[int], piece: Shard) -> PendingSums | None:
+        """Queue what `gather` does on a pool that is a tensor; None: not on such a pool."""
+        if isinstance(self._pool, DevicePool):
+            return self._pool.start_gather(block_ids, piece, self.data)
+        return None
 
     def scatter(self, block_ids: Sequence[int], piece: Shard) -> None:
         """Unpack pieces that lie one after another into the blocks."""

@@ -85,6 +85,10 @@ class KvPool(RecordPool):
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         """Compute the checksum of that piece of each block in place."""
 
+    def sums_of(self, pieces: Sequence[tuple[Sequence[int], Shard]]) -> list[list[int]]:
+        """Compute the checksums of several pieces, each of its own blocks, as `sums` does."""
+        return [self.sums(block_ids, piece) for block_ids, piece in pieces]
+
     @abstractmethod
     def gather(self, block_ids: Sequence[int], piece: Shard, staging: memoryview) -> list[int]:
         """Pack the blocks' pieces one after another into `staging`. Returns their checksums."""

@@ -123,6 +123,12 @@ class Measured(NamedTuple):
     latency_us: float
 
 
+def patient() -> Stopped:
+    """Return what ends a measurement whose target does not answer: it stops after a number of looks."""
+    looks = iter(range(_MEASURE_PATIENCE))
+    return lambda: next(looks, None) is None
+
+
 class Listener(ABC):
     """The target's side: serves each connection that has proven the secret on a thread of its own.
 
@@ -296,11 +302,7 @@ class Channel(ABC):
 
         `TransferError` when the target stops answering.
         """
-        patience = iter(range(_MEASURE_PATIENCE))
-
-        def stopped() -> bool:
-            return next(patience, None) is None
-
+        stopped = patient()
         latency_s = min(self._timed(clock, 0, stopped) for _ in range(_NUM_ROUND_TRIPS)) / 2
         self._timed(clock, SCRATCH_BYTES, stopped)  # the first pass takes the pages
         seconds = min(self._timed(clock, SCRATCH_BYTES, stopped) for _ in range(_NUM_RATE_PASSES))

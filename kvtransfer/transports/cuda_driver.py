@@ -16,10 +16,12 @@ import torch
 
 from kvtransfer.blocks.cuda_memory import view_memory
 from kvtransfer.errors import PathError
+from kvtransfer.transports.card_links import check_atomics
 
 HANDLE_BYTES = 64
 
 _LAZY_PEER_ACCESS = 1
+_BUS_ID_BYTES = 32
 
 
 class Exported(NamedTuple):
@@ -45,6 +47,10 @@ class CudaDriver:
         self._call("cuDeviceGet", byref(device), c_int(index))
         self._call("cuDevicePrimaryCtxRetain", byref(context), device)  # the one that torch uses
         self._context = context
+        name = ctypes.create_string_buffer(_BUS_ID_BYTES)
+        self._call("cuDeviceGetPCIBusId", name, c_int(_BUS_ID_BYTES), device)
+        # The card of the device, by its place on the bus.
+        self.bus_id = name.value.decode()
 
     def export(self, address: int) -> Exported:
         """Export memory of this process, which must have come from one `cuMemAlloc`."""
@@ -79,6 +85,10 @@ class CudaDriver:
             if mapped[1] == 0:
                 del self._mapped[handle]
                 self._call("cuIpcCloseMemHandle", c_uint64(mapped[0]))
+
+    def check_atomics(self, bus_id: str) -> None:
+        """Raise `PathError` if this device has no native atomics in the memory of the card at `bus_id`."""
+        check_atomics(self.bus_id, bus_id)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return mapped memory as uint8 [num_bytes]."""

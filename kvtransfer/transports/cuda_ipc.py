@@ -11,6 +11,12 @@ So the target counts a writer as gone only
   readable once every thread has ended and every file of the process, the driver's too, is closed.
 
 A stopped writer has neither exited nor said so.
+
+A write of any number of blocks is one kernel and one wait (`kvtransfer.blocks.copy_stream`): a kernel of its
+own for each part of a push, with a wait for each, left the device idle for most of the time. How much is
+written at a time is decided by the writer's traffic class and the measured rate, a few milliseconds' worth.
+The path is measured as pushes are, by one kernel over many pieces, without the round trip that confirms it.
+Rates of this shape are not yet validated on a card.
 """
 
 from __future__ import annotations
@@ -29,13 +35,15 @@ from msgspec import structs
 from kvtransfer.blocks.device_pool import Blocks, DevicePool
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transfer_orders import BlockMove, Lane
-from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.base import Measured, TargetRank, WriterRank, patient
 from kvtransfer.transports.cuda_driver import CudaDriver, cuda_driver
 from kvtransfer.transports.onesided import (
     REQUEST_CODEC,
@@ -56,11 +64,14 @@ from kvtransfer.transports.stream_sockets import (
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _CLOSING_POLL_MS = 200
-# Copied between two looks at `stopped`: under a millisecond between devices with a fast link. Two batches are
-# under way, so that the device does not wait for the next.
-_BATCH_BYTES = 128 << 20
+# Copied by one kernel, and between two looks at `stopped`: at least what the writer writes at a time. Two are
+# under way where it is less, so that the device does not wait for the next.
+_BATCH_BYTES = 1 << 30
 _MOST_BATCHES = 2
-# The scratch memory as a block.
+# A measurement of the path takes this long, or moves so much.
+_MEASURED_S = 0.005
+_MOST_MEASURED_BYTES = 1 << 30
+# A part of the scratch memory, as a block.
 _SCRATCH = BlockLayout(Shard(0, 1, 0, 1), head_dim=SCRATCH_BYTES // 2, block_tokens=1, item_bytes=1)
 
 _log = logging.getLogger(__name__)
@@ -68,12 +79,13 @@ _log = logging.getLogger(__name__)
 
 class PoolOffer(Message, frozen=True):
     """Target to writer, after the welcome: the allocations that hold the pool and the scratch memory, and
-    where in them these start."""
+    where in them these start. There are `scratch_bytes` of the latter."""
 
     pool_handle: bytes
     pool_offset: int
     scratch_handle: bytes
     scratch_offset: int
+    scratch_bytes: int = SCRATCH_BYTES
 
 
 OFFER_CODEC: Codec[PoolOffer] = Codec(PoolOffer)
@@ -86,10 +98,10 @@ class CudaIpcListener(OneSidedListener):
 
     def __init__(self, target: TargetRank, pools: Mapping[int, DevicePool], driver: CudaDriver) -> None:
         """`pools` are the pools of the rank by group of layers."""
-        self._scratch = next(iter(pools.values())).tensor.new_empty(SCRATCH_BYTES)
+        self._scratch = next(iter(pools.values())).tensor.new_empty(DEVICE_SCRATCH_BYTES)
         scratch = driver.export(self._scratch.data_ptr())
         self._offered = {
-            group: PoolOffer(*driver.export(pool.tensor.data_ptr()), *scratch)
+            group: PoolOffer(*driver.export(pool.tensor.data_ptr()), *scratch, DEVICE_SCRATCH_BYTES)
             for group, pool in pools.items()
         }
         super().__init__(target)
@@ -122,7 +134,7 @@ class CudaIpcListener(OneSidedListener):
 
 
 class Mapped:
-    """The target's memory in this process: its `num_blocks` blocks, and its scratch memory as one."""
+    """The target's memory in this process: its `num_blocks` blocks, and those of its scratch memory."""
 
     def __init__(self, driver: CudaDriver, offer: PoolOffer, layout: BlockLayout, num_blocks: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -132,7 +144,9 @@ class Mapped:
             undo.callback(driver.unmap, offer.scratch_handle)
             shape = num_blocks, layout.block_bytes
             self.pool = Blocks(driver.view(pool, num_blocks * layout.block_bytes).view(shape), layout)
-            self.scratch = Blocks(driver.view(scratch, SCRATCH_BYTES).view(1, -1), _SCRATCH)
+            num_scratch = max(1, offer.scratch_bytes // SCRATCH_BYTES)
+            scratch_data = driver.view(scratch, num_scratch * SCRATCH_BYTES).view(num_scratch, -1)
+            self.scratch = Blocks(scratch_data, _SCRATCH)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -161,11 +175,28 @@ class CudaIpcChannel(OneSidedChannel):
         super().__init__(rank, lane, connection, welcome.num_blocks, pool.device, on_lost)
         self._mapped = mapped
         self._source = pool
-        self._scratch = DevicePool(_SCRATCH, pool.tensor.new_empty((1, SCRATCH_BYTES)))
+        # Of this rank, while a path is measured.
+        self._scratch: DevicePool | None = None
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
         """Check the connection; there is nothing to wait for, as copies are done when `write` returns."""
         self.check()
+
+    def measure(self, clock: Clock) -> Measured:
+        """Time empty round trips, and writes that take a few milliseconds, each by one kernel."""
+        shape = self._mapped.scratch.data.shape
+        self._scratch = DevicePool(_SCRATCH, self._source.tensor.new_empty(shape))
+        try:
+            latency_us = super().measure(clock).latency_us
+            round_trip_s = 2 * latency_us / 1e6
+            num_bytes = self._mapped.scratch.data.numel()
+            while (seconds := self._write_s(clock, num_bytes)) < _MEASURED_S:
+                if num_bytes >= _MOST_MEASURED_BYTES:
+                    break
+                num_bytes *= 2
+        finally:
+            self._scratch = None
+        return Measured(num_bytes / max(seconds - round_trip_s, seconds / 4, 1e-9) / 1e9, latency_us)
 
     def close(self) -> None:
         """Unmap the memory, report that, and close the connection. Without the report the target waits for
@@ -207,9 +238,17 @@ class CudaIpcChannel(OneSidedChannel):
         flipped[0, offset].item()  # it is there when this returns
         DevicePool(layout, flipped).copy_to([0], self._piece, self._mapped.pool, [move.dst_block]).result()
 
+    def _write_s(self, clock: Clock, num_bytes: int) -> float:
+        """Return how long it takes to write so much scratch memory and to have that confirmed."""
+        stopped = patient()
+        return min(self._timed(clock, num_bytes, stopped) for _ in range(2))
+
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
-        """Write all of it: the time of less would be that of the call."""
-        self._scratch.copy_to([0], _SCRATCH.shard, self._mapped.scratch, [0]).result()
+        """Write whole parts of it, again and again: the time of less would be that of the call."""
+        assert self._scratch is not None
+        num_parts = self._scratch.num_blocks
+        parts = [index % num_parts for index in range(-(-num_bytes // SCRATCH_BYTES))]
+        self._scratch.copy_to(parts, _SCRATCH.shard, self._mapped.scratch, parts).result()
 
 
 def listen(target: TargetRank) -> CudaIpcListener | None:

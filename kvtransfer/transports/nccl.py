@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from kvtransfer.transports.pair import connect_pair, listen_pair
 from kvtransfer.transports.pair_group import ENDLESS, Group, PairGroup, PairWork
 
-_POLL_S = 0.0002
+_POLL_S = 0.00005
 # Left to itself, torch's watchdog ends the process when a peer fails or is silent.
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _environment = threading.Lock()
@@ -50,6 +50,9 @@ class NcclPair(PairGroup):
         while not work.is_completed():
             if self._aborted.wait(_POLL_S):
                 self._check()
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
 
     def _start(self, data: torch.Tensor, *, is_send: bool) -> PairWork:
         with torch.cuda.stream(self._stream):

@@ -12,11 +12,14 @@ import logging
 import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtransfer.blocks.device_pool import StagingArea
+from kvtransfer.blocks.copy_stream import Mark
+from kvtransfer.blocks.device_pool import PendingSums, StagingArea
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
+from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.rpc.handshake import receive_frame, send_frame
@@ -36,7 +39,9 @@ from kvtransfer.transports.stream_sockets import (
 )
 from kvtransfer.transports.tcp import interface_of, listen_tcp, open_socket, tune
 
+# At the target one is received while another is unpacked; at the writer two are sent while another is packed.
 _NUM_STAGED = 2
+_NUM_PACKED = 3
 _END_TIMEOUT_S = 10.0
 _NO_LANDING = b""
 
@@ -66,9 +71,10 @@ OFFER_CODEC: Codec[PairOffer] = Codec(PairOffer)
 REQUEST_CODEC: Codec[Pieces | Barrier] = Codec(Pieces | Barrier)
 
 
-def staging_bytes(piece_bytes: int) -> int:
-    """Return the size of the largest message: as many pieces as fit in the scratch size, at least one."""
-    return max(piece_bytes, SCRATCH_BYTES)
+def staging_bytes(piece_bytes: int, device: str) -> int:
+    """Return the size of the largest message between pools on such a device: as many pieces as fit in the
+    scratch size, at least one. Between GPUs the message must take longer than its announcement."""
+    return max(piece_bytes, SCRATCH_BYTES if device == "cpu" else DEVICE_SCRATCH_BYTES)
 
 
 class PairListener(Listener):
@@ -111,7 +117,8 @@ class _Receiver:
         self._layer_group = hello.group
         pool = target.group_to_pool[hello.group]
         self._piece_bytes = pool.piece_bytes(hello.piece)
-        self._staged = [StagingArea(pool, staging_bytes(self._piece_bytes)) for _ in range(_NUM_STAGED)]
+        num_bytes = staging_bytes(self._piece_bytes, pool.device)
+        self._staged = [StagingArea(pool, num_bytes) for _ in range(_NUM_STAGED)]
         self._num_started = 0
         self._num_done = 0
         self._refused: list[bytes] = []
@@ -196,16 +203,19 @@ class _Receiver:
 
 
 class _Send(NamedTuple):
-    """Bytes [start, end) of a staging area to send; `is_last` of them, so that it is free after."""
+    """Bytes [start, end) of a staging area to send; `is_last` of them, so that it is free after. The device
+    sends them once it has passed `packed` (None: they are packed)."""
 
     staging: StagingArea
     start: int
     end: int
     is_last: bool
+    packed: Mark | None = None
 
 
 class PairChannel(Channel):
-    """The writing thread packs into one staging area while another thread sends the other."""
+    """The writing thread packs into one staging area while another thread sends the others. On a device it
+    queues the packing, and the sends behind it, and waits for the sums once in a write."""
 
     def __init__(
         self,
@@ -223,7 +233,8 @@ class PairChannel(Channel):
         self._connection = connection
         self._group = group
         self._changed = threading.Condition()
-        self._free = [StagingArea(rank.pool, staging_bytes(self.piece_bytes)) for _ in range(_NUM_STAGED)]
+        self._message_bytes = staging_bytes(self.piece_bytes, rank.pool.device)
+        self._free = [StagingArea(rank.pool, self._message_bytes) for _ in range(_NUM_PACKED)]
         self._num_unsent = 0
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name=f"{self.transport}-send", daemon=True)
@@ -236,18 +247,28 @@ class PairChannel(Channel):
         super().close()
 
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        per_message = staging_bytes(self.piece_bytes) // self.piece_bytes
+        per_message = self._message_bytes // self.piece_bytes
         sums: list[int] = []
-        for start in range(0, len(moves), per_message):
-            if stopped():
-                raise PushStoppedError("stopped on request")
-            part = moves[start : start + per_message]
-            staging = self._take(stopped)
-            sums += staging.gather([move.src_block for move in part], self._piece)
-            num_bytes = len(part) * self.piece_bytes
-            self._announce(landing_id, part, num_bytes)
-            self._submit(_Send(staging, 0, num_bytes, is_last=True))
-        return sums
+        packing: list[PendingSums] = []
+        try:
+            for start in range(0, len(moves), per_message):
+                if stopped():
+                    raise PushStoppedError("stopped on request")
+                part = moves[start : start + per_message]
+                ids = [move.src_block for move in part]
+                staging = self._take(stopped)
+                pending = staging.start_gather(ids, self._piece)
+                if pending is None:
+                    sums += staging.gather(ids, self._piece)
+                else:
+                    packing.append(pending)
+                num_bytes = len(part) * self.piece_bytes
+                self._announce(landing_id, part, num_bytes)
+                packed = None if pending is None else pending.mark
+                self._submit(_Send(staging, 0, num_bytes, is_last=True, packed=packed))
+        finally:  # nothing reads the pool after, however this ends
+            packed_sums = [each.result() for each in packing]
+        return sums + [checksum for each in packed_sums for checksum in each]
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         staging = self._take(stopped)
@@ -294,16 +315,34 @@ class PairChannel(Channel):
         self._sends.put(send)
 
     def _send_all(self) -> None:
+        """Send in order; the next message is queued before the one before is awaited."""
+        under_way: deque[tuple[_Send, PairWork]] = deque()
         try:
-            while (send := self._sends.get()) is not None:
-                self._group.wait(self._group.start_send(send.staging.data[send.start : send.end]))
-                with self._changed:
-                    self._num_unsent -= 1
-                    if send.is_last:
-                        self._free.append(send.staging)
-                    self._changed.notify_all()
+            while (send := self._next_send(under_way)) is not None:
+                packed = None if send.packed is None else send.packed.event
+                data = send.staging.data[send.start : send.end]
+                under_way.append((send, self._group.start_send(data, packed)))
+                if len(under_way) == _NUM_PACKED - 1:
+                    self._await_sent(*under_way.popleft())
         except PeerGoneError as error:
             self._end(str(error))
+
+    def _next_send(self, under_way: deque[tuple[_Send, PairWork]]) -> _Send | None:
+        """Return what to send next, None at the end; until there is something, await what is under way."""
+        while under_way:
+            try:
+                return self._sends.get_nowait()
+            except queue.Empty:
+                self._await_sent(*under_way.popleft())
+        return self._sends.get()
+
+    def _await_sent(self, send: _Send, work: PairWork) -> None:
+        self._group.wait(work)
+        with self._changed:
+            self._num_unsent -= 1
+            if send.is_last:
+                self._free.append(send.staging)
+            self._changed.notify_all()
 
     def _lose(self, reason: str) -> bool:
         first = super()._lose(reason)

@@ -67,8 +67,11 @@ class PairGroup(ABC):
         """Form the group; return when both sides have come; `RuntimeError` when that fails. `address` is this
         side's."""
 
-    def start_send(self, data: torch.Tensor) -> PairWork:
-        """Queue a message (uint8 [num_bytes] on the device); `data` is in use until `wait` returns."""
+    def start_send(self, data: torch.Tensor, packed: torch.cuda.Event | None = None) -> PairWork:
+        """Queue a message (uint8 [num_bytes] on the device), behind the event if there is one; `data` is in
+        use until `wait` returns."""
+        if packed is not None:
+            self._wait_for(packed)
         return self._start(data, is_send=True)
 
     def start_receive(self, data: torch.Tensor) -> PairWork:
@@ -95,6 +98,10 @@ class PairGroup(ABC):
             return False
         del self._group
         return True
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        """Queue what is started next behind an event of the device."""
+        event.synchronize()
 
     @abstractmethod
     def _abort(self) -> None:

@@ -157,11 +157,12 @@ def test_weights_in_another_form_than_kv_are_refused(dtype: str) -> None:
     ("changes", "remedy"),
     [
         ({"dtype": "fp16"}, "use bf16 or fp32"),
-        ({"tp": 4}, "use tp 1 or 2"),
+        ({"tp": 4, "ep": 2}, "use ep 1, or tp 2"),
     ],
 )
 def test_deterministic_names_what_it_is_not_available_with(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"engine.deterministic is not available .*{remedy}"):
         make(engine={"deterministic": True, "block_tokens": 16}, **changes)
     assert make(engine={"deterministic": True}).pools[0].engine.deterministic
+    assert make(engine={"deterministic": True}, tp=4).pools[0].engine.deterministic
     assert make(engine={"deterministic": True}, device="cuda", dtype="fp16").pools[0].engine.deterministic

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import EXPERT_BATCHES, PARTS, union_us
+from benchmarks.device_time import union_us
+from benchmarks.gpu import EXPERT_BATCHES, PARTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -42,13 +43,13 @@ def test_the_parts_are_listed() -> None:
 
 def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device) -> None:
     tiny = ("--device", str(device), "--model", "tiny", "--batches", "2", "--context", "64")
-    found = lines("decode", "idle", "cuda_ipc", "experts", *tiny)
-    parts = ["decode", "idle", "cuda_ipc", "experts", "experts"]
+    found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", *tiny)
+    parts = ["decode", "idle", "cuda_ipc", "hand_over", "experts", "experts"]
     assert [line["part"] for line in found] == ["limits"] * 3 + parts
     for line in found[1:3]:
         assert line["value"] > 0
-    decode, idle, push, *experts = found[3:]
-    for line in (decode, *experts):
+    decode, idle, push, landing, *experts = found[3:]
+    for line in (decode, landing, *experts):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
     assert [line["figure"] for line in experts] == [
         f"decode_ms at batch {batch}, context 64" for batch in EXPERT_BATCHES

@@ -4,7 +4,6 @@ that copies in host memory. `tests/gpu` runs it on CUDA."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 import torch
 from channel_process import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
 from child_processes import killed_on_error
+from host_driver import HostDriver
 from import_path import import_path
 from trust_files import FILES, TRUST
 
@@ -38,7 +38,7 @@ from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding
 from kvtransfer.transfer_reports import LandingClosed, TransferReport, WriterGone
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Exported, cuda_driver
+from kvtransfer.transports.cuda_driver import cuda_driver
 from kvtransfer.transports.cuda_ipc import CudaIpcListener, halves
 from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
 from kvtransfer.transports.stream_sockets import HELLO_CODEC
@@ -46,31 +46,6 @@ from kvtransfer.transports.stream_sockets import HELLO_CODEC
 SHARD = LAYOUT.shard
 NUM_BLOCKS = 12
 MOVES = [(3, 7), (0, 5), (1, 6), (9, 0)]
-
-
-class HostDriver(CudaDriver):
-    """Memory of this process."""
-
-    def __init__(self) -> None:
-        self.mapped: list[bytes] = []
-        self.fails_to_map = 0
-
-    def export(self, address: int) -> Exported:
-        base = address - 24
-        return Exported(base.to_bytes(HANDLE_BYTES, "little"), 24)
-
-    def map(self, handle: bytes) -> int:
-        if len(self.mapped) + 1 == self.fails_to_map:
-            raise PathError("cannot be mapped")
-        self.mapped.append(handle)
-        return int.from_bytes(handle, "little")
-
-    def unmap(self, handle: bytes) -> None:
-        self.mapped.remove(handle)
-
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class CudaIpcHarness:

@@ -127,7 +127,7 @@ def test_many_messages_keep_their_order(ends: Ends, monkeypatch: pytest.MonkeyPa
         scatter(*arguments)
 
     monkeypatch.setattr(HostPool, "scatter", scatter_late)
-    monkeypatch.setattr("kvtransfer.transports.pair.staging_bytes", lambda piece_bytes: 3 * piece_bytes)
+    monkeypatch.setattr("kvtransfer.transports.pair.staging_bytes", lambda num_bytes, _: 3 * num_bytes)
     monkeypatch.setattr("kvtransfer.transports.base.SCRATCH_BYTES", 100)
     target, writer = target_here(ends, setup(device="host")), writer_here(ends)
     writer.connect(target.address, SHARD, SHARD)

@@ -256,3 +256,7 @@ def test_a_limited_class_moves_in_batches_that_its_rate_explains() -> None:
     assert governor.batch_bytes("write_back") == BATCH_BYTES
     on_device = TrafficGovernor(NO_LIMITS, ManualClock(), "cuda:0")
     assert on_device.batch_bytes("hand_over") == DEVICE_BATCH_BYTES > BATCH_BYTES
+    assert on_device.batch_bytes("hand_over", 20) == DEVICE_BATCH_BYTES, "12 ms over PCI Express"
+    assert on_device.batch_bytes("hand_over", 100) == 500_000_000
+    assert on_device.batch_bytes("hand_over", 3000) == 1 << 30
+    assert governor.batch_bytes("hand_over", 3000) == 500_000, "a limit is a limit"

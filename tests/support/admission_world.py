@@ -13,8 +13,8 @@ from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
-from cluster.simulation.virtual_time import EventQueue
 from cluster.errors import OverloadedError, RequestError
+from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig

@@ -125,6 +125,30 @@ def test_a_sum_is_equal_on_all_ranks_whatever_its_size(address: str, tp: int, dt
         torch.testing.assert_close(ranks[0][i].double(), expected, rtol=rounding, atol=4 * rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_added_up_in_the_order_of_ranks_alone_or_among_others(
+    address: str, links: str, dtype: torch.dtype
+) -> None:
+    """Where ranks share memory, as `engine.deterministic` needs it of more than two."""
+    tp, width = 4, 96
+    scales = [1.0, 1e4, -1e4, 1e-2]
+    generator = torch.Generator().manual_seed(2)
+    rows = [(torch.randn(30_000, width, generator=generator) * scale).to(dtype) for scale in scales]
+    expected = (((rows[0].float() + rows[1].float()) + rows[2].float()) + rows[3].float()).to(dtype)
+
+    def add_up(groups: RankGroups) -> tuple[Tensor, Tensor, bool]:
+        alone, together = rows[groups.tp_rank][7:8].clone(), rows[groups.tp_rank].clone()
+        for tensor in (alone, together):
+            groups.all_reduce(tensor)
+        return alone, together, groups.adds_in_order
+
+    for alone, together, is_ordered in _together(address, tp, 1, add_up):
+        assert is_ordered == (links == "here")
+        if is_ordered:
+            assert torch.equal(together, expected)
+            assert torch.equal(alone, expected[7:8])
+
+
 @pytest.mark.parametrize("tp", [2, 3])
 def test_sums_of_a_few_float32_values_may_lie_between_those_of_the_model(address: str, tp: int) -> None:
     """As norms over all heads of a token need them: squares [num_rows, 2], of a model in bfloat16."""

@@ -1,12 +1,17 @@
 """The collectives between the ranks of one replica: sums and logits inside a stage, hidden states from stage
 to stage, sampled ids from the last stage back to the first.
 
-Ranks on the CPUs of one host use shared memory (`local_links`). Other groups are made for this replica alone,
-on a store of its own and not on torch's global default group: NCCL serves CUDA, gloo all other pairs. Not yet
-validated: NCCL."""
+Ranks on the CPUs of one host use shared memory (`local_links`). Those of a stage on GPUs of one host add up
+through memory that they have mapped of each other (`one_shot_group`), where that is possible: with NVLink
+between the cards, or on one card. Other groups are made for this replica alone, on a store of its own and not
+on torch's global default group: NCCL serves CUDA, also for large sums and across PCI Express, gloo all other
+pairs, and ranks that share a card, which NCCL refuses, pass hidden states through host memory. Not yet
+validated: NCCL, and sums through mapped memory."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +30,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # the type stubs 
 )
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from kvtransfer.errors import PathError
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.transports.cuda_driver import cuda_driver
 from workers.errors import RankDiedError, WorkerError
 from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
+from workers.rank.one_shot_group import OneShotGroup, OneShotSums
+from workers.rank.peer_buffers import PeerBuffers
 
 # The engine core detects a peer that hangs, and kills every rank. Before that, a wait ends only when a
 # connection breaks.
@@ -38,6 +47,8 @@ _TIMEOUT = timedelta(hours=1)
 _DIRECT_BYTES = 2 << 20
 _SUM_TAG, _LOGITS_TAG, _AGREE_TAG, _ROWS_TAG = 0, 1, 2, 3
 _HIDDEN_TAG, _MARKS_TAG = 0, 1
+
+_log = logging.getLogger("tandem.rank")
 
 
 def open_store(host: str) -> tuple[TCPStore, str]:
@@ -77,7 +88,10 @@ class RankGroups:
         host: str,
         host_id: str = "",
         trust: Trust | None = None,
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: sums are added in the order of ranks, whatever their size, where that is
+        possible; see `adds_in_order`."""
         self.tp, self.pp, self.rank = tp, pp, rank
         self.stage, self.tp_rank = divmod(rank, tp)
         self.is_first_stage = self.stage == 0
@@ -87,7 +101,9 @@ class RankGroups:
         self.num_exchanged_bytes = 0
         self._store = store
         self._nccl_groups: list[Any] = []
-        self._layer_group: SharedSums | _LayerGroup | None = None
+        self._is_deterministic = is_deterministic
+        self._device = device
+        self._layer_group: SharedSums | OneShotGroup | _LayerGroup | None = None
         self._previous: HiddenReceiver | _HiddenPair | None = None
         self._next: HiddenSender | _HiddenPair | None = None
         self._tokens: LocalTokens | _TokenGroup | None = None
@@ -102,7 +118,9 @@ class RankGroups:
                 self._nccl_groups = factory.nccl_groups
 
     def _form(self, factory: _GroupFactory, board: Switchboard) -> None:
-        kinds = factory.exchange_devices(self.rank, self.tp * self.pp)
+        devices = factory.exchange_devices(self.rank, self.tp * self.pp)
+        kinds = [device.partition(" ")[0] for device in devices]
+        places = list(zip(board.hosts, devices, strict=True))
         own = kinds[self.rank]
         first = self.stage * self.tp
         stage = range(first, first + self.tp)
@@ -118,22 +136,21 @@ class RankGroups:
                 {rank - first: sock for rank, sock in sockets.items()}, self.tp_rank
             )
         elif self.tp > 1:
-            name = f"stage {self.stage}"
-            group = factory.group(name, self.tp_rank, self.tp, own == "cuda")
-            marks = factory.group(f"{name} marks", self.tp_rank, self.tp, False) if own == "cuda" else group
-            self._layer_group = _LayerGroup(group, marks, self.tp, self.tp_rank)
+            self._layer_group = self._stage_group(factory, board, [places[rank] for rank in stage])
         if not self.is_first_stage:
             peer = self.rank - self.tp
             if are_local((peer, self.rank)):
                 self._previous = HiddenReceiver(board.connect("hidden", [peer])[peer])
             else:
-                self._previous = _HiddenPair(factory, peer, 1, own == kinds[peer] == "cuda", self.pp)
+                on_cuda = own == kinds[peer] == "cuda" and places[peer] != places[self.rank]
+                self._previous = _HiddenPair(factory, peer, 1, on_cuda, self.pp)
         if not self.is_last_stage:
             peer = self.rank + self.tp
             if are_local((peer, self.rank)):
                 self._next = HiddenSender(board.connect("hidden", [peer])[peer])
             else:
-                self._next = _HiddenPair(factory, self.rank, 0, own == kinds[peer] == "cuda", self.pp)
+                on_cuda = own == kinds[peer] == "cuda" and places[peer] != places[self.rank]
+                self._next = _HiddenPair(factory, self.rank, 0, on_cuda, self.pp)
         sampler = (self.pp - 1) * self.tp
         receivers = [rank for rank in range(self.tp) if rank != sampler]
         if not (self.is_first_stage or self.is_sampler) or not receivers:
@@ -144,6 +161,68 @@ class RankGroups:
             self._tokens = LocalTokens(board.connect("tokens", receivers).values())
         else:
             self._tokens = LocalTokens(board.connect("tokens", [sampler]).values())
+
+    def _stage_group(
+        self, factory: _GroupFactory, board: Switchboard, places: list[tuple[str, str]]
+    ) -> OneShotGroup | _LayerGroup:
+        """Form the group of a stage whose ranks are at these `places`, (host, device), and not all on CPUs of
+        one host."""
+        name = f"stage {self.stage}"
+        if self._device.type != "cuda":
+            group = factory.group(name, self.tp_rank, self.tp, False)
+            return _LayerGroup(group, group, self.tp, self.tp_rank)
+        marks = factory.group(f"{name} marks", self.tp_rank, self.tp, False)
+        large: _LayerGroup | None = None
+        if len(set(places)) == self.tp:  # NCCL refuses ranks that share a card
+            group = factory.group(name, self.tp_rank, self.tp, True)
+            large = _LayerGroup(group, marks, self.tp, self.tp_rank)
+        reason = "its ranks are on several hosts"
+        if len({host for host, _ in places}) == 1:
+            first = self.stage * self.tp
+            others = [first + it for it in range(self.tp) if it != self.tp_rank]
+            sockets = {rank - first: sock for rank, sock in board.connect("sums", others).items()}
+            buffers = self._buffers(sockets)
+            if isinstance(buffers, PeerBuffers):
+                return OneShotGroup(
+                    OneShotSums(buffers, self.tp_rank),
+                    large,
+                    _LayerGroup(marks, marks, self.tp, self.tp_rank),
+                    sockets,
+                    is_ordered=self._is_deterministic and self.tp > 2,
+                )
+            reason = buffers
+            for sock in sockets.values():
+                sock.close()
+        if large is None:
+            raise WorkerError(
+                f"the ranks of stage {self.stage} share a card, where NCCL does not serve, and cannot map "
+                f"each other's memory ({reason}): give each rank a card, or set tp: 1"
+            )
+        _log.info("stage %d adds up by NCCL alone: %s", self.stage, reason)
+        return large
+
+    def _buffers(self, sockets: dict[int, socket.socket]) -> PeerBuffers | str:
+        """Form the buffers for sums with the stage's other ranks; the reason where that is not possible."""
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        from workers.model.cuda.one_shot_sums import buffer_bytes  # imports triton
+
+        own = torch.zeros(buffer_bytes(self.tp), dtype=torch.uint8, device=self._device)
+        return PeerBuffers.form(cuda_driver(self._device.index), sockets, own, self.tp_rank)
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether the bits of a sum over the stage depend on nothing but what is added: two addends have one
+        order, more are added in the order of ranks."""
+        group = self._layer_group
+        if self.tp <= 2 or isinstance(group, SharedSums):
+            return True
+        return isinstance(group, OneShotGroup) and group.is_ordered
+
+    def check(self) -> None:
+        """Raise `RankDiedError` if a sum that the device has done was given up because a rank ended."""
+        if isinstance(self._layer_group, OneShotGroup):
+            self._layer_group.check()
 
     def smallest(self, value: int) -> int:
         """Return the least of what all ranks of the replica pass, which call this once, at the same point of
@@ -204,7 +283,7 @@ class RankGroups:
     def broadcast(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by that of the stage's first rank, in order with the device's work. Not
         for ranks that share memory."""
-        assert isinstance(self._layer_group, _LayerGroup)
+        assert isinstance(self._layer_group, OneShotGroup | _LayerGroup)
         with _broken_connections("sending sampled tokens to the stage's ranks"):
             self._layer_group.broadcast(tensor)
 
@@ -269,6 +348,8 @@ class RankGroups:
     def close(self) -> None:
         """Leave all groups at once; what was sent and not yet received is lost. Call it from the thread that
         uses the groups: a thread that waits in gloo for a rank that hangs cannot be woken, only killed."""
+        if isinstance(self._layer_group, OneShotGroup):
+            self._layer_group.close()
         for group in self._nccl_groups:
             group.abort()  # else its end waits for what is under way; gloo's does not
         self._nccl_groups = []
@@ -288,8 +369,12 @@ class _GroupFactory:
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
 
     def exchange_devices(self, rank: int, num_ranks: int) -> list[str]:
-        """Publish this rank's device type and return those of all ranks."""
-        self._store.set(f"device {rank}", self._device.type)
+        """Publish this rank's device, "cpu", or "cuda" and its card's place on the bus, and return those of
+        all ranks."""
+        name = self._device.type
+        if name == "cuda":
+            name = f"cuda {_card(self._device)}"
+        self._store.set(f"device {rank}", name)
         return [self._store.get(f"device {other}").decode() for other in range(num_ranks)]
 
     def group(self, name: str, rank: int, size: int, on_cuda: bool) -> Any:
@@ -309,6 +394,14 @@ class _GroupFactory:
         options._devices = [self._gloo_device]
         options._threads = 1
         return ProcessGroupGloo(store, rank, size, options)
+
+
+def _card(device: torch.device) -> str:
+    """Return the place of a card on the bus; its index where the driver does not name that."""
+    try:
+        return cuda_driver(device.index).bus_id
+    except PathError:
+        return str(device.index)
 
 
 class _LayerGroup:

@@ -150,7 +150,7 @@ class SharedSums:
             if len(parts) == 2:
                 torch.add(parts[0], parts[1], out=part)
             else:
-                torch.sum(torch.stack(parts), 0, out=part)
+                part.copy_(sum_in_order(parts))
 
     def exchange(self, parts: Sequence[Tensor], num_rows: Sequence[int] | None) -> list[Tensor]:
         """Send `parts[rank]` to each rank, and return what each sends: `num_rows[rank]` rows, or as many as
@@ -230,6 +230,16 @@ class SharedSums:
             )
             self._views[key] = first, second
         return self._views[key]
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Add up parts in this order, those of 16 bits in float32, whose sum is rounded once by who takes it."""
+    first = parts[0]
+    wide = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+    total = first.to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class HiddenSender:

@@ -22,7 +22,7 @@ from kvtransfer.blocks.pool import HostPool, KvPool, RecordPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, KvGroup
-from workers.errors import CapacityError
+from workers.errors import CapacityError, WorkerError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.groups_backend import GroupsAttention
 from workers.model.attention.interface import AttentionBackend, AttentionShape
@@ -108,8 +108,6 @@ class ModelRunner:
         torch.set_num_threads(compute.num_threads)
         device = take_device(compute.device)
         dtype = compute.dtype
-        if compute.is_deterministic:
-            refuse_nondeterministic(device, dtype)
         self._clock = clock
         self._faults = faults or Faults()
         self._is_deterministic = compute.is_deterministic
@@ -119,6 +117,8 @@ class ModelRunner:
         self._dtype = dtype
         self._block_tokens = block_tokens = capacity.block_tokens
         groups = place.groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        if compute.is_deterministic:
+            _check_deterministic(device, dtype, groups)
         self._grammars = grammars
         self._queue = compute.queue
         if self._queue is None and device.type == "cuda" and groups.pp == 1:
@@ -399,6 +399,17 @@ class ModelRunner:
         if self._offload_mode != "auto":
             host.use(self._offload_mode)
         return host
+
+
+def _check_deterministic(device: torch.device, dtype: torch.dtype, groups: RankGroups) -> None:
+    """Raise `WorkerError` if the device cannot compute deterministically, or if sums of the stage's ranks are
+    not added in one order."""
+    refuse_nondeterministic(device, dtype)
+    if not groups.adds_in_order:
+        raise WorkerError(
+            f"engine.deterministic with tp {groups.tp} needs the ranks of a stage on CPUs of one host, or on "
+            "GPUs of one host that NVLink joins: set tp 1 or 2, or engine.deterministic: false"
+        )
 
 
 def _name_of(dtype: torch.dtype) -> str:

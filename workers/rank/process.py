@@ -228,6 +228,7 @@ class _Rank:
             host=spec.transfer.data_host,
             host_id=host_id(),
             trust=self._trust,
+            is_deterministic=spec.deterministic,
         )
         first_layer, end_layer = form.stages[spec.stage]
         auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None

@@ -165,6 +165,7 @@ class StepRunner:
         if not self.runs_ahead and ticket.results is None:
             return ticket.completed(report)
         ticket.event.synchronize()
+        self._groups.check()
         # A step that was launched while another step computed began when that was done.
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()

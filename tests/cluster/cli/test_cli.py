@@ -24,7 +24,19 @@ from cluster.cli.main import cli
 def test_help_names_every_command() -> None:
     shown = tandem("--help").stdout
     calls = {"generate", "chat", "models", "status", "explain"}
-    others = {"serve", "demo", "update", "traffic", "scale", "doctor", "plan", "simulate", "bench", "store", "key"}
+    others = {
+        "serve",
+        "demo",
+        "update",
+        "traffic",
+        "scale",
+        "doctor",
+        "plan",
+        "simulate",
+        "bench",
+        "store",
+        "key",
+    }
     assert calls | others <= set(re.findall(r"^\W+(\w+)", shown, re.MULTILINE))
 
 

@@ -21,7 +21,7 @@ from cluster.scaling.config import PoolLimits
 from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.other_policies import TargetQueue, keep_counts
 from cluster.scaling.scaling_replay import Replayed, replay
-from cluster.scaling.simulation import Arrival, ServiceModel, ReplayedCluster
+from cluster.scaling.simulation import Arrival, ReplayedCluster, ServiceModel
 
 MODEL = ServiceModel(
     prefill_tok_s=8000.0,

@@ -51,7 +51,8 @@ def test_what_decides_is_what_serves() -> None:
     # Both are the same decisions, and the simulated replica overrides none of them.
     assert issubclass(EngineCore, EngineDecisions)
     of_replica = {"wake", "pump", "fail", "set_role", "on_rank_message", "_end_ranks"}
-    own = {name for name in vars(type(replica)) if name in vars(EngineDecisions) and not name.startswith("__")}
+    overridden = vars(type(replica)).keys() & vars(EngineDecisions).keys()
+    own = {name for name in overridden if not name.startswith("__")}
     assert own <= of_replica, own - of_replica
 
 
@@ -74,7 +75,8 @@ def test_a_lone_request_takes_what_its_steps_take(roles: list[tuple[str, Simulat
     # To the replica and back, and for a hand-over the path, which is measured first, and the landing.
     assert prefill_s < record.ttft_s < prefill_s + (0.055 if roles is SPLIT else 0.002)
     decode_s = sum(steps.decode_s(1, 1000 + index) for index in range(49))
-    assert record.ended_at is not None and record.first_token_at is not None
+    assert record.ended_at is not None
+    assert record.first_token_at is not None
     decoded_s = record.ended_at - record.first_token_at
     assert decode_s <= decoded_s + 1e-9 < decode_s + (0.03 if roles is SPLIT else 1e-6)
 
@@ -107,7 +109,7 @@ def test_waits_are_those_of_a_queue_with_poisson_arrivals() -> None:
     records = settled(cluster, 1000.0)
     wait_s = float(np.mean([record.ttft_s for record in records])) - service_s
     expected_s = load * service_s / (2 * (1 - load))
-    # A plan that is out cannot be changed: one more step is ahead of some arrivals, and the network takes 1 ms.
+    # A plan that is out cannot be changed: one more step is ahead of some arrivals. The network takes 1 ms.
     assert 0.9 * expected_s < wait_s < 1.15 * expected_s + 0.001
 
 
@@ -118,7 +120,8 @@ def test_every_request_ends_once_when_replicas_die() -> None:
         cluster.events.at(at, lambda name=name: cluster.end_replica(name, "on purpose"))  # type: ignore[misc]
         role, engine = SPLIT[int(name[-1])]
         cluster.events.at(
-            at + 1.5, lambda name=name, role=role, engine=engine: cluster.add_replica(name, role, engine)  # type: ignore[misc]
+            at + 1.5,
+            lambda name=name, role=role, engine=engine: cluster.add_replica(name, role, engine),  # type: ignore[misc]
         )
     records = settled(cluster)
     assert all(record.ended_at is not None for record in records)
