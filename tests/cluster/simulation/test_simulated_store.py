@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from simulated_runs import ENGINE, STEPS, Log, log_of, offer, settled, simulated_cluster, tokens
 from slow_cases import examples, slow_but
 
+from cluster.bench.simulation_options import SimulatedLoadOptions, SimulatedReplicaOptions
 from cluster.errors import ConfigError
 from cluster.simulation.simulated_call import CallRecord, SimulatedRequest
 from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
@@ -269,6 +270,12 @@ def test_the_options_of_a_store() -> None:
     default = parse_store("dram=1", 4)
     assert default is not None
     assert default.link_bytes_s == 4 * StoreShape(0).link_bytes_s
+
+
+def test_the_command_gives_every_node_its_store() -> None:
+    replicas = SimulatedReplicaOptions(tp=2, store="dram=8,nvme=16", replicas_per_node=3)
+    load = SimulatedLoadOptions(format="synthetic")
+    assert replicas.shape(load, policy="cost").store == parse_store("dram=8,nvme=16", 2, 3)
 
 
 @pytest.mark.parametrize(
