@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import graph_of
 from kvtransfer.common.clock import SystemClock
 from workers.rank.probe import best_s
@@ -114,8 +115,6 @@ def step_lines(
 def mixed(bench: Bench) -> Iterator[dict[str, object]]:
     """The idle share of steps with a chunk and decodes, which are no graphs: at most 5 %."""
     _needs_cuda(bench)
-    from benchmarks.gpu import DeviceTime
-
     for batch in bench.batches:
         if batch == max(bench.batches) and batch == 1:
             continue  # a slot is needed for the chunk
