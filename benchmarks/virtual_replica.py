@@ -1,5 +1,5 @@
-"""A replica without an engine, in virtual time, with a plan of its own: a few lines beside which admission and
-gateways are judged. `cluster.simulation` has the scheduler that serves.
+"""A replica without an engine, in virtual time, with a plan of its own: a few lines beside which admission
+and gateways are judged. `cluster.simulation` has the scheduler that serves.
 
 It plans a step at a time, as replicas do: every sequence that decodes gets one token, and what is left of the
 step's tokens computes prompts, the oldest first. A sequence needs a place and KV blocks; the youngest loses
