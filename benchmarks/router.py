@@ -22,11 +22,11 @@ from typing import get_args
 
 from msgspec.structs import replace
 
+from benchmarks.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
 from cluster.bench.trace_file import TraceRequest, read_trace
-from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock

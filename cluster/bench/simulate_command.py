@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cluster.bench.live_cluster import LiveCluster, read_live
+from cluster.bench.live_engines import LiveCluster, read_live
 from cluster.bench.served_call import ServedCall
 from cluster.bench.serving_figures import Objectives, ServingFigures, figures_table, summarize
 from cluster.bench.simulation_options import (
@@ -30,10 +30,10 @@ from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_sim
 from cluster.simulation.simulated_call import CallRecord
 from cluster.simulation.simulation_plots import save_plots
 from cluster.simulation.simulation_result import SimulatedObjectives
-from router.config import RouterConfig
+from router.config import PolicyName
 from workers.errors import CheckpointError
 
-_POLICIES = get_args(RouterConfig.model_fields["policy"].annotation)
+_POLICIES: tuple[str, ...] = get_args(PolicyName)
 # The number of notes of the state of all replicas for plots.
 _NUM_SAMPLES = 600
 # Figures of the cluster, and whether they are shown where all are 0 or not known.

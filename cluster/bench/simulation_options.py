@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cluster.bench.conversations import read_conversations
-from cluster.bench.live_cluster import LiveCluster
+from cluster.bench.live_engines import LiveCluster
 from cluster.bench.simulated_trace import FileTrace, RecordedRequests
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile, device_profile, read_profile
