@@ -127,8 +127,8 @@ sbom: $(VENV)/.runtime $(VENV)/.dev
 # All but `gpu`, `isolation` and `perplexity`, which need a device, a running cluster and a model. The whole takes
 # hours.
 BENCHMARKS ?= engine products experts attention kv_bits record_bits state_layers near_ties start_up rank_memory sampling grammar_masks host_time offload \
-	parallel expert_parallel split_latents pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start snapshots snapshot_hits router \
-	gateways unlike_replicas simulation_speed simulated_service scaling autoscaling capacity authentication overhead first_token json_schemas overload overload_cluster \
+	parallel expert_parallel split_latents pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start snapshots snapshot_hits router router_scale \
+	gateways unlike_replicas simulated_tiers simulation_speed simulated_service scaling autoscaling capacity authentication overhead first_token json_schemas overload overload_cluster \
 	soak
 
 bench: $(VENV)/.dev

@@ -20,11 +20,7 @@ import random
 import statistics
 from typing import NamedTuple
 
-from cluster.admission.admission import RequestAdmission
-from cluster.admission.config import AdmissionConfig
-from cluster.admission.flow import Flow
-from cluster.admission.queued_request import QueuedRequest, Released
-from cluster.bench.virtual_replica import (
+from benchmarks.virtual_replica import (
     NETWORK_S,
     REPORT_S,
     StepNews,
@@ -32,6 +28,10 @@ from cluster.bench.virtual_replica import (
     VirtualRequest,
     serial_model,
 )
+from cluster.admission.admission import RequestAdmission
+from cluster.admission.config import AdmissionConfig
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest, Released
 from cluster.gateway.fleet.peer_placements import PeerPlacements
 from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed

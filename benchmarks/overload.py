@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.virtual_cluster import Lengths, Tenant, VirtualCluster
+from benchmarks.virtual_replica import EngineModel, VirtualRequest
 from cluster.admission.config import AdmissionConfig
 from cluster.bench.overload_curve import recovered_after_s
-from cluster.bench.virtual_replica import EngineModel, VirtualRequest
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4

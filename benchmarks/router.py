@@ -7,7 +7,7 @@ find what a request would wait where others wait. Quality, with
 `--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of blocks): every
 policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
 
-    python -m benchmarks.router [--trace FILE] [--policies cost,round_robin]
+    python -m benchmarks.router [--trace FILE] [--policies tandem,round_robin]
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from msgspec.structs import replace
+
+from benchmarks.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
 from cluster.bench.trace_file import TraceRequest, read_trace
-from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.kv_events import BlocksStored, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
-from router.config import RouterConfig
+from router.config import PolicyName, RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.native import load_kernel
 from router.radix import PrefixTree
 from router.service import RouterService
 
-PolicyName = Literal["cost", "round_robin", "random", "least_loaded", "longest_prefix"]
 BLOCK_TOKENS = 64
 NUM_REPLICAS = 64
 NUM_NODES = 16
@@ -179,8 +180,8 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
 
 
 def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
-    """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
-    the router's own deltas carry it through requests of the same instant."""
+    """Replay all requests through one policy. The view of caches is exact. The load is exact whenever time
+    moves, and the router's own deltas carry it through requests of the same instant."""
     events = EventQueue()
     clock = events.clock
     block_tokens = trace[0].block_tokens
@@ -188,10 +189,11 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
     span_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1e3
     tok_s = sum(request.input_length for request in trace) / (span_s * NUM_NODES * UTILISATION)
     ttfts_s: list[float] = []
-    ended: list[str] = []
 
     def on_step(node: VirtualReplica, state: QueueState, news: StepNews) -> None:
-        ended.extend(it.request_id for it in news.ended)
+        for request in news.ended:
+            router.on_prefilled(request.request_id)
+            router.on_finished(request.request_id)
         ttfts_s.extend(clock.now() - it.arrived_at for it in news.ended)
 
     nodes: dict[str, VirtualReplica] = {}
@@ -205,14 +207,10 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
         at_s, keys = request.timestamp_ms / 1e3, tuple(map(key_of, request.hash_ids))
         if number == 0 or at_s > clock.now():
             events.run(at_s)
-            for request_id in ended:
-                router.on_prefilled(request_id)
-                router.on_finished(request_id)
-            ended.clear()
             for node in nodes.values():
-                backlog = node.queue_state().num_backlog_tokens
-                router.loads.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
-            router.loads.on_load(load_of("decode", clock.now(), num_running=10**9))
+                router.loads.on_load(node.load())
+            # It is too small to serve a request alone.
+            router.loads.on_load(replace(load_of("decode", clock.now()), max_local_tokens=1))
         decision = router.route(RouteRequest(str(number), RequestFacts("t"), keys, request.input_length, 1))
         changes = nodes[decision.prefill].submit(
             VirtualRequest(str(number), Flow("t", "standard"), request.input_length, 1, at_s, keys)

@@ -31,7 +31,7 @@ import yaml
 from benchmarks.overload_cluster import CLUSTER, LOAD
 from benchmarks.served import ROOT, Service, serving
 from cluster.bench.grpc_target import grpc_target
-from cluster.bench.live_cluster import LiveCluster, read_live
+from cluster.bench.live_engines import LiveCluster, read_live
 from cluster.bench.served_call import ServedCall
 from cluster.bench.serving_figures import ServedRequest
 from cluster.bench.serving_load import Workload, run_sessions

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.drawn_chats import END, ChatDrawer, ChatTurn, DrawnChat
+from benchmarks.virtual_replica import EngineModel
 from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, read_trace
-from cluster.bench.virtual_replica import EngineModel
 from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
 from workers.messages.link import MAX_MESSAGE_ENDS, SampleState, Submission

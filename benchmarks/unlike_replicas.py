@@ -16,8 +16,7 @@ import random
 import statistics
 from typing import Literal
 
-from cluster.admission.flow import Flow
-from cluster.bench.virtual_replica import (
+from benchmarks.virtual_replica import (
     NETWORK_S,
     REPORT_S,
     StepNews,
@@ -25,6 +24,7 @@ from cluster.bench.virtual_replica import (
     VirtualRequest,
     serial_model,
 )
+from cluster.admission.flow import Flow
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot
 from kvtransfer.request_facts import RequestFacts

@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from cluster.admission.admission import RequestAdmission
-from cluster.admission.config import AdmissionConfig
-from cluster.admission.flow import Flow
-from cluster.admission.ladder import Rung
-from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
-from cluster.bench.virtual_replica import (
+from benchmarks.virtual_replica import (
     NETWORK_S,
     REPORT_S,
     EngineModel,
@@ -27,6 +22,11 @@ from cluster.bench.virtual_replica import (
     VirtualReplica,
     VirtualRequest,
 )
+from cluster.admission.admission import RequestAdmission
+from cluster.admission.config import AdmissionConfig
+from cluster.admission.flow import Flow
+from cluster.admission.ladder import Rung
+from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.errors import OverloadedError
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot

@@ -54,16 +54,25 @@ class KvEvents(Message, frozen=True):
 
 class KvSnapshot(Message, frozen=True):
     """All a replica holds, as (parent, key) chains, valid up to and including `sequence`; and the blocks that
-    are marked. With `marks_needed` 0 no layer has a window or a state, and none is."""
+    are marked. With `marks_needed` 0 no layer has a window or a state, and none is.
+
+    A watcher that takes parts gets one at a time, and asks for the one that the last names as `next_part`,
+    until that is 0. Events come in between, and each part has what is held as it is made. After the last one
+    the watcher therefore knows all that is held then: whatever neither a part nor an event named is gone."""
 
     publisher: ReplicaIdentity
     sequence: int
     stored: tuple[BlocksStored, ...]
     marked: tuple[bytes, ...] = ()
     marks_needed: int = 0
+    part: int = 0
+    next_part: int = 0
 
 
 class KvSnapshotRequest(Message, frozen=True):
-    """A watcher's request for a snapshot, on connect or after a gap."""
+    """A watcher's request for a snapshot, on connect or after a gap, or for its next part."""
 
     reason: str
+    takes_parts: bool = False
+    # The part that is wanted; 0 begins a snapshot, in place of one that has not ended.
+    part: int = 0

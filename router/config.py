@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# `tandem` prices choices by all that is known, and the others are there to compare it with.
+PolicyName = Literal[
+    "tandem",
+    "round_robin",
+    "random",
+    "least_loaded",
+    "power_of_two",
+    "longest_prefix",
+    "consistent_hash",
+    "predicted_only",
+    "reported_only",
+    "sglang",
+    "ray",
+    "aibrix",
+]
 
 
 class RouterConfig(BaseModel):
@@ -12,7 +28,8 @@ class RouterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["cost", "round_robin", "random", "least_loaded", "longest_prefix"] = "cost"
+    # How replicas are chosen. `cost` is the former name of `tandem`.
+    policy: PolicyName | Literal["cost"] = "tandem"
     # How long a routed prompt counts as cached before the replica's events confirm it.
     prediction_ttl_s: float = Field(default=5.0, gt=0)
     # A load report older than this makes its replica the last choice.
@@ -23,6 +40,11 @@ class RouterConfig(BaseModel):
     decode_steps: float = Field(default=10.0, ge=0)
     # Steps of work that a replica is sent at a time; what exceeds them is held in the gateway.
     steps_ahead: float = Field(default=2.5, gt=0)
+
+    @field_validator("policy")
+    @classmethod
+    def _present_name(cls, policy: str) -> str:
+        return "tandem" if policy == "cost" else policy
 
     @model_validator(mode="before")
     @classmethod

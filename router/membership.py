@@ -11,8 +11,9 @@ from typing import Literal
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.load import LoadTracker, Placement
+from router.load import LoadTracker
 from router.messages import RouteRequest
+from router.placements import Placement
 from router.rates import DEFAULT_BATCH_TOKENS
 
 # Assumed for a replica that has not reported them.
@@ -26,16 +27,18 @@ class Member:
 
     identity: ReplicaIdentity
     role: str
-    # Greater than those of all that were chosen before it.
-    turn: int
+    # The tokens that were placed there: of equal choices, the replica with the least comes first.
+    num_placed_tokens: int
+    # Greater than those of all that were chosen before it; -1: it was never chosen.
+    turn: int = -1
     is_leaving: bool = False
     # False: chosen only where nothing else is left.
     is_usable: bool = True
 
 
 class Members:
-    """The replicas of a router, least recently chosen first. A change of what may be chosen moves
-    `version`."""
+    """The replicas of a router, in the order in which those of equal cost are chosen: the one where least was
+    placed comes first. A change of what may be chosen moves `version`."""
 
     def __init__(self, config: RouterConfig, block_tokens: int, load: LoadTracker) -> None:
         self._steps_ahead = config.steps_ahead
@@ -51,8 +54,13 @@ class Members:
         return replica_id in self._members
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all ids, least recently chosen first."""
-        return iter(sorted(self._members, key=self.turn))
+        """Iterate over all ids, those where least was placed first."""
+        return iter(sorted(self._members, key=self.num_placed_tokens))
+
+    @property
+    def ids(self) -> Iterable[str]:
+        """All ids, in the order in which replicas came."""
+        return self._members
 
     def add(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica, or change its role. A new epoch is usable."""
@@ -60,10 +68,13 @@ class Members:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
         known = self._members.get(identity.replica_id)
         if known is not None and known.identity.epoch == identity.epoch:
+            if known.role != role:
+                known.num_placed_tokens = self._least_placed(role)
             known.role = role
         else:
-            turn = next(self._turns) if known is None else known.turn
-            self._members[identity.replica_id] = Member(identity, role, turn)
+            num_tokens = self._least_placed(role) if known is None else known.num_placed_tokens
+            turn = -1 if known is None else known.turn
+            self._members[identity.replica_id] = Member(identity, role, num_tokens, turn)
         self.version += 1
 
     def remove(self, replica_id: str) -> None:
@@ -81,16 +92,25 @@ class Members:
     def set_usable(self, replica_id: str, is_usable: bool) -> None:
         """Choose this epoch of the replica only where nothing else is left, or like any other again."""
         if (member := self._members.get(replica_id)) is not None:
+            if is_usable and not member.is_usable:
+                least = self._least_placed(member.role)
+                member.num_placed_tokens = max(member.num_placed_tokens, least)
             member.is_usable = is_usable
             self.version += 1
 
-    def chosen(self, replica_id: str) -> None:
-        """Note that the replica was chosen."""
-        self._members[replica_id].turn = next(self._turns)
+    def chosen(self, replica_id: str, num_tokens: int) -> None:
+        """Note that the replica was chosen for so many tokens of work."""
+        member = self._members[replica_id]
+        member.turn = next(self._turns)
+        member.num_placed_tokens += num_tokens
 
     def turn(self, replica_id: str) -> int:
-        """Return a number by which the least recently chosen of all comes first."""
+        """Return a number by which the least recently chosen of all comes first; -1: never chosen."""
         return self._members[replica_id].turn
+
+    def num_placed_tokens(self, replica_id: str) -> int:
+        """Return how much work was placed there, by which replicas of equal cost are ordered."""
+        return self._members[replica_id].num_placed_tokens
 
     # ------------------------------------------------------------------------------ who may be chosen
 
@@ -210,6 +230,14 @@ class Members:
         return not num_sequences or state.report.num_free_blocks >= prompt_blocks
 
     # ---------------------------------------------------------------------------------------- private
+
+    def _least_placed(self, role: str) -> int:
+        """Return what was placed at the usable replica of this role where that is least. Who comes begins
+        with as much, or the others would be chosen for nothing before it has caught up."""
+        return min(
+            (it.num_placed_tokens for it in self._members.values() if it.role == role and it.is_usable),
+            default=0,
+        )
 
     def _is_avoided(self, replica_id: str, side: str) -> bool:
         """Whether the replica is not usable, while others of its side are."""

@@ -106,12 +106,13 @@ class Candidate(Part, frozen=True):
     The prompt is matched + dram + nvme + uncached tokens: on the device, in the node's store, and to be
     computed. A "decode" candidate counts what is not on its device as uncached, because it must be sent.
 
-    With the policy "cost", `cost_s` is prefill + load + queue + pressure ("prefill", "local") or pressure
-    ("decode"); `pressure_s` is what others suffer and what decoding there takes, plus penalties, named in
-    `note`. `transfer_s` of a "prefill" candidate is what sending the whole prompt from there takes. A pair
-    costs both costs, less `router.policies.OVERLAP` of the shorter `queue_s`, plus `transfer_s` times the
-    uncached share of the prompt at the decode side. What is sent whatever the decode side has, windows and
-    states, takes `once_s`, which is in the `cost_s` of a "prefill" candidate.
+    By the policies that price choices, `cost_s` is prefill + load + queue + pressure ("prefill", "local")
+    or pressure ("decode"); `pressure_s` is what others suffer and what decoding there takes, plus
+    penalties, named in `note`. `transfer_s` of a "prefill" candidate is what sending the whole prompt from
+    there takes. A pair costs both costs, less `router.policies.cheapest_choice.OVERLAP` of the shorter
+    `queue_s`, plus `transfer_s` times the uncached share of the prompt at the decode side. What is sent
+    whatever the decode side has, windows and states, takes `once_s`, which is in the `cost_s` of a
+    "prefill" candidate.
     """
 
     replica_id: str
@@ -218,11 +219,11 @@ class MissedBlocks(Part, frozen=True):
 class Decision(Part, frozen=True):
     """Where a request goes and why. `prefill` "" means that the decode replica prefills by itself.
 
-    `prefill_cached_tokens` need not be computed where the prompt is prefilled (they are on the device or in
-    the node's store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed
-    from `candidates` and `limit` alone (`router.policies.recompute`): the least cost of all pairs of two
-    replicas and all "local" candidates that are in time wins. Ties go to "local", then to the first in
-    `candidates`."""
+    `prefill_cached_tokens` need not be computed where the prompt is prefilled (they are on the device or
+    in the node's store), `decode_cached_tokens` are on the decode replica's device. The choice can be
+    recomputed from `candidates` and `limit` alone (`router.policies.cheapest_choice.recompute`): the
+    least cost of all pairs of two replicas and all "local" candidates that are in time wins. Ties go to
+    "local", then to the first in `candidates`."""
 
     request_id: str
     policy: str

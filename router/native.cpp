@@ -1,9 +1,11 @@
 // The two loops of a routing decision over all replicas: how much of a prompt each has, and what each choice costs.
-// The formulas are those of router/policies.py, term by term and in the same order, so that both find the same
+// The formulas are those of router/policies/cost_policy.py, term by term and in the same order, so that both find the same
 // costs to the last bit; structs are packed by router/price_table.py, field by field.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+
+#include "block_table.h"
 
 namespace {
 
@@ -148,6 +150,23 @@ inline double pair_cost(const Settings& settings, const Costs& prefill, const Co
 }  // namespace
 
 extern "C" {
+
+block_table::Table* new_block_table() { return new block_table::Table(); }
+
+void delete_block_table(block_table::Table* table) { delete table; }
+
+int64_t block_table_size(const block_table::Table* table) { return table->size(); }
+
+// Sets or clears the bit in the mask of each of the `keys[num_keys][16]`.
+void change_masks(block_table::Table* table, const uint8_t* keys, int64_t num_keys, int64_t bit, int64_t is_set) {
+  table->change(keys, num_keys, bit, is_set != 0);
+}
+
+// Writes the `masks[num_keys][num_words]` of keys, up to the first without one where it `stops`; returns how many.
+int64_t read_masks(const block_table::Table* table, const uint8_t* keys, int64_t num_keys, int64_t stops,
+                   uint64_t* masks, int64_t num_words) {
+  return table->masks(keys, num_keys, stops != 0, masks, num_words);
+}
 
 // Counts the leading keys that each replica has, in `counts[3][num_words * 16]`: on its device, and after them in DRAM
 // and on NVMe, up to the first key that it has nowhere. `masks[num_keys][num_words]`.

@@ -1,8 +1,8 @@
 """Find the cheapest choice of a request over all replicas in compiled code (`native.cpp`).
 
-The formulas are those of `router.policies`, term by term and in the same order, so that both find the same
-costs to the last bit: `Decision.candidates`, which are made only where somebody reads them, show them one by
-one. A row is filled in again when the load of its replica has changed.
+The formulas are those of `router.policies.cost_policy`, term by term and in the same order, so that both find
+the same costs to the last bit: `Decision.candidates`, which are made only where somebody reads them, show
+them one by one. A row is filled in again when the load of its replica has changed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import ctypes
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from router.config import RouterConfig
-from router.load import CurrentLoad, LoadTracker
+from router.current_load import CurrentLoad
+from router.load import LoadTracker
 from router.messages import TimeLimit
 from router.native import RouterKernel
-from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
+from router.policies.cheapest_choice import OVERLAP, Choice
+from router.policies.cost_policy import NEVER_FITS_S, NO_SPACE_S, STALE_S, WORK_PART
+from router.policies.replica_cost import RouteQuery
 from router.prefix_match import Match
 from router.radix import PrefixTree
 
@@ -46,14 +49,15 @@ class PriceTable:
         block_tokens: int,
         load: LoadTracker,
         tree: PrefixTree,
-        prefill_ids: Sequence[str],
-        decode_ids: Sequence[str],
+        ids: Sequence[str],
+        sides: tuple[Set[str], Set[str]],
         turn_of: Callable[[str], int],
     ) -> None:
-        """`turn_of` tells which replica was chosen less recently than which."""
-        self.ids = list(dict.fromkeys([*prefill_ids, *decode_ids]))
+        """`sides` has those of the ids that may compute prompts for others, and those that may decode. Of
+        equal costs the replica with the least turn is chosen, and of equal turns the first one."""
+        self.ids = ids
         # Whether each may compute prompts for others, and whether each may decode.
-        self.sides = [each in prefill_ids for each in self.ids], [each in decode_ids for each in self.ids]
+        self.sides = [each in sides[0] for each in ids], [each in sides[1] for each in ids]
         self.turns = [turn_of(each) for each in self.ids]
         self.states: list[CurrentLoad] = [load.state(each) for each in self.ids]
         self._find_cheapest = kernel.find_cheapest
@@ -118,10 +122,10 @@ class PriceTable:
         before: tuple[str, str] | None = None,
         limit: TimeLimit | None = None,
     ) -> Choice | None:
-        """Return the cheapest choice within the limit, as `router.policies.choose` does; with `finds_other`
-        also the cost of the cheapest one that computes elsewhere, and the cost of the prefill and decode
-        replica of `before`. Of equal costs the first one wins by `router.membership.hashed` with this seed;
-        None: the one that was chosen least recently."""
+        """Return the cheapest choice within the limit, as `router.policies.cheapest_choice.choose` does; with
+        `finds_other` also the cost of the cheapest one that computes elsewhere, and the cost of the prefill
+        and decode replica of `before`. Of equal costs the first one wins by `router.membership.hashed` with
+        this seed; None: by turn."""
         before_rows = _NONE, _NONE
         if before is not None:
             # A prefill replica that is not in the table is not "none", with which the other serves alone.

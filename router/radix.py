@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import filterfalse, repeat
-from operator import methodcaller, or_
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory
+from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, StoreTier
+from router.holder_masks import CompiledMasks, HolderMasks, PlainMasks
 from router.messages import BlockPlace
 from router.native import RouterKernel
 from router.prefix_match import Counts, Match
@@ -24,69 +25,24 @@ from router.prefix_match import Counts, Match
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
 
+# Outdated blocks that are forgotten at a time, in about a millisecond; the rest when the tree is used again.
+_FORGOTTEN_AT_ONCE = 1024
+
 # Keys that are looked up before it is asked whether anybody has the last of them.
 _MATCHED_AT_ONCE = 256
 
-StoreTier = Literal["dram", "nvme"]
-
-# A mask has four bits for each replica: one for its device, one for each tier, and one for its mark.
-_SLOT_BITS = 4
-_MARK_BIT = 3
-_TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
 _BIT_TO_TIER = ("device", "dram", "nvme")
 # Places of a block that are looked up.
 _MAX_PLACES = 8
 _WORD_BYTES = 8
-_SLOTS_PER_WORD = 8 * _WORD_BYTES // _SLOT_BITS
-
-
-@dataclass(slots=True, eq=False)
-class _Holder:
-    """One epoch of a replica: its bit, the blocks that it reported, and those that are predicted."""
-
-    identity: ReplicaIdentity
-    slot: int
-    sequence: int = -1
-    # True from a snapshot on, until a gap; events are applied only then.
-    in_step: bool = False
-    asked_at: float | None = None
-    # The block keys on its device.
-    held: set[bytes] = field(default_factory=set)
-    # The block keys in the store of its node, with their tier.
-    stored: dict[bytes, StoreTier] = field(default_factory=dict)
-    predicted_until: dict[bytes, float] = field(default_factory=dict)
-    # How many requests that wait for the replica will compute the block there.
-    num_expecting: dict[bytes, int] = field(default_factory=dict)
-    # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
-    marks_needed: int = 0
-    # The marked blocks that it reported, and how many predictions and expectations there are of a mark.
-    marked: set[bytes] = field(default_factory=set)
-    num_foreseen: dict[bytes, int] = field(default_factory=dict)
-
-    def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have
-        passed stays while there is space; of states, which one block marks, only the last is certain."""
-        if self.marks_needed == 1:
-            return keys[-1:]
-        return keys if self.marks_needed else ()
-
-    @property
-    def mark_bit(self) -> int:
-        return 1 << _SLOT_BITS * self.slot + _MARK_BIT
-
-    @property
-    def device_bit(self) -> int:
-        return 1 << _SLOT_BITS * self.slot
-
-    def store_bit(self, tier: StoreTier) -> int:
-        return 1 << _SLOT_BITS * self.slot + _TIER_TO_BIT[tier]
+_SLOTS_PER_WORD = 8 * _WORD_BYTES // SLOT_BITS
 
 
 class _Prediction(NamedTuple):
     """The keys of one routed prompt, in the queue of what expires next."""
 
     until: float
-    holder: _Holder
+    holder: BlockHolder
     keys: tuple[bytes, ...]
     marks: tuple[bytes, ...]
 
@@ -94,7 +50,7 @@ class _Prediction(NamedTuple):
 class Expectation(NamedTuple):
     """The keys that a request will compute at a replica for which it waits."""
 
-    holder: _Holder
+    holder: BlockHolder
     keys: tuple[bytes, ...]
     marks: tuple[bytes, ...]
 
@@ -140,13 +96,15 @@ class PrefixTree:
         self._clock = clock
         self._kernel = kernel
         self._prediction_ttl_s = prediction_ttl_s
-        self._key_to_mask: dict[bytes, int] = {}
-        self._holders: dict[str, _Holder] = {}
+        self._key_to_mask: HolderMasks = PlainMasks() if kernel is None else CompiledMasks(kernel)
+        self._holders: dict[str, BlockHolder] = {}
         # Replaced whenever it changes: matches keep the one of their time.
         self._id_to_slot: Mapping[str, int] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
         self._predictions: deque[_Prediction] = deque()
+        # The replicas of which outdated blocks are left to be forgotten.
+        self._to_forget: dict[str, BlockHolder] = {}
         # The marks that each replica needs, by slot; None: no replica needs any.
         self._marks_needed: Counts | None = None
 
@@ -163,7 +121,7 @@ class PrefixTree:
         else:
             slot = len(self._slot_to_id)
             self._slot_to_id.append(identity.replica_id)
-        self._holders[identity.replica_id] = _Holder(identity, slot)
+        self._holders[identity.replica_id] = BlockHolder(identity, slot)
         self._id_to_slot = {**self._id_to_slot, identity.replica_id: slot}
         self._note_marks()
 
@@ -176,11 +134,17 @@ class PrefixTree:
             now = self._clock.now()
             self._history.removed(replica_id, holder.stored, "store", "left", now)
             self._history.removed(replica_id, holder.held, "device", "left", now)
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.held)
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
-        _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.held))
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.predicted_until))
+        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.num_expecting))
         self._unstore(holder, tuple(holder.stored))
-        _clear_bit(self._key_to_mask, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+        self._key_to_mask.clear_bit(holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+        self._to_forget.pop(replica_id, None)
+        for outdated in holder.outdated:
+            self._key_to_mask.clear_bit(holder.device_bit, tuple(outdated.held))
+            self._clear_store(holder, tuple(outdated.stored.items()))
+            self._key_to_mask.clear_bit(holder.mark_bit, tuple(outdated.marked))
+        holder.outdated.clear()
         holder.marked.clear()
         holder.num_foreseen.clear()
         holder.held.clear()
@@ -221,6 +185,7 @@ class PrefixTree:
                 self._mark(holder, events.marked)
                 return True
             holder.in_step = False
+            holder.next_part = 0
         now = self._clock.now()
         if holder.asked_at is not None and now - holder.asked_at < SNAPSHOT_WAIT_S:
             return True
@@ -228,30 +193,31 @@ class PrefixTree:
         return False
 
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
-        """Replace the blocks that the replica held. Return False, and ignore the snapshot, for another epoch
-        or an older sequence."""
+        """Replace the blocks that the replica held, part by part. Return False, and ignore the snapshot, for
+        another epoch, an older sequence, or a part that is not the next one."""
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
-        if holder.in_step and snapshot.sequence < holder.sequence:
+        if snapshot.part:
+            if not holder.in_step or snapshot.part != holder.next_part:
+                return False
+        elif holder.in_step and snapshot.sequence < holder.sequence:
             return False
-        on_device = {key for stored in snapshot.stored if stored.tier == "device" for key in stored.keys}
-        in_store = {key for stored in snapshot.stored if stored.tier != "device" for key in stored.keys}
-        if self._history is not None:
-            self._history.removed(
-                snapshot.publisher.replica_id, holder.held - on_device, "device", "", self._clock.now()
-            )
-            self._history.stored(snapshot.stored)
-        self._remove(holder, holder.held - on_device)
-        self._unstore(holder, holder.stored.keys() - in_store)
+        else:
+            holder.begin_snapshot()
+            holder.marks_needed = snapshot.marks_needed
+            self._note_marks()
         self._take(holder, snapshot.stored)
-        self._unmark(holder, holder.marked - set(snapshot.marked))
+        if self._history is not None:
+            self._history.stored(snapshot.stored)
         self._mark(holder, snapshot.marked)
-        holder.marks_needed = snapshot.marks_needed
-        self._note_marks()
         holder.sequence = snapshot.sequence
         holder.in_step = True
         holder.asked_at = None
+        holder.next_part = snapshot.next_part
+        if holder.outdated and not holder.next_part:
+            self._to_forget[holder.identity.replica_id] = holder
+            self._forget_outdated()
         return True
 
     def needs_snapshot(self, replica_id: str) -> bool:
@@ -265,16 +231,13 @@ class PrefixTree:
         if holder is None:
             return
         self._expire()
-        unconfirmed = tuple(filterfalse(holder.held.__contains__, keys))
+        unconfirmed = tuple(holder.held.missing(keys))
         marks = holder.foreseen(keys)
-        if not unconfirmed and holder.marked.issuperset(marks):
+        if not unconfirmed and not holder.marked.missing(marks):
             return
         until = self._clock.now() + self._prediction_ttl_s
-        bit, masks = holder.device_bit, self._key_to_mask
-        get_mask = masks.get
         holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
-        new_masks = map(or_, map(get_mask, unconfirmed, repeat(0)), repeat(bit))
-        masks.update(zip(unconfirmed, new_masks, strict=True))
+        self._key_to_mask.set_bit(holder.device_bit, unconfirmed)
         self._foresee(holder, marks)
         self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
 
@@ -288,7 +251,7 @@ class PrefixTree:
         new = [key for key in keys if key not in numbers]
         for key in keys:
             numbers[key] = numbers.get(key, 0) + 1
-        _set_bit(self._key_to_mask, holder.device_bit, new)
+        self._key_to_mask.set_bit(holder.device_bit, new)
         marks = holder.foreseen(keys)
         self._foresee(holder, marks)
         return Expectation(holder, keys, marks)
@@ -312,21 +275,22 @@ class PrefixTree:
         where its device part ends, until a block is in neither. A replica with marks can continue behind the
         last block that is counted, and this is among the first `most_blocks` (None: any)."""
         self._expire()
-        masks = self._masks(keys)
         num_words = max(1, -(-len(self._slot_to_id) // _SLOTS_PER_WORD))
         num_slots = num_words * _SLOTS_PER_WORD
         counts = (ctypes.c_int32 * (3 * num_slots))()
-        most = len(masks) if most_blocks is None else max(0, min(most_blocks, len(masks)))
-        needed = self._marks_needed
-        if self._kernel is None:
+        most = len(keys) if most_blocks is None else max(0, most_blocks)
+        needed, kernel = self._marks_needed, self._kernel
+        if kernel is None or not isinstance(self._key_to_mask, CompiledMasks):
+            masks = self._masks(keys)
             count_blocks(masks, num_slots, counts)
             if needed is not None:
                 limit_to_marks(masks[:most], num_slots, counts, needed)
         else:
-            packed = b"".join(map(methodcaller("to_bytes", num_words * _WORD_BYTES, "little"), masks))
-            self._kernel.count_blocks(packed, len(masks), num_words, counts)
+            words, num_found = self._key_to_mask.leading(keys, num_words)
+            kernel.count_blocks(words, num_found, num_words, counts)
             if needed is not None:
-                self._kernel.limit_to_marks(packed, num_words, most, counts, needed, len(needed))
+                most = min(most, num_found)
+                kernel.limit_to_marks(words, num_words, most, counts, needed, len(needed))
         return Match(self._id_to_slot, counts, num_slots)
 
     def reports(self, replica_id: str, key: bytes) -> bool:
@@ -337,13 +301,10 @@ class PrefixTree:
     def places_state(self, key: bytes, without: str) -> tuple[int, int]:
         """Return a value that is equal for blocks with the same `places` (0 twice: there are none), at a
         fraction of their cost."""
-        mask = self._key_to_mask.get(key, 0)
-        if not mask:
-            return 0, 0
         found = expected = 0
-        for slot, bit in self._place_bits(mask, without):
+        for slot, bit in self._place_bits(key, without):
             found |= bit
-            if bit == 1 << _SLOT_BITS * slot and key not in self._holders[self._slot_to_id[slot]].held:
+            if bit == 1 << SLOT_BITS * slot and key not in self._holders[self._slot_to_id[slot]].held:
                 expected |= bit
         return found, expected
 
@@ -351,22 +312,23 @@ class PrefixTree:
         """Return where a block is, or is expected to be, `without` this replica: the tiers of replicas that
         have it, at most `_MAX_PLACES`."""
         found: list[BlockPlace] = []
-        for slot, bit in self._place_bits(self._key_to_mask.get(key, 0), without):
-            tier = _BIT_TO_TIER[bit.bit_length() - 1 - _SLOT_BITS * slot]
+        for slot, bit in self._place_bits(key, without):
+            tier = _BIT_TO_TIER[bit.bit_length() - 1 - SLOT_BITS * slot]
             replica_id = self._slot_to_id[slot]
             is_expected = tier == "device" and key not in self._holders[replica_id].held
             found.append(BlockPlace(replica_id, tier, is_expected))
         return found
 
-    def _place_bits(self, mask: int, without: str) -> Iterator[tuple[int, int]]:
-        """Yield the first bits of a mask that stand for tiers, each with its slot."""
+    def _place_bits(self, key: bytes, without: str) -> Iterator[tuple[int, int]]:
+        """Yield the first bits of a block's mask that stand for tiers, each with its slot."""
+        (mask,) = self._key_to_mask.found((key,))
         own = self._id_to_slot.get(without)
         num_found = 0
         while mask and num_found < _MAX_PLACES:
             bit = mask & -mask
             mask ^= bit
-            slot, kind = divmod(bit.bit_length() - 1, _SLOT_BITS)
-            if kind != _MARK_BIT and slot != own:
+            slot, kind = divmod(bit.bit_length() - 1, SLOT_BITS)
+            if kind != MARK_BIT and slot != own:
                 num_found += 1
                 yield slot, bit
 
@@ -385,6 +347,10 @@ class PrefixTree:
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 
+    def num_reported(self, replica_id: str) -> int:
+        """Return the number of blocks that the replica reported, on its device and in the store."""
+        return self.num_held(replica_id) + self.num_stored(replica_id)
+
     def num_marked(self, replica_id: str) -> int:
         """Return the number of block keys that the replica reported to be marked."""
         holder = self._holders.get(replica_id)
@@ -393,63 +359,88 @@ class PrefixTree:
     def check(self) -> None:
         """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
+        # Bits of outdated blocks may be there still, and may be cleared already.
+        allowed: dict[bytes, int] = {}
+
+        def add(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
+            for key in keys:
+                masks[key] = masks.get(key, 0) | 1 << bit
+
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
             assert self.slot(replica_id) == holder.slot
-            assert not holder.held & holder.predicted_until.keys()
+            assert not any(key in holder.held for key in holder.predicted_until)
             assert all(number > 0 for number in holder.num_expecting.values())
-            for key in (*holder.held, *holder.predicted_until, *holder.num_expecting):
-                expected[key] = expected.get(key, 0) | holder.device_bit
-            for key, tier in holder.stored.items():
-                expected[key] = expected.get(key, 0) | holder.store_bit(tier)
             assert all(number > 0 for number in holder.num_foreseen.values())
-            for key in (*holder.marked, *holder.num_foreseen):
-                expected[key] = expected.get(key, 0) | holder.mark_bit
-        assert expected == self._key_to_mask
+            assert not holder.next_part or holder.in_step
+            add(expected, holder.device_bit, (*holder.held, *holder.predicted_until, *holder.num_expecting))
+            add(expected, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
+            for key, tier in holder.stored.items():
+                add(expected, holder.store_bits[tier], (key,))
+            for outdated in holder.outdated:
+                add(allowed, holder.device_bit, outdated.held)
+                add(allowed, holder.mark_bit, outdated.marked)
+                for key, tier in outdated.stored.items():
+                    add(allowed, holder.store_bits[tier], (key,))
+        known = tuple({**expected, **allowed})
+        num_found = 0
+        for start in range(0, len(known), _MATCHED_AT_ONCE):
+            keys = known[start : start + _MATCHED_AT_ONCE]
+            for key, mask in zip(keys, self._key_to_mask.found(keys), strict=True):
+                wanted = expected.get(key, 0)
+                assert mask & wanted == wanted
+                assert not mask & ~(wanted | allowed.get(key, 0))
+                num_found += mask > 0
+        assert num_found == len(self._key_to_mask), "a removed replica left a trace"
         assert self._id_to_slot.keys() == self._holders.keys()
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _masks(self, keys: Sequence[bytes]) -> list[int]:
         """Return the masks of the leading keys, without those behind one that no replica has."""
         masks: list[int] = []
-        get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
-            found = list(map(get_mask, keys[start : start + _MATCHED_AT_ONCE], repeat(0)))
+            found = self._key_to_mask.found(keys[start : start + _MATCHED_AT_ONCE])
             if 0 in found:
                 return masks + found[: found.index(0)]
             masks += found
         return masks
 
-    def _take(self, holder: _Holder, stored: Iterable[BlocksStored]) -> None:
-        for blocks in stored:
-            if blocks.tier == "device":
-                self._hold(holder, blocks.keys)
+    def _take(self, holder: BlockHolder, stored: Iterable[BlocksStored]) -> None:
+        for tier, chains in groupby(stored, attrgetter("tier")):
+            keys = tuple(chain.from_iterable(blocks.keys for blocks in chains))
+            if tier == "device":
+                self._hold(holder, keys)
             else:
-                self._store(holder, blocks.keys, blocks.tier)
+                self._store(holder, keys, tier)
 
-    def _hold(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            holder.predicted_until.pop(key, None)
-            holder.held.add(key)
-        _set_bit(self._key_to_mask, holder.device_bit, keys)
+    def _hold(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
+        if predicted_until := holder.predicted_until:
+            for key in keys:
+                predicted_until.pop(key, None)
+        holder.held.set_all(keys, None)
+        self._key_to_mask.set_bit(holder.device_bit, keys)
 
-    def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
-        self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
-        holder.stored.update(dict.fromkeys(keys, tier))
-        _set_bit(self._key_to_mask, holder.store_bit(tier), keys)
+    def _store(self, holder: BlockHolder, keys: Sequence[bytes], tier: StoreTier) -> None:
+        slices, num_slices = holder.stored.slices, len(holder.stored.slices)
+        moved = [key for key in keys if slices[hash(key) % num_slices].get(key, tier) != tier]
+        self._unstore(holder, moved)
+        holder.stored.set_all(keys, tier)
+        self._key_to_mask.set_bit(holder.store_bits[tier], keys)
 
-    def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        gone = [key for key in keys if key in holder.held]
-        holder.held.difference_update(gone)
-        self._clear_device(holder, gone)
+    def _remove(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        self._clear_device(holder, holder.held.discard_all(keys))
 
-    def _unstore(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            tier = holder.stored.pop(key, None)
-            if tier is not None:
-                _clear_bit(self._key_to_mask, holder.store_bit(tier), (key,))
+    def _unstore(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        popped = [(key, holder.stored.pop(key)) for key in keys]
+        self._clear_store(holder, [(key, tier) for key, tier in popped if tier is not None])
+
+    def _clear_store(self, holder: BlockHolder, blocks: Collection[tuple[bytes, StoreTier]]) -> None:
+        """Clear the bits of the tiers from which these blocks are gone."""
+        for tier, bit in holder.store_bits.items() if blocks else ():
+            self._key_to_mask.clear_bit(bit, [key for key, its in blocks if its == tier])
 
     def _expire(self) -> None:
+        self._forget_outdated()
         now = self._clock.now()
         while self._predictions and self._predictions[0].until <= now:
             prediction = self._predictions.popleft()
@@ -460,6 +451,26 @@ class PrefixTree:
             self._clear_device(prediction.holder, over)
             self._unforesee(prediction.holder, prediction.marks)
 
+    def _forget_outdated(self) -> None:
+        """Forget some of the blocks that replicas had before a snapshot and not after it."""
+        if not self._to_forget:
+            return
+        holder = next(iter(self._to_forget.values()))
+        held, stored, marked = holder.outdated[-1]
+        forgotten = [key for key, _ in held.pop_some(_FORGOTTEN_AT_ONCE)]
+        if self._history is not None and (gone_from_device := holder.held.missing(forgotten)):
+            name, now = holder.identity.replica_id, self._clock.now()
+            self._history.removed(name, gone_from_device, "device", "", now)
+        self._clear_device(holder, forgotten)
+        gone = stored.pop_some(_FORGOTTEN_AT_ONCE)
+        self._clear_store(holder, [(key, tier) for key, tier in gone if holder.stored.get(key) != tier])
+        self._clear_mark(holder, [key for key, _ in marked.pop_some(_FORGOTTEN_AT_ONCE)])
+        if held or stored or marked:
+            return
+        holder.outdated.pop()
+        if not holder.outdated:
+            del self._to_forget[holder.identity.replica_id]
+
     def _note_marks(self) -> None:
         """Note the marks that each replica needs."""
         needed = [0] * len(self._slot_to_id)
@@ -467,21 +478,21 @@ class PrefixTree:
             needed[holder.slot] = holder.marks_needed
         self._marks_needed = (ctypes.c_int32 * len(needed))(*needed) if any(needed) else None
 
-    def _mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        holder.marked.update(keys)
-        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+    def _mark(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
+        holder.marked.set_all(keys, None)
+        self._key_to_mask.set_bit(holder.mark_bit, keys)
 
-    def _unmark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
-        holder.marked.difference_update(keys)
+    def _unmark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
+        holder.marked.discard_all(keys)
         self._clear_mark(holder, keys)
 
-    def _foresee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _foresee(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         """Count these blocks as marked until `_unforesee`."""
         for key in keys:
             holder.num_foreseen[key] = holder.num_foreseen.get(key, 0) + 1
-        _set_bit(self._key_to_mask, holder.mark_bit, keys)
+        self._key_to_mask.set_bit(holder.mark_bit, keys)
 
-    def _unforesee(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _unforesee(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         if self._holders.get(holder.identity.replica_id) is not holder:
             return
         for key in keys:
@@ -490,15 +501,15 @@ class PrefixTree:
                 del holder.num_foreseen[key]
         self._clear_mark(holder, keys)
 
-    def _clear_mark(self, holder: _Holder, keys: Iterable[bytes]) -> None:
+    def _clear_mark(self, holder: BlockHolder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key not in holder.marked and key not in holder.num_foreseen]
-        _clear_bit(self._key_to_mask, holder.mark_bit, gone)
+        self._key_to_mask.clear_bit(holder.mark_bit, gone)
 
-    def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
+    def _clear_device(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         """Clear the device's bit of the keys that are known to be there from no other source."""
         held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
-        gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
-        _clear_bit(self._key_to_mask, holder.device_bit, gone)
+        gone = [key for key in held.missing(keys) if not (key in predicted or key in expected)]
+        self._key_to_mask.clear_bit(holder.device_bit, gone)
 
 
 def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
@@ -507,9 +518,9 @@ def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
     device = reached = int("1" * num_slots, 16)
     last = [0, 0, 0]
     for position, mask in enumerate([*masks, 0]):
-        dram = mask >> _TIER_TO_BIT["dram"]
+        dram = mask >> TIER_TO_BIT["dram"]
         device &= mask
-        reached &= device | dram | mask >> _TIER_TO_BIT["nvme"]
+        reached &= device | dram | mask >> TIER_TO_BIT["nvme"]
         in_dram = dram & reached & ~device
         for tier, bits in enumerate((device, in_dram, reached & ~device & ~in_dram)):
             if bits != last[tier]:
@@ -524,15 +535,15 @@ def limit_to_marks(masks: Sequence[int], num_slots: int, counts: Counts, marks_n
         num_counted = num_device + num_dram + num_nvme
         if not needed or not num_counted:
             continue
-        bits = [mask >> _SLOT_BITS * slot for mask in masks[:num_counted]]
+        bits = [mask >> SLOT_BITS * slot for mask in masks[:num_counted]]
         end = num_marked = 0
         for position, each in enumerate(bits, 1):
-            num_marked = num_marked + 1 if each >> _MARK_BIT & 1 else 0
+            num_marked = num_marked + 1 if each >> MARK_BIT & 1 else 0
             if num_marked >= min(needed, position):
                 end = position
         if end < num_counted:
             counts[slot] = num_device = min(num_device, end)
-            in_dram = sum(each >> _TIER_TO_BIT["dram"] & 1 for each in bits[num_device:end])
+            in_dram = sum(each >> TIER_TO_BIT["dram"] & 1 for each in bits[num_device:end])
             counts[num_slots + slot] = in_dram
             counts[2 * num_slots + slot] = end - num_device - in_dram
 
@@ -542,21 +553,6 @@ def _count_changes(before: int, now: int, position: int, counts: Counts, start: 
     changed = before ^ now
     while changed:
         lowest = changed & -changed
-        slot = start + lowest.bit_length() // _SLOT_BITS
+        slot = start + lowest.bit_length() // SLOT_BITS
         counts[slot] += position if before & lowest else -position
         changed ^= lowest
-
-
-def _set_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
-    for key in keys:
-        masks[key] = masks.get(key, 0) | bit
-
-
-def _clear_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
-    others = ~bit
-    for key in keys:
-        mask = masks.get(key, 0) & others
-        if mask:
-            masks[key] = mask
-        else:
-            masks.pop(key, None)

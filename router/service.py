@@ -14,41 +14,32 @@ from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory
 from router.config import RouterConfig
+from router.current_load import CurrentLoad
 from router.errors import NoReplicaError
-from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
+from router.load import LoadTracker
+from router.load_views import LoadView, OwnLoads, OwnPlacements, PlacementObservers, ReportedLoads
+from router.make_decision import make_decision
 from router.membership import Members, hashed
 from router.messages import (
     Candidate,
     Candidates,
     Decision,
-    Prediction,
     RouteRequest,
     TimeLimit,
 )
 from router.missed_blocks import find_misses
 from router.native import load_kernel
-from router.policies import (
-    NEVER_FITS_S,
-    Choice,
-    CostPolicy,
-    RouteQuery,
-    View,
-    choose,
-    cost_of,
-    decode_candidate,
-    make_policy,
-    replica_costs,
-)
+from router.placements import Placement, PlacementObserver
+from router.policies.cheapest_choice import Choice, choose, cost_of
+from router.policies.consistent_hash import affinity_key
+from router.policies.cost_policy import NEVER_FITS_S, decode_candidate
+from router.policies.known_policies import make_policy
+from router.policies.replica_cost import RouteQuery, View, replica_costs
 from router.price_table import PriceTable
 from router.radix import Expectation, PrefixTree
 
-# The time that it costs when a replica sends a request back and the request goes to another one. A replica
-# sends a request back only if that gains more.
-_SENT_BACK_S = 0.005
 # A waiting request moves to other replicas only if that gains at least this much.
 _LEAST_GAIN_S = 0.005
-# A larger bound of the backlog counts as none.
-_MOST_BACKLOG_TOKENS = 1 << 31
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
 
@@ -70,9 +61,10 @@ class RouterService:
     The parts are public, for reading and for calls that concern one part alone: the replicas that may be
     chosen (`members`), the load of each (`loads`), and the blocks that each has (`tree`).
 
-    Among equal costs the replica wins that was chosen least recently: in an idle cluster replicas take turns,
-    which fills all caches. With a `salt`, the id of the gateway, a hash of it and of the request decides
-    instead, so that gateways which see equal costs at the same time choose different replicas.
+    Among equal costs the replica wins at which the fewest tokens were placed: in an idle cluster replicas
+    take turns, which fills all caches. With a `salt`, the id of the gateway, and other gateways, a hash of it
+    and of the request decides instead, so that gateways which see equal costs at the same time choose
+    different replicas. The requests of a session have one hash at all gateways.
     """
 
     def __init__(
@@ -91,12 +83,24 @@ class RouterService:
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
-        self._policy = make_policy(config, seed)
         self._kernel = load_kernel()
         self._history = history
         self.tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel, history)
+        own = OwnPlacements() if config.policy == "predicted_only" else None
+        self._own = own
+        if own is not None:
+            observer = own if observer is None else PlacementObservers(own, observer)
         self.loads = LoadTracker(clock, observer, self._on_dropped)
+        # The loads by which choices are priced; whether replicas can take more is seen in `loads`.
+        self._priced_loads: LoadView = self.loads
+        if own is not None:
+            self._priced_loads = OwnLoads(self.loads, own)
+        elif config.policy == "reported_only":
+            self._priced_loads = ReportedLoads(self.loads)
         self.members = Members(config, block_tokens, self.loads)
+        self._policy = make_policy(
+            config, seed, turn_of=self.members.turn, num_cached_blocks=self.tree.num_reported
+        )
         self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
         # The prices of the members as of `_table_version`; None: not computed yet.
         self._table: PriceTable | None = None
@@ -182,7 +186,9 @@ class RouterService:
         compute_id = decision.compute_id
         needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
         for replica_id in filter(None, (decision.prefill, decision.decode)):
-            self.members.chosen(replica_id)
+            computed = query.num_tokens - decision.prefill_cached_tokens if replica_id == compute_id else 0
+            decoded = needed_tokens if replica_id == decision.decode else 0
+            self.members.chosen(replica_id, computed + decoded)
         placement = Placement(
             request_id=request.request_id,
             compute_id=compute_id,
@@ -218,8 +224,8 @@ class RouterService:
         )
         if chosen is None or chosen.cost_s >= NEVER_FITS_S:
             raise self.members.no_target(request)
-        self.members.chosen(chosen.replica_id)
         needed_tokens = chosen.uncached_tokens + query.num_growth_tokens
+        self.members.chosen(chosen.replica_id, needed_tokens)
         self.loads.on_routed(
             Placement(
                 request_id=request.request_id,
@@ -259,7 +265,7 @@ class RouterService:
         if placement is None:
             return
         if placement.decode_id:
-            self.tree.predict(placement.decode_id, placement.block_keys)
+            self._predict(placement.decode_id, placement)
 
     def on_finished(self, request_id: str) -> None:
         """Stop counting a request, or an attempt of it, that has ended in any way. `place` does this itself
@@ -273,7 +279,7 @@ class RouterService:
         if is_predicted:
             self._predict_computed(placement)
             if placement.decode_id and placement.prefilled_at is not None:
-                self.tree.predict(placement.decode_id, placement.block_keys)
+                self._predict(placement.decode_id, placement)
 
     def on_remote_prefilled(
         self, gateway_id: str, request_id: str, prefilled_at: float, *, is_predicted: bool
@@ -281,7 +287,7 @@ class RouterService:
         """Note the first token of another gateway's request, as `on_prefilled` does."""
         placement = self.loads.on_prefilled(request_id, gateway_id, prefilled_at)
         if placement is not None and placement.decode_id and is_predicted:
-            self.tree.predict(placement.decode_id, placement.block_keys)
+            self._predict(placement.decode_id, placement)
 
     def on_remote_finished(self, gateway_id: str, request_id: str) -> None:
         """Stop counting a request of another gateway."""
@@ -334,6 +340,8 @@ class RouterService:
             assert self.loads.find(placement.request_id, placement.gateway_id) is placement
         self.tree.check()
         self.loads.check()
+        if self._own is not None:
+            self._own.check()
 
     def _most_reused(self, request: RouteRequest) -> int:
         """Return how many of its blocks a request can reuse: it computes at least its last token."""
@@ -346,6 +354,9 @@ class RouterService:
             num_samples=request.num_samples,
             block_tokens=self._block_tokens,
             skip_prefill_tokens=self._config.skip_prefill_tokens,
+            affinity_key=affinity_key(
+                request.facts.session, request.block_keys, self._block_tokens, request.request_id
+            ),
             may_stay=not (request.pinned_prefill and request.facts.decodes)
             or request.pinned_prefill == request.pinned_decode,
             kv_share=request.facts.kv_share,
@@ -366,6 +377,8 @@ class RouterService:
         placement = self.loads.suspend(request.request_id)
         if placement is not None:
             self._withdraw(placement)
+            if self._own is not None:
+                self._own.on_finished(placement)
         try:
             self._expect_held()
             match = self.tree.match(request.block_keys, self._most_reused(request))
@@ -380,8 +393,10 @@ class RouterService:
         finally:
             if placement is not None:
                 self.loads.resume(placement)
+                if self._own is not None:
+                    self._own.on_routed(placement)
                 if placement.is_queued:
-                    self._to_expect[placement] = None
+                    self._expect_later(placement)
 
     def _choose(
         self,
@@ -396,7 +411,7 @@ class RouterService:
         candidates: Sequence[Candidate]
         gain_s = float("inf")
         # Only a choice among all replicas by cost is priced by the table, and names a bound of the backlog.
-        is_free_choice = isinstance(self._policy, CostPolicy) and not (
+        is_free_choice = self._config.policy == "tandem" and not (
             prefers_capacity
             or request.excluded
             or request.pinned_prefill
@@ -418,17 +433,28 @@ class RouterService:
                 gain_s = cost_of(priced, before.prefill, before.decode, view.limit) - choice.cost_s
         if choice is None:
             return None
-        return self._decision(request.request_id, query, choice, candidates, view), gain_s
+        name = request.request_id, self._config.policy
+        decision = make_decision(name, query, choice, candidates, view, self._priced_loads)
+        return decision, gain_s
 
     def _predict_computed(self, placement: Placement) -> None:
         """Count the prompt as cached where it is computed: for `prediction_ttl_s` or, if the request is
         queued, while it waits. The latter begins only with the next decision, since most are sent before
         that."""
         if placement.is_queued:
-            self._to_expect[placement] = None
+            self._expect_later(placement)
             return
-        self.tree.predict(placement.compute_id, placement.block_keys)
+        self._predict(placement.compute_id, placement)
         self._withdraw(placement)
+
+    def _predict(self, replica_id: str, placement: Placement) -> None:
+        """Count the prompt as cached there for a while, unless only reports count."""
+        if self._config.policy != "reported_only":
+            self.tree.predict(replica_id, placement.block_keys)
+
+    def _expect_later(self, placement: Placement) -> None:
+        if self._config.policy != "reported_only":
+            self._to_expect[placement] = None
 
     def _expect_held(self) -> None:
         for placement in self._to_expect:
@@ -449,9 +475,9 @@ class RouterService:
 
     def _order(self, request: RouteRequest) -> Iterable[str]:
         """Return all replicas, in the order in which those of equal cost are chosen."""
-        if not self._salt:
-            return self.members
         seed = self._seed(request)
+        if seed is None:
+            return self.members
         return sorted(self.members, key=lambda replica_id: hashed(replica_id, seed))
 
     def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
@@ -467,11 +493,15 @@ class RouterService:
         able = [candidate for candidate in candidates if has_capacity(candidate)]
         return candidates if choose(able) is None else able
 
-    def _seed(self, request: RouteRequest) -> int:
+    def _seed(self, request: RouteRequest) -> int | None:
+        """Return the seed of the hash by which replicas of equal cost are ordered; None: by what was placed
+        there."""
+        if not self._salt or not (self._is_shared or request.facts.session):
+            return None
         return zlib.crc32((request.facts.session or f"{self._salt} {request.request_id}").encode())
 
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
-        return [(each, self.loads.state(each)) for each in ids]
+        return [(each, self._priced_loads.state(each)) for each in ids]
 
     def _current_table(self, request: RouteRequest) -> PriceTable | None:
         """Return the prices of all replicas that take requests; None: there is no compiled code here."""
@@ -479,9 +509,16 @@ class RouterService:
             return None
         members, table = self.members, self._table
         if table is None or self._table_version != members.version:
-            sides = members.sides(request, members)
+            prefills, decodes = map(set, members.sides(request, members.ids))
             self._table = table = PriceTable(
-                self._kernel, self._config, self._block_tokens, self.loads, self.tree, *sides, members.turn
+                self._kernel,
+                self._config,
+                self._block_tokens,
+                self.loads,
+                self.tree,
+                [each for each in members.ids if each in prefills or each in decodes],
+                (prefills, decodes),
+                members.num_placed_tokens,
             )
             self._table_version = members.version
         table.refresh()
@@ -495,9 +532,9 @@ class RouterService:
         view: View,
         before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
-        """Choose among all replicas that take requests, by the policy "cost". Return the choice, by how many
-        seconds it is better than `before`, and the candidates, which are made when they are read."""
-        seed = self._seed(request) if self._salt else None
+        """Choose among all replicas that take requests, by the policy `tandem`. Return the choice, by how
+        many seconds it is better than `before`, and the candidates, which are made when they are read."""
+        seed = self._seed(request)
         choice = table.cheapest(
             query,
             view.match,
@@ -523,59 +560,5 @@ class RouterService:
 
         return choice, gain_s, Candidates(made)
 
-    def _decision(
-        self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: View
-    ) -> Decision:
-        (decode,) = replica_costs(query, self._states([choice.decode]), view)
-        prefill, transfer_s = decode, 0.0
-        if choice.prefill:
-            (prefill,) = replica_costs(query, self._states([choice.prefill]), view)
-            lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
-            rates, window_tokens = prefill.state.rates, prefill.state.report.window_tokens
-            transfer_s = query.num_tokens * rates.transfer_s * lacking
-            transfer_s += rates.once_s(query.num_tokens, window_tokens)
-            other = _other("alone", choice.local_cost_s, view.limit)
-            reason = f"the pair costs {_ms(choice.pair_cost_s)}, {other}"
-        else:
-            other = _other("the best pair", choice.pair_cost_s, view.limit)
-            reason = f"alone costs {_ms(choice.local_cost_s)}, {other}"
-        gain_s = choice.other_cost_s - choice.cost_s + _SENT_BACK_S
-        return Decision(
-            request_id=request_id,
-            policy=self._config.policy,
-            prefill=choice.prefill,
-            decode=choice.decode,
-            prefill_cached_tokens=query.num_tokens - prefill.uncached_tokens,
-            decode_cached_tokens=decode.matched_tokens,
-            candidates=candidates,
-            reason=reason,
-            prediction=Prediction(
-                queue_s=max(prefill.queue_s, decode.place_wait_s),
-                prefill_s=prefill.own_s,
-                load_s=prefill.load_s,
-                transfer_s=transfer_s,
-                step_s=decode.state.rates.step_s,
-            ),
-            most_backlog_tokens=_most_backlog_tokens(prefill.state, gain_s),
-            limit=view.limit,
-        )
-
     def _keep(self, decision: Decision) -> None:
         self._decisions.put(decision.request_id, decision)
-
-
-def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
-    """Return the number of tokens before a request beyond which another replica is better, if this one is
-    better by `gain_s` with the work that was sent there; None: there is no such number."""
-    num_tokens = state.backlog_tokens - state.num_queued_tokens + gain_s / state.rates.token_s
-    return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
-
-
-def _other(name: str, cost_s: float, limit: TimeLimit | None) -> str:
-    if cost_s < float("inf"):
-        return f"{name} {_ms(cost_s)}"
-    return f"{name} not possible" if limit is None else f"{name} not possible in time"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"

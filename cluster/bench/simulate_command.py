@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cluster.bench.live_cluster import LiveCluster, read_live
+from cluster.bench.live_engines import LiveCluster, read_live
 from cluster.bench.served_call import ServedCall
 from cluster.bench.serving_figures import Objectives, ServingFigures, figures_table, summarize
 from cluster.bench.simulated_scaling_options import planned_scaling
@@ -31,10 +31,10 @@ from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_sim
 from cluster.simulation.simulated_call import CallRecord
 from cluster.simulation.simulation_plots import save_plots
 from cluster.simulation.simulation_result import SimulatedObjectives
-from router.config import RouterConfig
+from router.config import PolicyName
 from workers.errors import CheckpointError
 
-_POLICIES = get_args(RouterConfig.model_fields["policy"].annotation)
+_POLICIES: tuple[str, ...] = get_args(PolicyName)
 # The number of notes of the state of all replicas for plots.
 _NUM_SAMPLES = 600
 # Figures of the cluster, and whether they are shown where all are 0 or not known.
@@ -42,6 +42,10 @@ _SHOWN = (
     ("TTFT mean, s", "ttft_mean_s", True),
     ("utilization", "utilization", True),
     ("hit rate", "hit_rate", True),
+    ("of that from DRAM", "hits_dram", False),
+    ("of that from NVMe", "hits_nvme", False),
+    ("of that from other nodes", "hits_remote", False),
+    ("written to NVMe, GB", "nvme_written_gb", False),
     ("imbalance of computed prompts", "imbalance", True),
     ("attempts that were repeated", "retried", False),
     ("streams that moved", "moved", False),

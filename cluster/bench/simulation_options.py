@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cluster.bench.conversations import read_conversations
-from cluster.bench.live_cluster import LiveCluster
+from cluster.bench.live_engines import LiveCluster
 from cluster.bench.simulated_trace import FileTrace, RecordedRequests
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import DeviceProfile, device_profile, read_profile
@@ -31,6 +31,7 @@ from cluster.simulation.simulated_load import (
 )
 from cluster.simulation.simulated_replica import SimulatedEngine
 from cluster.simulation.step_model import StepModel
+from cluster.simulation.store_shape import parse_store
 from cluster.simulation.trace_requests import TraceRequests
 from router.config import RouterConfig
 
@@ -157,6 +158,10 @@ class SimulatedReplicaOptions:
     pp: Annotated[int, typer.Option(min=1, help="Stages of a replica.")] = 1
     kv_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of a replica.")] = None
     block_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens of a block.")] = None
+    store: Annotated[
+        str, typer.Option(help="The store of each node, as dram=64,nvme=500: sizes in GB; rates in GB/s.")
+    ] = ""
+    replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a store.")] = 8
     utilization: Annotated[
         float | None,
         typer.Option(min=0.01, help="Without a model: how busy prompts without a cache keep the replicas."),
@@ -210,7 +215,12 @@ class SimulatedReplicaOptions:
         else:
             engine = self._changed(self._engine(load))
             engines = dict.fromkeys(self.roles, engine)
-        return ClusterShape([(role, engines[role]) for role in self.roles], router=router, **others)
+        return ClusterShape(
+            [(role, engines[role]) for role in self.roles],
+            router=router,
+            store=parse_store(self.store, self.tp * self.pp, self.replicas_per_node),
+            **others,
+        )
 
     def _engine(self, load: SimulatedLoadOptions) -> SimulatedEngine:
         """Return the engine of every replica. Raises `ConfigError` where the options do not go together, or

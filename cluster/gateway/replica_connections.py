@@ -449,7 +449,7 @@ class ReplicaConnections:
         breaker = self.breakers.of(hello.identity)
         view.avoided = "" if breaker is None else breaker.note
         self._on_load(view, hello.load)
-        _send(stream, KvSnapshotRequest("connect"))
+        _send(stream, KvSnapshotRequest("connect", takes_parts=True))
         if self._pauses_batch:
             _send(stream, PauseBatch(True))
         if view.record.leaving:
@@ -521,7 +521,8 @@ class ReplicaConnections:
                 self._ask_snapshot(view)
         elif isinstance(message, KvSnapshot):
             view.note = ""
-            self._router.tree.apply_snapshot(message)
+            if self._router.tree.apply_snapshot(message) and message.next_part:
+                _send(view.stream, KvSnapshotRequest("next", takes_parts=True, part=message.next_part))
         elif isinstance(message, Leaving):
             self._set_leaving(view)
             self._events.on_members()
@@ -535,7 +536,7 @@ class ReplicaConnections:
     def _ask_snapshot(self, view: ReplicaView) -> None:
         if view.note != "waits for a snapshot":  # one request at a time
             view.note = "waits for a snapshot"
-            _send(view.stream, KvSnapshotRequest("gap"))
+            _send(view.stream, KvSnapshotRequest("gap", takes_parts=True))
 
     def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
         view.load, view.load_at = load, self._clock.now()

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from cluster.errors import ConfigError
 from cluster.identity.watched_file import WatchedFile
-from kvtransfer.blocks.keys import extend_keys, root_key
-from kvtransfer.common.clock import Clock
+from kvtransfer.blocks.keys import key_slices, root_key
+from kvtransfer.common.clock import Clock, give_way
 from kvtransfer.common.os_errors import os_reason
 
 SECRET_BYTES = 32
@@ -92,19 +92,27 @@ class KeyRoots:
         if self._file is not None:
             await self._file.follow(clock, self._changed)
 
-    def chain(self, prompt: bytes, fingerprint: bytes, sharing_group: str) -> BlockChain:
+    async def chain(self, prompt: bytes, fingerprint: bytes, sharing_group: str) -> BlockChain:
         """Return the chain of a prompt (token ids as uint32 little-endian) for this group and model.
 
-        Of two roots it is the one under which more of the prompt is cached, else the newer one.
+        Of two roots it is the one under which more of the prompt is cached, else the newer one. Between two
+        slices of a long prompt the event loop does other work.
         """
-        chains = [self._chain(root, prompt, fingerprint, sharing_group) for root in self.current]
+        chains = [await self._chain(root, prompt, fingerprint, sharing_group) for root in self.current]
         if len(chains) == 1:
             return chains[0]
         return max(chains, key=lambda chain: self._num_cached_blocks(chain.block_keys))
 
-    def _chain(self, root: KeyRoot, prompt: bytes, fingerprint: bytes, sharing_group: str) -> BlockChain:
+    async def _chain(
+        self, root: KeyRoot, prompt: bytes, fingerprint: bytes, sharing_group: str
+    ) -> BlockChain:
         parent = root_key(root.secret, fingerprint, sharing_group)
-        return BlockChain(parent, extend_keys(parent, prompt, self._block_tokens))
+        keys: list[bytes] = []
+        for part in key_slices(parent, prompt, self._block_tokens):
+            if keys:
+                await give_way()
+            keys += part
+        return BlockChain(parent, tuple(keys))
 
     def _changed(self) -> None:
         _log.info("key roots in use: %s", ", ".join(root.id for root in self.current))

@@ -11,7 +11,7 @@ from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.simulation.simulated_peers import NETWORK_S
 from cluster.simulation.virtual_time import EventQueue
-from router.load import Placement
+from router.placements import Placement
 from router.service import RouterService
 
 

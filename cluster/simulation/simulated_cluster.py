@@ -26,6 +26,8 @@ from cluster.simulation.simulated_call import CallRecord, SimulatedRequest
 from cluster.simulation.simulated_gateway import SimulatedGateway
 from cluster.simulation.simulated_peers import NETWORK_S, SimulatedPeers
 from cluster.simulation.simulated_replica import SimulatedEngine, SimulatedReplica
+from cluster.simulation.simulated_stores import SimulatedStores
+from cluster.simulation.store_shape import StoreShape
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
@@ -44,6 +46,8 @@ class ClusterShape(NamedTuple):
     holds_back: bool = True
     # Do steps that only decode in runs, where that changes nothing.
     skips: bool = True
+    # The store of every node; None: there is none.
+    store: StoreShape | None = None
 
 
 class ReplicaLife(NamedTuple):
@@ -68,6 +72,7 @@ class SimulatedCluster:
         self._epochs: dict[str, int] = {}
         self._began_at: dict[ReplicaIdentity, float] = {}
         self.past: list[ReplicaLife] = []
+        self.stores = None if shape.store is None else SimulatedStores(shape.store, self.events)
         (block_tokens,) = {engine.block_tokens for _, engine in shape.replicas}
         self.placements = PlacementLinks(self.events, shape.num_gateways)
         self.gateways = [
@@ -111,8 +116,9 @@ class SimulatedCluster:
         epoch = self._epochs[replica_id] = self._epochs.get(replica_id, 0) + 1
         identity = ReplicaIdentity(replica_id, epoch)
         phase_s = _TICK_S * float(self._random.random())
+        store = None if self.stores is None else self.stores.of(replica_id, engine.block_bytes)
         replica = SimulatedReplica(
-            identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s
+            identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s, store
         )
         self._replicas[replica_id] = replica
         self._began_at[identity] = self.clock.now() if ordered_at is None else ordered_at
@@ -202,3 +208,5 @@ class SimulatedCluster:
             replica.reports.check_when_idle()
             assert not replica.has_work
             assert replica.pool.num_references == 0
+        if self.stores is not None:
+            self.stores.check()

@@ -29,7 +29,7 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.load import PlacementObserver
+from router.placements import PlacementObserver
 from router.service import RouterService
 from workers.messages.link import (
     GatewayKey,

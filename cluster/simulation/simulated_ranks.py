@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cluster.simulation.step_model import StepModel
+from cluster.simulation.store_copies import StoreCopies
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.messages import Shard
 from kvtransfer.peer_messages import PieceSum
+from kvtransfer.store.messages.store_orders import AttachStore, StoreGet, StorePut
 from kvtransfer.transfer_orders import CloseLanding, OpenLanding, PushOrder, StopPush, VerifyOrder
 from kvtransfer.transfer_reports import LandingClosed, PushDone, PushStopped, Verified
 from workers.messages.rank_channel import (
@@ -53,16 +55,18 @@ class SimulatedRanks:
         block_bytes: int,
         shard: Shard,
         max_sequences: int,
+        store: StoreCopies | None = None,
     ) -> None:
         """`report` is called with the rank and each of its reports, when it is made, and `catch_up` before
         that of a step: a run of steps may end there. A block has `block_bytes`, and is sent as one piece, the
-        whole `shard`."""
+        whole `shard`. `store` copies to and from the node's store, if there is one."""
         self._model = model
         self._events = events
         self._report = report
         self._catch_up = catch_up
         self._block_bytes = block_bytes
         self._shard = shard
+        self._store = store
         self._is_dead = False
         # How many times as long steps take as the model says: disturbances.
         self.slowness = 1.0
@@ -102,6 +106,10 @@ class SimulatedRanks:
                 self._answer(LandingClosed(landing_id, ()))
             case CompileGrammar(grammar):
                 self._answer(GrammarCompiled(grammar.digest))
+            case AttachStore() | StorePut() | StoreGet():
+                assert self._store is not None
+                at, report = self._store.carry_out(message, self._block_bytes)
+                self._events.at(at, lambda: self._tell(report))
             case OpenLanding() | ReleaseGrammar():
                 pass
             case _:

@@ -10,7 +10,9 @@ from cluster.simulation.batch_gate import BatchGate, Batching
 from cluster.simulation.gateway_end import GatewayEnd, TokenObserver
 from cluster.simulation.simulated_peers import LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
+from cluster.simulation.simulated_stores import NodeStore
 from cluster.simulation.step_model import KnownCosts, StepModel
+from cluster.simulation.store_copies import StoreCopies
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.common.faults import Faults
 from kvtransfer.config import TransferConfig
@@ -32,6 +34,8 @@ from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.decode_run import DecodeRun
 from workers.scheduler.scheduler import Scheduler
+from workers.store_connector.connector import StoreConnector
+from workers.store_connector.engine_parts import EngineParts
 
 # The period in which engine cores look after leases and deadlines, as `workers.replica.engine_core.TICK_S`.
 _TICK_S = 0.25
@@ -64,6 +68,11 @@ class SimulatedEngine(NamedTuple):
             max_sequences=self.max_sequences,
         )
         return config.model_copy(update={"block_tokens": self.block_tokens})
+
+    @property
+    def block_bytes(self) -> int:
+        """The KV of a block."""
+        return self.compatibility.token_bytes * self.block_tokens
 
     @property
     def compatibility(self) -> CompatibilityRecord:
@@ -102,10 +111,11 @@ class SimulatedReplica(EngineDecisions):
         links: MutableMapping[ReplicaIdentity, SimulatedPeers],
         may_skip: Callable[[], bool],
         phase_s: float = 0.0,
+        store: NodeStore | None = None,
     ) -> None:
         """`find` returns a replica by its id, and `links` has the links of every one that lives. While it
         `may_skip`, steps that only decode are done in runs. The first look at leases comes after `phase_s`,
-        so that replicas do not look at once."""
+        so that replicas do not look at once. `store` is that of the node; None: there is none."""
         self.engine = engine
         self._events = events
         self._pump_scheduled = False
@@ -114,18 +124,25 @@ class SimulatedReplica(EngineDecisions):
         self._ends: list[GatewayEnd] = []
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
-        block_bytes = compatibility.token_bytes * engine.block_tokens
         self.ranks = SimulatedRanks(
             engine.steps,
             events,
             self.on_rank_message,
             self.catch_up,
-            block_bytes,
+            engine.block_bytes,
             shard,
             engine.max_sequences,
+            None if store is None else StoreCopies(store.link_bytes_s, events.clock),
         )
+        self._store = store
         pool = BlockPool(engine.num_blocks, engine.block_tokens)
-        scheduler = Scheduler(config, pool, eos_token_ids=(), max_context_tokens=engine.max_context_tokens)
+        scheduler = Scheduler(
+            config,
+            pool,
+            eos_token_ids=(),
+            max_context_tokens=engine.max_context_tokens,
+            has_store=store is not None,
+        )
         ready = RankReady(
             rank=0,
             process_id=0,
@@ -162,6 +179,7 @@ class SimulatedReplica(EngineDecisions):
                 peers=peers,
                 clock=clock,
                 faults=Faults(),
+                connect_store=None if store is None else self._store_connection(store, identity, ready),
             )
         )
         self._decodes = DecodeRun(scheduler)
@@ -169,6 +187,21 @@ class SimulatedReplica(EngineDecisions):
         if engine.batching != "continuous":
             self._gate = BatchGate(engine.batching, engine.max_sequences, events)
         events.after(phase_s or _TICK_S, self._tick)
+
+    def _store_connection(
+        self, store: NodeStore, identity: ReplicaIdentity, ready: RankReady
+    ) -> Callable[[EngineParts], StoreConnector]:
+        def connect(parts: EngineParts) -> StoreConnector:
+            return StoreConnector(
+                name=store.name,
+                connect=lambda hello, events: store.connect(hello, events, self.catch_up),
+                identity=identity,
+                ready=(ready,),
+                engine=parts,
+                clock=self._events.clock,
+            )
+
+        return connect
 
     @property
     def is_alive(self) -> bool:
@@ -219,6 +252,8 @@ class SimulatedReplica(EngineDecisions):
 
     def end(self, reason: str) -> None:
         """Die, with everything that runs here."""
+        if self._store is not None:
+            self._store.end()
         self.kill_ranks(reason)
 
     def drain(self, drain_s: float, on_drained: Callable[[], None]) -> None:
@@ -265,6 +300,8 @@ class SimulatedReplica(EngineDecisions):
         happens: a step that ends or needs a block, or a report of the load that is due."""
         num_steps = self._decodes.num_steps(self.steps.depth)
         if num_steps < 2 or self._run is not None or self.kv_receiver.landings.num_waiting:
+            return
+        if self.connector is not None and not self.connector.is_idle:
             return
         if len(self.migration) or not self._gateways.have_seen(self.reports.queue()):
             return

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cluster.simulation.simulated_call import CallRecord
 from cluster.simulation.simulated_cluster import SimulatedCluster
+
+# Where a token may be found: on the device, or in a tier of the store, the cheapest first.
+_TIERS = ("device", "dram", "nvme", "remote")
 
 
 class SimulatedObjectives(NamedTuple):
@@ -33,6 +36,8 @@ class ReplicaUse(NamedTuple):
     num_computed: int
     num_found: int
     num_steps: int
+    # The tokens that it has found, by the tier from which they came.
+    tier_to_found: Mapping[str, int] = {}
 
 
 class SimulationResult(NamedTuple):
@@ -46,6 +51,15 @@ class SimulationResult(NamedTuple):
     # The time of all replicas together, from their orders to their ends, and that in which steps ran.
     replica_s: float
     busy_s: float
+    # What all nodes have written to NVMe.
+    num_written_bytes: int = 0
+
+    @property
+    def tier_hits(self) -> dict[str, float]:
+        """The tokens that were found in each tier, for each token of the prompts that replicas looked for."""
+        num_queried = sum(it.num_computed + it.num_found for it in self.replicas)
+        found = sum((Counter(it.tier_to_found) for it in self.replicas), Counter[str]())
+        return {tier: found[tier] / num_queried if num_queried else 0.0 for tier in _TIERS}
 
     def as_json(self) -> dict[str, Any]:
         """Return latencies, goodput, hits and the rest as JSON values."""
@@ -71,6 +85,8 @@ class SimulationResult(NamedTuple):
             "goodput_rps": _rounded(num_kept / self.span_s),
             "output_tok_s": _rounded(sum(it.num_output for it in good) / self.span_s),
             "hit_rate": _rounded(sum(it.num_cached for it in good) / num_prompt if num_prompt else 0.0),
+            **{f"hits_{tier}": _rounded(share) for tier, share in self.tier_hits.items()},
+            "nvme_written_gb": _rounded(self.num_written_bytes / 1e9),
             "imbalance": _rounded(max(computing) / mean if mean else 1.0),
             "utilization": _rounded(self.busy_s / self.replica_s),
             "replica_hours": _rounded(self.replica_s / 3600),
@@ -105,12 +121,16 @@ def result_of(
                 stats.num_queried_tokens - num_found,
                 num_found,
                 replica.steps.num_steps,
+                dict(stats.num_hit_tokens),
             )
         )
     span_s = max(max(ends, default=began_at) - began_at, 1e-9)
     replica_s = max(cluster.replica_s(began_at, began_at + span_s), 1e-9)
     busy_s = sum(it.busy_s for it in uses) + sum(life.replica.ranks.busy_s for life in cluster.past)
-    return SimulationResult(cluster.records, uses, span_s, objectives, price_per_s, replica_s, busy_s)
+    num_written = 0 if cluster.stores is None else cluster.stores.num_written_bytes
+    return SimulationResult(
+        cluster.records, uses, span_s, objectives, price_per_s, replica_s, busy_s, num_written
+    )
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

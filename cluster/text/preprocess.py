@@ -295,7 +295,7 @@ class Preprocessor:
         if facts.decodes and prompt.end_token_ids:
             ends = (*sampling.stop_token_ids, *prompt.end_token_ids)
             sampling = structs.replace(sampling, stop_token_ids=ends)
-        chain = self._key_roots.chain(prompt.tokens, fingerprint, facts.sharing_group)
+        chain = await self._key_roots.chain(prompt.tokens, fingerprint, facts.sharing_group)
         message_ends: tuple[int, ...] = ()
         if self._message_ends is not None:
             message_ends = await self._message_ends.positions(prompt.tokens, self._clock.wall())

@@ -65,6 +65,23 @@ class StoreEvents(Protocol):
     def on_tiers(self, events: TierEvents) -> None: ...
 
 
+class OwnerClient(Protocol):
+    """A connection to the owner: `StoreClient`, or that of a simulation."""
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+
+    async def close(self) -> None:
+        """End the connection, without `on_lost`."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the owner has sent its welcome and the connection lives."""
+
+    def send(self, message: EngineRequest) -> bool:
+        """Queue a request. False: the owner is away, and there will be no answer."""
+
+
 class StoreClient:
     """One engine core's connection to the owner at the abstract unix socket `name`."""
 
@@ -194,19 +211,24 @@ class StoreClient:
                 stream.abort()
 
     def _deliver(self, message: FromOwner) -> None:
-        match message:
-            case StoreWelcome():
-                self._events.on_welcome(message)
-            case PutGrant():
-                self._events.on_grant(message)
-            case FindAnswer(number=number):
-                if number == _PROBE:
-                    self._probed_at = None
-                else:
-                    self._events.on_find(message)
-            case FetchedBlocks():
-                self._events.on_fetched(message)
-            case TierEvents():
-                self._events.on_tiers(message)
-            case _:
-                raise WireError(f"the owner sent {type(message).__name__}")
+        if isinstance(message, FindAnswer) and message.number == _PROBE:
+            self._probed_at = None
+        else:
+            deliver(message, self._events)
+
+
+def deliver(message: FromOwner, events: StoreEvents) -> None:
+    """Pass a message of the owner on. `WireError` for one that owners do not send to engine cores."""
+    match message:
+        case StoreWelcome():
+            events.on_welcome(message)
+        case PutGrant():
+            events.on_grant(message)
+        case FindAnswer():
+            events.on_find(message)
+        case FetchedBlocks():
+            events.on_fetched(message)
+        case TierEvents():
+            events.on_tiers(message)
+        case _:
+            raise WireError(f"the owner sent {type(message).__name__}")

@@ -27,3 +27,12 @@ def device() -> torch.device:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (the extra gpu-tests)")
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's products be those of tensor cores."""
+    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+        from ordered_dots import use_ordered_dots
+
+        use_ordered_dots(monkeypatch)

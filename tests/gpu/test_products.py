@@ -15,10 +15,7 @@ from workers.model.quantization.rounded_weight import rounded
 from workers.model.quantization.stored_format import CodeType, Layout, StoredFormat
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
-# The interpreter's products of bfloat16 are wrong.
-DTYPES = [torch.float32, torch.float16]
-if torch.cuda.is_available():
-    DTYPES.append(torch.bfloat16)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.blocks.keys import KEY_BYTES, extend_keys, root_key
+from kvtransfer.blocks.keys import KEY_BYTES, SLICE_KEYS, SLICE_TOKENS, extend_keys, key_slices, root_key
 
 SECRET = bytes(range(32))
 FINGERPRINT = bytes(range(16))
@@ -45,6 +45,18 @@ def test_extending_a_prefix_gives_the_same_keys(tokens: list[int], num_first: in
     keys = extend_keys(ROOT, as_bytes(tokens), 16)
     parent = keys[num_first - 1] if num_first else ROOT
     assert keys[:num_first] + extend_keys(parent, as_bytes(tokens[num_first * 16 :]), 16) == keys
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 64, 1000, SLICE_TOKENS + 1])
+def test_slices_of_a_long_prompt_are_the_keys_of_the_whole(block_tokens: int) -> None:
+    tokens = as_bytes(list(range(70_000)))
+    slices = list(key_slices(ROOT, tokens, block_tokens))
+    assert tuple(key for each in slices for key in each) == extend_keys(ROOT, tokens, block_tokens)
+    assert max(map(len, slices)) <= SLICE_KEYS
+    assert max(map(len, slices)) * block_tokens <= max(SLICE_TOKENS, block_tokens)
+    assert list(key_slices(ROOT, b"", block_tokens)) == []
+    with pytest.raises(ValueError, match="not whole"):
+        list(key_slices(ROOT, b"12345", block_tokens))
 
 
 def test_a_key_depends_on_everything_before_it() -> None:

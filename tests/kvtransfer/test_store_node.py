@@ -119,8 +119,8 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
     """They are hints of requests that wait; too many of them do not end the connection."""
     node, session, _, engine_cores = await connected(tmp_path)
     for number in range(5000):
-        session._handle(FetchRequest(number, "", KEY, (KEY,), to_device=False))
-    session._handle(FetchRequest(5000, "", KEY, (KEY,), to_device=True))
+        session.handle(FetchRequest(number, "", KEY, (KEY,), to_device=False))
+    session.handle(FetchRequest(5000, "", KEY, (KEY,), to_device=True))
     assert 5000 in session._fetches
     engine_cores.close()
     with pytest.raises(PeerGoneError):

@@ -8,25 +8,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvtransfer.messages import ReplicaIdentity
-from router.load import CurrentLoad
+from router.current_load import CurrentLoad
 from router.messages import Candidate, Decision, ReplicaLoad, TimeLimit
-from router.policies import (
+from router.policies.cheapest_choice import OVERLAP, choose, recompute
+from router.policies.cost_policy import (
     NEVER_FITS_S,
     NO_SPACE_S,
-    OVERLAP,
     STALE_S,
     WORK_PART,
-    ReplicaCost,
-    RouteQuery,
-    choose,
     decode_candidate,
     disturbance_s,
     local_candidate,
     prefill_candidate,
-    recompute,
-    replica_cost,
     space_penalty_s,
 )
+from router.policies.replica_cost import ReplicaCost, RouteQuery, replica_cost
 from router.rates import DEFAULT_LOAD_RATIO, DEFAULT_SEQUENCE_PART, DEFAULT_TRANSFER_RATIO, rates_of
 
 # Of a token, at the speed of these replicas.

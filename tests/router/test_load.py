@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
-from router.load import REPORT_LAG_S, STALE_REQUEST_S, LoadTracker, Placement
+from router.load import STALE_REQUEST_S, LoadTracker
 from router.messages import ReplicaLoad
+from router.placements import Placement
+from router.tracked_replica import REPORT_LAG_S
 
 
 @dataclass

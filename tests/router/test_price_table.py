@@ -18,10 +18,11 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router import service
 from router.config import RouterConfig
+from router.make_decision import _SENT_BACK_S
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest, TimeLimit
 from router.native import load_kernel
-from router.policies import OVERLAP, cost_of, recompute
-from router.service import _LEAST_GAIN_S, _SENT_BACK_S, RouterService
+from router.policies.cheapest_choice import OVERLAP, cost_of, recompute
+from router.service import _LEAST_GAIN_S, RouterService
 
 BLOCK_TOKENS = 16
 KEYS = tuple(f"k{index}".encode() for index in range(40))

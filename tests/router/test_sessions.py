@@ -12,10 +12,11 @@ from router.messages import RouteRequest
 from router.service import RouterService
 
 
-def opened(gateway_id: str) -> RouterService:
+def opened(gateway_id: str, *, is_shared: bool = True) -> RouterService:
     router = RouterService(RouterConfig(), 16, ManualClock(), 1, salt=gateway_id)
     for index in range(6):
         router.add_replica(ReplicaIdentity(f"both-{index}", 1), "both")
+    router.set_shared(is_shared)
     return router
 
 
@@ -31,3 +32,11 @@ def test_a_session_stays_together_at_all_gateways() -> None:
     spread = Counter(chosen("g0", f"r{number}", f"talk-{number}") for number in range(40))
     assert len(spread) > 3
     assert len({chosen(gateway, request_id) for gateway, request_id in asked}) > 3
+
+
+def test_a_gateway_alone_lets_replicas_take_turns() -> None:
+    router = opened("g0", is_shared=False)
+    requests = [RouteRequest(f"r{number}", RequestFacts("t"), (), 40, 8) for number in range(12)]
+    decodes = [router.route(request).decode for request in requests]
+    assert decodes[:6] == decodes[6:]
+    assert len(set(decodes)) == 6

@@ -7,12 +7,12 @@ import itertools
 
 from msgspec.structs import replace
 
+from benchmarks.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
-from cluster.bench.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.errors import OverloadedError, RequestError
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot

@@ -214,8 +214,12 @@ class ScriptedReplica:
             elif isinstance(message, PurgeCache) and self.purged is not None:
                 stream.send(LINK_UP_CODEC.encode(CachePurged(message.number, *self.purged)))
             elif isinstance(message, KvSnapshotRequest):
-                self.snapshot_requests.append(message.reason)
-                stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
+                if not message.part:
+                    self.snapshot_requests.append(message.reason)
+                # Two parts, which are empty, or the whole for a gateway of an older version.
+                next_part = 1 - message.part if message.takes_parts else 0
+                part = KvSnapshot(self.identity, self._sequence, (), part=message.part, next_part=next_part)
+                stream.send(LINK_UP_CODEC.encode(part))
 
     def report(self, paths: Sequence[PathMeasure]) -> None:
         """Tell the gateways of these paths from now on."""

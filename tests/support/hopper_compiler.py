@@ -21,6 +21,8 @@ from import_path import import_path
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from workers.model.cuda import card
+
 # The compute capability of Hopper.
 HOPPER = 90
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,7 +33,7 @@ _PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class CompiledKernel:
     """What a program of a kernel takes of a multiprocessor: registers and bytes of stack (spilled registers)
     of a thread, and bytes of shared memory; and how often some instructions occur: products of a warpgroup
-    and of a warp, and asynchronous copies to shared memory."""
+    (or on Blackwell of a program) and of a warp, and asynchronous copies to shared memory."""
 
     name: str
     num_warps: int
@@ -88,6 +90,7 @@ def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", compile_only)
         patch.setattr(triton.runtime.driver, "_active", _Driver(capability))
+        patch.setattr(card, "stand_in", card.Card(capability))
         yield kernels
 
 
@@ -116,7 +119,7 @@ def _read(name: str, metadata: Any, cubin: bytes) -> CompiledKernel:
         usage = _output("cuobjdump", "--dump-resource-usage", file.name)
         code = _output("nvdisasm", "-c", file.name)
     registers, stack = (int(re.findall(rf"{item}:(\d+)", usage)[-1]) for item in ("REG", "STACK"))
-    counts = (len(re.findall(rf"\b{it}\b", code)) for it in ("HGMMA", "HMMA", "LDGSTS"))
+    counts = (len(re.findall(rf"\b{it}\b", code)) for it in (r"HGMMA|\bUTC\w*MMA", "HMMA", "LDGSTS"))
     return CompiledKernel(name, metadata.num_warps, registers, stack, metadata.shared, *counts)
 
 

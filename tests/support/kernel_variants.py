@@ -61,5 +61,7 @@ def _specialization(value: Any, is_never: bool, is_unaligned: bool) -> Any:
         if is_never:
             return width
         return 1 if value == 1 else (width, not is_unaligned and value % _ALIGNMENT == 0)
+    if hasattr(value, "block_shape"):  # a tensor whose tiles are copied by their coordinates
+        return str(value.base.dtype), tuple(value.block_shape)
     is_aligned = not (is_never or is_unaligned) and value.data_ptr() % _ALIGNMENT == 0
     return str(value.dtype), is_aligned

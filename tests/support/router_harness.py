@@ -10,7 +10,7 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, ReplicaLoad, RouteRequest
-from router.policies import recompute
+from router.policies.cheapest_choice import recompute
 from router.service import RouterService
 
 BLOCK_TOKENS = 16

@@ -24,6 +24,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import STATE_WINDOW, CompatibilityRecord, KvGroup, ReplicaIdentity, Shard
 from kvtransfer.store.messages.store_orders import StoreReport
+from kvtransfer.store.store_client import StoreClient
 from kvtransfer.store.worker import StoreWorker
 from kvtransfer.transfer_orders import TransferSettings
 from workers.scheduler.block_pool import ROOT, BlockPool
@@ -103,17 +104,18 @@ class StateReplica:
         self._ended: dict[str, dict[str, int]] = {}
         self._loop = asyncio.get_running_loop()
         fake: Any = self
+        clock = SystemClock()
         ready: Any = [
             SimpleNamespace(compatibility=COMPATIBILITY, endpoints=SimpleNamespace(shard=shard))
             for shard in shards
         ]
         self.connector = StoreConnector(
             name=store,
-            trust=TRUST,
+            connect=lambda hello, events: StoreClient(store, TRUST, hello, events, clock, self.fail),
             identity=ReplicaIdentity(secrets.token_hex(4), 1),
             ready=ready,
             engine=EngineParts(self.pool, fake, fake, self.rates, fake, (), (self.states,)),
-            clock=SystemClock(),
+            clock=clock,
         )
         self.ranks = [_Rank(rank, shard, self._reporter(rank)) for rank, shard in enumerate(shards)]
 

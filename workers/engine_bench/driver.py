@@ -52,10 +52,22 @@ class EngineDriver:
 
         The KV before the first step is what `fill_kv` wrote: what it holds does not change the work.
         """
-        tokens = [self.draw(1) for _ in range(batch)]
+        plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
+        return self._steps_s([self.draw(1) for _ in range(batch)], context_tokens, plan, num_steps)
+
+    def mixed_s(self, num_decodes: int, context_tokens: int, chunk_tokens: int, num_steps: int) -> float:
+        """Return the seconds of as many steps, as `decode_s` does, in each of which one more slot computes
+        the first `chunk_tokens` of a prompt, always the same."""
+        tokens = [self.draw(1) for _ in range(num_decodes + 1)]
+        chunk = BatchEntry(num_decodes, 0, chunk_tokens, self.draw(chunk_tokens), ())
+        decodes = np.arange(num_decodes, dtype="<u4").tobytes()
+        plan = StepPlan(0, entries=(chunk,), decodes=decodes)
+        return self._steps_s(tokens, max(context_tokens, chunk_tokens), plan, num_steps)
+
+    def _steps_s(self, tokens: Sequence[bytes], context_tokens: int, plan: StepPlan, num_steps: int) -> float:
+        """Return the seconds of `num_steps` of a plan, whose slots decode first, each after one token."""
         first = context_tokens - 1
         entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
-        plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
         most = MOST_LAUNCHED if self.runner.steps.runs_ahead else 1
         under_way: deque[Ticket] = deque()
         with self.started(tokens, context_tokens + num_steps + 1):

@@ -169,9 +169,9 @@ class InvariantLinear(UnpackedLinear):
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, gate: GatedActivation | None = None
     ) -> None:
-        from workers.model.cuda.invariant_product import multiply
+        from workers.model.cuda.product_choice import chosen_product
 
-        self._multiply = multiply
+        self._multiply = chosen_product(weight.device, weight.dtype)
         self._weight, self._bias, self.gate = weight, bias, gate
         self.num_outputs, self.num_inputs = weight.shape
 

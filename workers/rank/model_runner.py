@@ -217,7 +217,11 @@ class ModelRunner:
             max_context_tokens=self.config.max_context_tokens,
             vocab_size=self.config.vocab_size,
             clock=self._clock,
-        ).run(step_tokens, chooses_offload=self._offload_mode == "auto" and self.attention.can_stage)
+        ).run(
+            step_tokens,
+            chooses_offload=self._offload_mode == "auto" and self.attention.can_stage,
+            split_tokens=self.attention.split_tokens,
+        )
 
     def expert_reports(self) -> ExpertReports:
         """Return what reports the tokens of this rank's experts from now on."""

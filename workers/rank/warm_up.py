@@ -37,6 +37,10 @@ _WAYS_TO_SAMPLE = (
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
+# The numbers of rows up to which products have tiles of their own.
+_NUMS_OF_ROWS = (16, 32, 64, 128, 256)
+# The number of sequences that decode up to which kernels of attention are other ones than beyond.
+_FEW_DECODES = 16
 # The number of slots of the warm-up alone, which no plan of the engine core uses.
 NUM_WARM_UP_SLOTS = len(_WAYS_TO_SAMPLE)
 
@@ -72,9 +76,10 @@ class WarmUp:
         self._clock = clock
         self._slots = tuple(max_sequences + index for index in range(NUM_WARM_UP_SLOTS))
 
-    def run(self, step_tokens: int, *, chooses_offload: bool) -> None:
+    def run(self, step_tokens: int, *, chooses_offload: bool, split_tokens: int = 0) -> None:
         """Warm up, with a chunk of up to `step_tokens`. `chooses_offload`: measure in which mode blocks in
-        host memory are read faster, and use it."""
+        host memory are read faster, and use it. Short chunks behind `split_tokens`, unless 0, have kernels
+        of their own."""
         self._warm_up_kinds(self._most)
         self._steps.record_graphs(self._steps.graph_sizes)
         if self._host is not None:
@@ -82,6 +87,8 @@ class WarmUp:
                 self._choose_offload_mode(self._host)
             self._warm_up_host(self._host)
         self._warm_up_shapes(min(step_tokens, self._most))
+        if 0 < split_tokens < self._most - 1:
+            self._warm_up_long_context(split_tokens)
         if self._steps.runs_ahead:
             self._steps.queue.keep_staging()
             self._warm_up_kinds(self._most)
@@ -145,9 +152,22 @@ class WarmUp:
         targets = PromptTargets(0, bytes(4 * num_read), 1)
         chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), (), targets)
         firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
-        for entries in ((chunk,), firsts):
+        shorter = (
+            (BatchEntry(0, 0, size, bytes(4 * size), ()),) for size in _NUMS_OF_ROWS if size < num_tokens
+        )
+        for entries in ((chunk,), firsts, *shorter):
             self._steps.rehearse(StepPlan(0, entries=entries), most_layers=1)
+        self._steps.rehearse(StepPlan(0, entries=firsts[:_FEW_DECODES]))
         self._steps.run(StepPlan(0, free_slots=slots))
+
+    def _warm_up_long_context(self, start: int) -> None:
+        """Run a short chunk behind `start` tokens."""
+        slot, num_tokens = self._slots[0], min(WARM_UP_TOKENS, self._most - start)
+        starts = (SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)),)
+        self._steps.run(StepPlan(0, starts=starts, tables=(self._table(slot, start + num_tokens),)))
+        entry = BatchEntry(slot, start, num_tokens, bytes(4 * num_tokens), ())
+        self._steps.rehearse(StepPlan(0, entries=(entry,)))
+        self._steps.run(StepPlan(0, free_slots=(slot,)))
 
     def _table(self, slot: int, num_tokens: int) -> TableChange:
         """Give a slot the first blocks of the pool."""

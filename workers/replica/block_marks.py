@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from workers.scheduler.group_pool import GroupPool
-from workers.store_connector.tier_view import TierView
+from workers.store_connector.tier_view import NUM_SLICES, TierView
+
+# The blocks of the first group with a window or states in a slice.
+_SLICE_BLOCKS = 512
 
 
 class BlockMarks:
@@ -39,6 +42,26 @@ class BlockMarks:
         if self._view is not None and self._pools:
             sources.append(self._view.marked)
         return tuple(key for key in dict.fromkeys(chain.from_iterable(sources)) if self._is_marked(key))
+
+    @property
+    def num_slices(self) -> int:
+        """The number of slices into which `slice` cuts the marks."""
+        if not self._pools:
+            return 0
+        return self._num_of_device + (0 if self._view is None else NUM_SLICES)
+
+    def slice(self, index: int) -> tuple[bytes, ...]:
+        """Return the blocks of a slice that are marked."""
+        keys: Iterable[bytes]
+        if index < self._num_of_device:
+            keys = self._pools[0].keys_of(index * _SLICE_BLOCKS, (index + 1) * _SLICE_BLOCKS)
+        else:
+            keys = () if self._view is None else self._view.marked_slice(index - self._num_of_device)
+        return tuple(filter(self._is_marked, keys))
+
+    @property
+    def _num_of_device(self) -> int:
+        return -(-self._pools[0].num_total // _SLICE_BLOCKS) if self._pools else 0
 
     def _is_marked(self, key: bytes) -> bool:
         if self._view is not None and self._view.is_marked(key):

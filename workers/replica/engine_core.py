@@ -20,6 +20,7 @@ from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.store_client import StoreClient
 from kvtransfer.transfer_reports import PeerConnected, PeerConnectFailed, PeerLost
 from workers.config import EngineConfig
 from workers.disagg.peers import Peers
@@ -268,10 +269,12 @@ def _step_loop(
 def _store_connection(
     spec: ReplicaSpec, shape: Shape, trust: Trust, ready: Sequence[RankReady], clock: Clock
 ) -> Callable[[EngineParts], StoreConnector]:
+    name = spec.store or ""
+
     def connect(parts: EngineParts) -> StoreConnector:
         return StoreConnector(
-            name=spec.store or "",
-            trust=trust,
+            name=name,
+            connect=lambda hello, events: StoreClient(name, trust, hello, events, clock, parts.control.fail),
             identity=spec.identity,
             ready=ready,
             engine=parts,

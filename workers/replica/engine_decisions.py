@@ -285,7 +285,10 @@ class EngineDecisions:
                 self._gateways.send(gateway, purged)
             case KvSnapshotRequest():
                 self._publish_kv()
-                self._gateways.send(gateway, self.reports.kv_snapshot())
+                reports = self.reports
+                whole = not message.takes_parts
+                snapshot = reports.kv_snapshot() if whole else reports.kv_snapshot_part(message.part)
+                self._gateways.send(gateway, snapshot)
             case _:
                 _log.warning("gateway %s introduced itself twice", shown(gateway[0]))
 

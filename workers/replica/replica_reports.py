@@ -13,6 +13,7 @@ from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
 from workers.replica.block_marks import BlockMarks
 from workers.replica.layer_groups import LayerGroups
+from workers.replica.snapshot_parts import SnapshotParts
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -46,6 +47,7 @@ class ReplicaReports:
         view = None if connector is None else connector.view
         self._layer_groups = LayerGroups(ready[0].compatibility, pool, group_pools) if ready else None
         self._marks = BlockMarks(group_pools, pool.block_tokens, view)
+        self._snapshot_parts = SnapshotParts(pool, self._marks, view)
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
@@ -73,6 +75,12 @@ class ReplicaReports:
             stored += self._connector.view.snapshot()
         marks = self._marks
         return KvSnapshot(self._identity, self._kv_sequence, stored, marks.snapshot(), marks.num_needed)
+
+    def kv_snapshot_part(self, part: int) -> KvSnapshot:
+        """Return a part of the content of both; send outstanding events before it."""
+        stored, marked, next_part = self._snapshot_parts.part(part)
+        num_needed = self._marks.num_needed
+        return KvSnapshot(self._identity, self._kv_sequence, stored, marked, num_needed, part, next_part)
 
     def queue(self) -> QueueReport:
         """Return the numbers of requests that wait and run at this moment; paused ones make way for others,

@@ -442,6 +442,10 @@ class BlockPool:
         """Return the whole prefix index as chains, each after the chain that holds its parent."""
         return self._chains(self._subtree(ROOT))
 
+    def snapshot_slice(self, start: int, end: int) -> tuple[BlocksStored, ...]:
+        """Return what of the prefix index these blocks hold, as chains in any order."""
+        return self._chains(key for key in self._keys[start:end] if key is not None)
+
     def _chains(self, keys: Iterable[bytes]) -> tuple[BlocksStored, ...]:
         chains: list[tuple[bytes, list[bytes]]] = []
         tail_to_chain: dict[bytes, list[bytes]] = {}

@@ -138,6 +138,10 @@ class GroupPool:
         """The keys of all blocks that can be found."""
         return self._key_to_block.keys()
 
+    def keys_of(self, start: int, end: int) -> Iterable[bytes]:
+        """Return the keys by which these blocks can be found."""
+        return (key for key in self._keys[start:end] if key is not None)
+
     def take_changed(self) -> Iterable[bytes]:
         """Return the keys that `find` may answer otherwise than before the last call."""
         changed, self._changed = self._changed, {}

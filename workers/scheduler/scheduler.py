@@ -340,6 +340,8 @@ class Scheduler:
             starts = [start + num_steps for start in plan.decode_starts]
             self.issued[index] = replace_plan(plan, step=plan.step + num_steps, decode_starts=starts)
         self.life.settle(self.issued[0].step - 1)
+        for _ in range(num_steps):
+            self.isolation.planned(is_isolated=False)
 
     # ------------------------------------------------------------------------------------------ settle
 

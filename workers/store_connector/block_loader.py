@@ -31,7 +31,7 @@ from kvtransfer.store.messages.engine_session import (
     Source,
 )
 from kvtransfer.store.messages.store_orders import StoreGet, StoreGetDone, StoreRead
-from kvtransfer.store.store_client import StoreClient
+from kvtransfer.store.store_client import OwnerClient
 from workers.scheduler.block_pool import ROOT
 from workers.scheduler.sequence import HeldBack
 from workers.scheduler.step import LoadNeed
@@ -122,7 +122,7 @@ class BlockLoader:
         self,
         engine: EngineParts,
         costs: TierCosts,
-        client: StoreClient,
+        client: OwnerClient,
         announced: AnnouncedPrompts,
         clock: Clock,
     ) -> None:

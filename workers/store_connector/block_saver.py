@@ -18,7 +18,7 @@ from kvtransfer.blocks.keys import state_key
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages.engine_session import HELD, NewRecord, PutCommit, PutGrant, PutRequest
 from kvtransfer.store.messages.store_orders import StoreCopy, StorePut, StorePutDone
-from kvtransfer.store.store_client import StoreClient
+from kvtransfer.store.store_client import OwnerClient
 from workers.interfaces import RankChannel
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.group_pool import GroupPool
@@ -80,7 +80,7 @@ class BlockSaver:
         pool: BlockPool,
         shards: Mapping[int, tuple[Shard, int]],
         max_queued: int,
-        client: StoreClient,
+        client: OwnerClient,
         ranks: RankChannel,
         windows: Sequence[GroupPool] = (),
         states: StateRecords = _NO_STATES,

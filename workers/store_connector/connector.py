@@ -1,6 +1,6 @@
 """The engine core's side of the tiered store: finished blocks go out, missing ones come in, nobody waits.
 
-    StoreClient <---- StoreConnector ----> ranks (AttachStore, StorePut, StoreGet)
+    OwnerClient <---- StoreConnector ----> ranks (AttachStore, StorePut, StoreGet)
                       |   |
           WriteThrough     BlockLoader          TierView (what the node holds, for KV events)
                                |
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
-from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchedBlocks,
@@ -40,7 +39,7 @@ from kvtransfer.store.messages.store_orders import (
     StoreReport,
 )
 from kvtransfer.store.record import stored_form
-from kvtransfer.store.store_client import StoreClient
+from kvtransfer.store.store_client import OwnerClient, StoreEvents
 from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
 from workers.model.kv_form import KvForm
@@ -68,15 +67,15 @@ class StoreConnector:
         self,
         *,
         name: str,
-        trust: Trust,
+        connect: Callable[[EngineHello, StoreEvents], OwnerClient],
         identity: ReplicaIdentity,
         ready: Sequence[RankReady],
         engine: EngineParts,
         clock: Clock,
         records: KvForm | None = None,
     ) -> None:
-        """`name` is the owner's abstract unix socket; `ready` are the reports of all ranks. `records` is the
-        form of KV in the store; None: that of the device."""
+        """`name` is the owner's abstract unix socket, and `connect` makes the connection to it; `ready` are
+        the reports of all ranks. `records` is the form of KV in the store; None: that of the device."""
         kv_dtype, scale_bytes = ("", 0) if records is None else (records.name, records.scale_bytes)
         compatibility = stored_form(ready[0].compatibility, kv_dtype, scale_bytes)
         shards = [rank.endpoints.shard for rank in ready]
@@ -99,7 +98,7 @@ class StoreConnector:
         self._quiet = asyncio.Event()
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
-        self._client = StoreClient(name, trust, hello, self, clock, engine.control.fail)
+        self._client = connect(hello, self)
         block_bytes = {shard: BlockLayout.of(compatibility, shard).block_bytes for shard in shards}
         state_bytes = {shard: _state_bytes(compatibility, shard) for shard in shards}
         num_bytes = (sum(its[shard] for shard in shards) for its in (block_bytes, state_bytes))

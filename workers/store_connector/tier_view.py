@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtransfer.blocks.keys import state_key
+from kvtransfer.common.sliced_map import SlicedMap
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages.engine_session import TierEvents
+
+# Of a million blocks each slice has some 250.
+NUM_SLICES = 4096
 
 
 class TierView:
@@ -15,11 +19,11 @@ class TierView:
     States are told apart from blocks: each follows the block that it is behind."""
 
     def __init__(self, *, has_states: bool = False) -> None:
-        self._held: dict[bytes, BlocksStored] = {}
+        self._held: SlicedMap[BlocksStored] = SlicedMap(NUM_SLICES)
         self._has_states = has_states
         # The block that each state is behind, by the state's key, and the blocks with one.
         self._state_to_block: dict[bytes, bytes] = {}
-        self._with_state: set[bytes] = set()
+        self._with_state: SlicedMap[None] = SlicedMap(NUM_SLICES)
         # Blocks that changed since `take_changed`.
         self._changed: dict[bytes, None] = {}
         self._is_whole = True
@@ -42,9 +46,9 @@ class TierView:
             self._is_whole = False
         for key in gone:
             if (block := self._state_to_block.pop(key, None)) is not None:
-                self._with_state.discard(block)
+                self._with_state.pop(block)
                 self._changed[block] = None
-            elif self._held.pop(key, None) is not None:
+            elif self._held.pop(key) is not None:
                 self._stored.pop(key, None)
                 self._removed[key] = self._changed[key] = None
         for stored in events.stored:
@@ -53,7 +57,7 @@ class TierView:
                 entry = BlocksStored(parent, (key,), stored.tier)
                 if self._has_states and parent and key == state_key(parent):
                     self._state_to_block[key] = parent
-                    self._with_state.add(parent)
+                    self._with_state[parent] = None
                     self._changed[parent] = None
                 elif self._held.get(key) != entry:
                     self._held[key] = entry
@@ -69,7 +73,11 @@ class TierView:
     @property
     def marked(self) -> Iterable[bytes]:
         """The blocks of which that is true."""
-        return self._with_state if self._has_states else self._held.keys()
+        return self._with_state if self._has_states else self._held
+
+    def marked_slice(self, index: int) -> Iterable[bytes]:
+        """Return those of a slice."""
+        return self._with_state.slice(index) if self._has_states else self._held.slice(index)
 
     def take_changed(self) -> Iterable[bytes]:
         """Return the blocks of which that may have changed since the last call."""
@@ -86,6 +94,10 @@ class TierView:
     def snapshot(self) -> tuple[BlocksStored, ...]:
         """Return the whole content."""
         return tuple(_chains(self._held.values()))
+
+    def snapshot_slice(self, index: int) -> tuple[BlocksStored, ...]:
+        """Return the content of a slice, block by block: those of a chain are in different slices."""
+        return tuple(self._held.slice(index).values())
 
 
 def _chains(blocks: Iterable[BlocksStored]) -> Iterable[BlocksStored]:

@@ -184,9 +184,9 @@ class StatsAnswer(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """A placement, as in `router.load.Placement`, in place of earlier ones of the request. Ages are seconds
-    at the sender when the frame was made; `prefilled_age_s` None: there is no token yet. One that `is_held`
-    waits at the sender until it is placed again."""
+    """A placement, as in `router.placements.Placement`, in place of earlier ones of the request. Ages are
+    seconds at the sender when the frame was made; `prefilled_age_s` None: there is no token yet. One that
+    `is_held` waits at the sender until it is placed again."""
 
     request_id: str
     compute_id: str

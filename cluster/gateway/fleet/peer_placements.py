@@ -26,7 +26,7 @@ from cluster.gateway.fleet.messages import (
 )
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError, shown
-from router.load import Placement
+from router.placements import Placement
 from router.service import RouterService
 
 _MAX_KEY_BYTES = 64

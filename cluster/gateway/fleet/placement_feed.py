@@ -19,7 +19,8 @@ from cluster.gateway.fleet.messages import (
     Prefilled,
 )
 from kvtransfer.common.clock import Clock
-from router.load import STALE_REQUEST_S, Placement
+from router.load import STALE_REQUEST_S
+from router.placements import Placement
 
 # A frame ends with the change that exceeds this; none is longer than `MAX_PLACEMENT_FRAME_BYTES`.
 _FULL_FRAME_BYTES = 256 << 10

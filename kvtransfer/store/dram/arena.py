@@ -21,7 +21,7 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import StoreError
-from kvtransfer.store.dram.extents import Extents
+from kvtransfer.store.dram.arena_space import ArenaSpace
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
@@ -55,25 +55,19 @@ def arena_bytes(num_bytes: int) -> int:
     return max(-(-num_bytes // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
 
 
-class Arena:
+class Arena(ArenaSpace):
     """`num_bytes` of shared memory, divided into granules. `view` is all of it; `fd` is sent to ranks.
 
-    Made by `create` or `adopt`, and used by one thread. A record's offset is a multiple of `granule_bytes`,
-    never 0.
+    Made by `create` or `adopt`, and used by one thread.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, arena_id: bytes, granule_bytes: int) -> None:
+        num_bytes = len(mapping) - SCRATCH_BYTES  # in the tail other owners' agents measure their path
+        super().__init__(arena_id, num_bytes, granule_bytes)
         self.fd = fd
-        self.id = arena_id
-        self.granule_bytes = granule_bytes
-        self.num_bytes = len(mapping) - SCRATCH_BYTES  # in the tail other owners' agents measure their path
-        self.view = memoryview(mapping)[: self.num_bytes]
+        self.view = memoryview(mapping)[:num_bytes]
         self._mapping: mmap.mmap | None = mapping
-        # The end of the highest record that there ever was.
-        self.num_used_bytes = 0
         self.is_adopted = False
-        self._counts: dict[int, int] = {}  # offset of each record -> its granules
-        self._extents = Extents(self.num_bytes // granule_bytes)
         self._found: list[tuple[int, Header]] = []
 
     @classmethod
@@ -86,7 +80,7 @@ class Arena:
         fd, mapping = _map_new(mapping_bytes(num_bytes), huge_pages)
         arena = cls(fd, mapping, secrets.token_bytes(ID_BYTES), granule_bytes)
         arena.view[: _SUPERBLOCK.size + _SUM.size] = _superblock(arena.id, granule_bytes, num_bytes)
-        arena._extents.give(1, num_bytes // granule_bytes - 1)
+        arena.give_all()
         return arena
 
     @classmethod
@@ -120,70 +114,36 @@ class Arena:
 
     # ------------------------------------------------------------------------------------------ space
 
-    def allocate(self, num_payload: int) -> int | None:
-        """Allocate space for a record with that payload; None when there is no free range of that size."""
-        count = self._num_granules(num_payload)
-        start = self._extents.take(count)
-        if start is None:
-            return None
-        offset = start * self.granule_bytes
-        self._counts[offset] = count
-        self.num_used_bytes = max(self.num_used_bytes, offset + count * self.granule_bytes)
-        return offset
-
-    def free(self, offset: int) -> None:
-        """Free a record's space. Its header's mark is erased at once, so that no scan finds it again."""
-        self._erase(offset)
-        self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
-
     def map_pages(self, start: int, num_bytes: int) -> None:
         """Map populated memory into this process, to avoid a fault for each page."""
         if self._mapping is not None:
             populate_write(self._mapping, start, num_bytes)
-
-    def record_bytes(self, num_payload: int) -> int:
-        """Return the space that a record of that payload takes: whole granules."""
-        return self._num_granules(num_payload) * self.granule_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The space for records: all but the superblock."""
-        return self.num_bytes - self.granule_bytes
-
-    @property
-    def num_free_bytes(self) -> int:
-        return self._extents.num_free * self.granule_bytes
 
     # ----------------------------------------------------------------------------------------- records
 
     def write_header(
         self, offset: int, info: RecordInfo, state: State, sequence: int, writer: Writer | None = None
     ) -> None:
-        """Write the header of the record at `offset`. A header torn by a crash has a wrong checksum, and no
-        scan finds it. `StoreError` when its fields are too long."""
+        # A header torn by a crash has a wrong checksum, and no scan finds it.
         page = encode_header(info, state, sequence, writer, RecordPlace(self.id, offset))
         self.view[offset : offset + HEADER_BYTES] = page
 
-    def erase_header(self, offset: int) -> None:
-        """Erase a record's header, so that no scan finds it; its space stays allocated."""
-        assert offset in self._counts
-        self._erase(offset)
+    def info_at(self, offset: int) -> RecordInfo | None:
+        try:
+            return decode_header(self.view[offset : offset + HEADER_BYTES]).info
+        except StoreError:
+            return None
 
     def space(self, offset: int) -> memoryview:
-        """Return all memory of the record at `offset`."""
         return self.view[offset : offset + self._counts[offset] * self.granule_bytes]
 
     def payload(self, offset: int, num_bytes: int) -> memoryview:
-        """Return the payload of the record at `offset`."""
         return self.view[offset + HEADER_BYTES : offset + HEADER_BYTES + num_bytes]
 
     def image(self, offset: int, num_payload: int) -> memoryview:
-        """Return the whole record with that payload at `offset`, as on NVMe: in whole, aligned pages."""
         return self.view[offset : offset + image_bytes(num_payload)]
 
     def scan(self) -> Iterator[tuple[int, Header]]:
-        """Return (offset, header) of each record found by adoption, whose space is allocated: free the
-        unwanted."""
         return iter(self._found)
 
     def close(self) -> None:
@@ -195,23 +155,7 @@ class Arena:
         self.view = memoryview(bytearray())
         self._mapping = None
 
-    def check(self) -> None:
-        """Assert that records and free ranges divide the arena."""
-        ranges = [(offset // self.granule_bytes, count) for offset, count in self._counts.items()]
-        position = 1
-        for start, count in sorted(ranges + self._extents.ranges()):
-            assert start == position, f"granule {position} belongs to nobody, or to two"
-            position += count
-        assert position == self._extents.num_total
-        free = [start for start, _ in self._extents.ranges()]
-        ends = {start + count for start, count in self._extents.ranges()}
-        assert not ends & set(free), "two free ranges are neighbours"
-        assert self._extents.num_free == sum(count for _, count in self._extents.ranges())
-
     # ------------------------------------------------------------------------------------------ inside
-
-    def _num_granules(self, num_payload: int) -> int:
-        return -(-image_bytes(num_payload) // self.granule_bytes)
 
     def _erase(self, offset: int) -> None:
         self.view[offset : offset + len(MAGIC)] = bytes(len(MAGIC))

@@ -16,7 +16,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.arena_space import ArenaSpace
 from kvtransfer.store.dram.chain_lru import ChainKey
 from kvtransfer.store.dram.record_table import Held, RecordTable
 from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
@@ -40,7 +40,7 @@ class Catalog:
 
     def __init__(
         self,
-        arena: Arena | None,
+        arena: ArenaSpace | None,
         clock: Clock,
         faults: Faults,
         listener: CatalogEvents,
@@ -62,10 +62,10 @@ class Catalog:
             self.attach(arena)
 
     @property
-    def arena(self) -> Arena | None:
+    def arena(self) -> ArenaSpace | None:
         return self._allocator.arena
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: ArenaSpace) -> None:
         """Use this arena (once; none before). In an adopted one, committed records are findable again and
         reported as `committed`, the last one used last; slots that were being written stay in quarantine
         until their writer is known to be dead (`free_orphans`) or its session is back (`session_opened`, also

@@ -17,7 +17,8 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.common.indexed_heap import IndexedHeap
 from kvtransfer.errors import StoreError
-from kvtransfer.store.dram.arena import Arena, fill_with_zeros
+from kvtransfer.store.dram.arena import fill_with_zeros
+from kvtransfer.store.dram.arena_space import ArenaSpace
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.record import State, Writer
@@ -72,7 +73,7 @@ class SlotAllocator:
     when no lease or pin holds any of them."""
 
     def __init__(self, clock: Clock, shares: GroupShares, evict: Callable[[ChainKey], None]) -> None:
-        self.arena: Arena | None = None
+        self.arena: ArenaSpace | None = None
         self.slots: dict[int, ArenaSlot] = {}
         self.usage = GroupUsage(shares)
         self.num_leases = 0
@@ -87,7 +88,7 @@ class SlotAllocator:
         self._num_pinned_bytes = 0
         self._sequence = 0
 
-    def attach(self, arena: Arena) -> list[ArenaSlot]:
+    def attach(self, arena: ArenaSpace) -> list[ArenaSlot]:
         """Use this arena. Return the slots that an earlier owner kept there, the oldest first; its other
         slots are free if nothing can be writing them, otherwise in quarantine."""
         assert self.arena is None

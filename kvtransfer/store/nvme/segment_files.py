@@ -6,12 +6,18 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvtransfer.store.nvme.page_io import naming
-from kvtransfer.store.nvme.segment import Segment
+from kvtransfer.store.messages.records import RecordInfo
+from kvtransfer.store.nvme.page_io import PageBuffer, naming, read_at, write_at
+from kvtransfer.store.nvme.segment import Directory, NvmeRef, Segment
+from kvtransfer.store.nvme.segment_directory import write_directory
+from kvtransfer.store.nvme.segment_headers import header_page, is_header_of
+from kvtransfer.store.nvme.segment_media import Images
+from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS
+from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES
 
 SUFFIX = ".seg"
 # Files that stay open though nobody reads or writes them.
@@ -30,9 +36,17 @@ def segment_number(path: Path) -> int | None:
     return number if path.suffix == SUFFIX else None
 
 
+class _Headers(threading.local):
+    """Buffers of each thread for the header pages of one run."""
+
+    def __init__(self) -> None:
+        view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
+        self.pages = [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
+
+
 class SegmentFiles:
     """The files of one folder: creates, renames and removes them, opens them for use, and closes some of the
-    idle ones. Thread-safe."""
+    idle ones. Thread-safe. The `kvtransfer.store.nvme.segment_media.SegmentMedia` of nodes."""
 
     def __init__(self, folder: Path, flags: int) -> None:
         self.folder = folder
@@ -40,6 +54,7 @@ class SegmentFiles:
         self.flags = flags
         self._lock = threading.Lock()  # never held during a system call: an event loop waits for it
         self._idle: OrderedDict[int, Segment] = OrderedDict()
+        self._headers = _Headers()
 
     def create(self, number: int, num_bytes: int) -> Segment:
         """Create a file and allocate its blocks at once, so that a full disk shows here and not later."""
@@ -150,3 +165,44 @@ class SegmentFiles:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    # ------------------------------------------------------------------------------------------ bytes
+
+    def open(self, segment: Segment) -> None:
+        """Open a pinned segment, if it is not. `OSError`."""
+        self.fd(segment)
+
+    def image(self, num_bytes: int) -> memoryview:
+        """Return memory for an image of a record that is copied."""
+        return PageBuffer(num_bytes).view
+
+    def buffers(self, refs: Sequence[NvmeRef], records: Images) -> list[memoryview]:
+        """Return the header pages and payloads of the leading records, for these places. The pages are this
+        thread's, until its next call."""
+        buffers: list[memoryview] = []
+        for ref, (image, info), page in zip(refs, records, self._headers.pages, strict=False):
+            page[:] = header_page(info, ref.segment, ref.offset)
+            buffers += (page, image[HEADER_BYTES:])
+        return buffers
+
+    def write(self, segment: Segment, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all buffers to a pinned segment, with one system call. `OSError`."""
+        write_at(self.fd(segment), buffers, offset)
+
+    def read(self, segment: Segment, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all buffers from a pinned segment, with one system call. `OSError`."""
+        read_at(self.fd(segment), buffers, offset)
+
+    def is_record(self, page: memoryview, info: RecordInfo, ref: NvmeRef) -> bool:
+        """Whether the page is the header of that record at that place."""
+        return is_header_of(page, info, ref.segment, ref.offset)
+
+    def write_directory(self, segment: Segment, directory: Directory) -> int:
+        """Write the directory of a segment; return its bytes. `StoreIoError`."""
+        with self.using(segment, "sealing") as fd:
+            return write_directory(fd, segment, directory)
+
+    def sync(self, segment: Segment) -> None:
+        """Make all that was written to a segment durable. `StoreIoError`."""
+        with self.using(segment, "syncing") as fd:
+            os.fdatasync(fd)

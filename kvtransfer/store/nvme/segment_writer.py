@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,28 +10,12 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages.records import RecordInfo
 from kvtransfer.store.nvme.counters import NvmeCounters
-from kvtransfer.store.nvme.page_io import PageBuffer, io_error, read_at, write_at
-from kvtransfer.store.nvme.segment import NvmeRef as NvmeRef
-from kvtransfer.store.nvme.segment import Segment
-from kvtransfer.store.nvme.segment_directory import write_directory
-from kvtransfer.store.nvme.segment_files import SegmentFiles
-from kvtransfer.store.nvme.segment_headers import header_page
-from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, Reservation, SegmentTable
-from kvtransfer.store.nvme.segment_table import Compacted as Compacted
-from kvtransfer.store.nvme.segment_table import Moved as Moved
+from kvtransfer.store.nvme.page_io import PageBuffer, io_error
+from kvtransfer.store.nvme.segment import NvmeRef, Segment
+from kvtransfer.store.nvme.segment_media import Images, SegmentMedia
+from kvtransfer.store.nvme.segment_table import Reservation, SegmentTable
 from kvtransfer.store.nvme.write_gate import WriteGate
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, image_bytes
-
-# Whole, page-aligned images; their header pages are not looked at.
-Images = Sequence[tuple[memoryview, RecordInfo]]
-
-
-class _Headers(threading.local):
-    """Buffers of each thread for the header pages of one run."""
-
-    def __init__(self) -> None:
-        view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
-        self.pages = [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
 
 
 class SegmentWriter:
@@ -40,20 +23,19 @@ class SegmentWriter:
 
     def __init__(
         self,
-        files: SegmentFiles,
+        media: SegmentMedia,
         table: SegmentTable,
         segment_bytes: int,
         counters: NvmeCounters,
         faults: Faults,
     ) -> None:
-        self._files = files
+        self._media = media
         self._table = table
         self._segment_bytes = segment_bytes
         self._counters = counters
         self._faults = faults
         self._growing = threading.Lock()
         self._gate = WriteGate()
-        self._headers = _Headers()
 
     def append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
         """Write the leading records, as many as the segment takes and at least one. `StoreIoError` when the
@@ -97,8 +79,8 @@ class SegmentWriter:
         if not segment.takes_directory:
             return
         try:
-            with segment.directory_lock, self._files.using(segment, "sealing") as fd:
-                num_bytes = write_directory(fd, segment, self._table.directory(segment))
+            with segment.directory_lock:
+                num_bytes = self._media.write_directory(segment, self._table.directory(segment))
                 segment.is_sealed = segment.is_dirty = True
             self._counters.count(num_written_bytes=num_bytes)
         except StoreIoError as error:
@@ -111,8 +93,7 @@ class SegmentWriter:
                 continue
             segment.is_dirty = False
             try:
-                with self._files.using(segment, "syncing") as fd:
-                    os.fdatasync(fd)
+                self._media.sync(segment)
             except StoreIoError as error:
                 segment.is_dirty = True
                 self._counters.failed(error)
@@ -131,50 +112,46 @@ class SegmentWriter:
     def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
         """Return an empty segment in which `first` fits."""
         num_bytes = image_bytes(first.num_bytes)
-        if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
+        if Segment(0, self._media.folder, self._segment_bytes).take(num_bytes, first) is None:
             raise StoreError(
                 f"a record of {num_bytes} bytes does not fit in a segment of {self._segment_bytes}"
             )
         if not self._table.may_grow(is_copy=is_copy):
             self._counters.count(num_refused=1)
-            raise StoreError(f"{self._files.folder} is full until the next compaction")
+            raise StoreError(f"{self._media.folder} is full until the next compaction")
         ready = self._table.take_ready()
         if ready is not None:
             return ready
         try:
-            return self._files.create(self._table.next_number(), self._segment_bytes)
+            return self._media.create(self._table.next_number(), self._segment_bytes)
         except StoreIoError as error:
             self._counters.failed(error)
             raise
 
     def _write(self, reservation: Reservation, records: Images, *, is_copy: bool) -> None:
         segment = reservation.segment
-        buffers: list[memoryview] = []
-        num_bytes = 0
-        for ref, (image, info), page in zip(reservation.refs, records, self._headers.pages, strict=False):
-            page[:] = header_page(info, ref.segment, ref.offset)
-            buffers += (page, image[HEADER_BYTES:])
-            num_bytes += ref.num_bytes
+        buffers = self._media.buffers(reservation.refs, records)
+        num_bytes = sum(ref.num_bytes for ref in reservation.refs)
         num_written = 0
-        self._files.pin(segment)
+        self._media.pin(segment)
         began_at = self._counters.begin(self._counters.writes)
         try:
-            fd = self._files.fd(segment)
+            self._media.open(segment)
             is_corrupt = self._faults.at("store.nvme.write")
             segment.is_dirty = True
-            write_at(fd, buffers, reservation.refs[0].offset)
+            self._media.write(segment, buffers, reservation.refs[0].offset)
             if is_corrupt:
-                _flip_bit(fd, reservation.refs[0].offset + HEADER_BYTES)
+                _flip_bit(self._media, segment, reservation.refs[0].offset + HEADER_BYTES)
             num_written = num_bytes
         except OSError as error:
             raise io_error("writing to", segment.path, error) from error
         finally:
             self._counters.end_write(began_at, num_written, is_put=not is_copy)
-            self._files.unpin(segment)
+            self._media.unpin(segment)
 
 
-def _flip_bit(fd: int, offset: int) -> None:
+def _flip_bit(media: SegmentMedia, segment: Segment, offset: int) -> None:
     page = PageBuffer(PAGE_BYTES).view
-    read_at(fd, [page], offset)
+    media.read(segment, [page], offset)
     page[0] ^= 1
-    write_at(fd, [page], offset)
+    media.write(segment, [page], offset)

@@ -11,10 +11,10 @@ from kvtransfer.messages import CompatibilityRecord, Shard
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.holder_reader import Holder
-from kvtransfer.store.index.index import Index
 from kvtransfer.store.messages.owner_codec import FromOwner
 from kvtransfer.store.messages.records import RecordId, Tier
 from kvtransfer.store.record import space_id
+from kvtransfer.store.server.other_nodes import HolderIndex
 from kvtransfer.store.server.shard_cover import cover
 from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 
@@ -47,7 +47,7 @@ class CatalogView:
         compatibility: CompatibilityRecord,
         shards: Sequence[Shard],
         catalog: Catalog,
-        index: Callable[[], Index | None],
+        index: Callable[[], HolderIndex | None],
         usable: Callable[[Sequence[Holder]], Sequence[Holder]],
     ) -> None:
         """`index` returns the index, once there is one; `usable` selects the holders that could be contacted

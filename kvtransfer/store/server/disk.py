@@ -13,15 +13,15 @@ from typing import TypeVar
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.faults import Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages.admin_requests import TierStat
 from kvtransfer.store.messages.records import PurgeOrder, RecordId, RecordInfo
-from kvtransfer.store.nvme.log import Compacted, NvmeTier
 from kvtransfer.store.nvme.page_io import PageBuffer
 from kvtransfer.store.nvme.segment import NvmeRef
+from kvtransfer.store.nvme.segment_table import Compacted
+from kvtransfer.store.nvme.segmented_log import SegmentedLog
 from kvtransfer.store.policy.nvme_admission import Admission
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
@@ -34,14 +34,14 @@ R = TypeVar("R")
 
 class Disk:
     """The NVMe tier of one node. `on_changed(record)` is called for every record that was added or removed.
-    Without a folder in the settings there is no such tier: it holds nothing, and nothing is written."""
+    Without `nvme` there is no such tier: it holds nothing, and nothing is written."""
 
     def __init__(
         self,
         settings: StoreSettings,
         catalog: Catalog,
         clock: Clock,
-        faults: Faults,
+        nvme: SegmentedLog | None,
         on_changed: Callable[[RecordInfo], None],
     ) -> None:
         self._catalog = catalog
@@ -54,7 +54,7 @@ class Disk:
         self.max_writes = max(1, settings.io_threads // 2)
         self._threads = ThreadPoolExecutor(settings.io_threads + self.max_writes, "store-io")
         self._upkeep = ThreadPoolExecutor(1, "store-upkeep")
-        self._nvme = NvmeTier(settings, clock, faults) if settings.nvme_path else None
+        self._nvme = nvme
         # Whether its records are known; never without such a tier.
         self.is_open = False
         self._note = ""
@@ -210,7 +210,7 @@ class Disk:
         """Complete the order, once no write that it met still runs; return why that failed, or ""."""
         return await self._erase(lambda nvme: nvme.end_purge(order))
 
-    async def _erase(self, work: Callable[[NvmeTier], None]) -> str:
+    async def _erase(self, work: Callable[[SegmentedLog], None]) -> str:
         if self._nvme is None:
             return ""
         if not self.is_open:

@@ -14,7 +14,7 @@ from kvtransfer.store.messages.owner_codec import FromOwner
 from kvtransfer.store.messages.records import RecordId, RecordInfo
 from kvtransfer.store.server.catalog_view import CatalogView, FetchPlan
 from kvtransfer.store.server.loader import NO_SPACE, LoadedRecord
-from kvtransfer.store.server.node import StoreNode
+from kvtransfer.store.server.node_tiers import NodeTiers
 
 # RecordLoader that one fetch keeps waiting, for each that can run at once.
 _LOADS_PER_THREAD = 2
@@ -48,7 +48,7 @@ class Fetch:
         self,
         request: FetchRequest,
         view: CatalogView,
-        node: StoreNode,
+        node: NodeTiers,
         send: Callable[[FromOwner], None],
     ) -> None:
         self._request = request

@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtransfer.common.tasks import Spawn
-from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages.engine_session import HELD, REFUSED
 from kvtransfer.store.messages.records import RecordId, RecordInfo
-from kvtransfer.store.record import HEADER_BYTES, decode_header
-from kvtransfer.store.remote.exchange import Exchange
 from kvtransfer.store.remote.owner_link import Wanted
 from kvtransfer.store.server.disk import Disk
+from kvtransfer.store.server.other_nodes import RecordExchange
 
 # The record is no longer where it was known to be, or could not be read.
 GONE = -1
@@ -74,7 +72,7 @@ class RecordLoader:
         spawn: Spawn,
         on_missed: Callable[[RecordId], None],
     ) -> None:
-        self._exchange: Exchange | None = None
+        self._exchange: RecordExchange | None = None
         self._on_missed = on_missed
         self._catalog = catalog
         self._disk = disk
@@ -92,7 +90,7 @@ class RecordLoader:
         """Records that are wanted and not yet loaded."""
         return len(self._loads)
 
-    def attach(self, exchange: Exchange) -> None:
+    def attach(self, exchange: RecordExchange) -> None:
         """Load records of other nodes with this exchange; there was none before."""
         self._exchange = exchange
 
@@ -200,10 +198,7 @@ class RecordLoader:
         one."""
         arena = self._catalog.arena
         assert arena is not None
-        try:
-            info = decode_header(arena.view[offset : offset + HEADER_BYTES]).info
-        except StoreError:
-            info = load.info
+        info = arena.info_at(offset) or load.info
         wanted = load.info
         same = (info.id, info.sharing_group, info.num_bytes) == (
             wanted.id,

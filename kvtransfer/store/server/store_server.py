@@ -41,8 +41,6 @@ from kvtransfer.store.server.session import EngineSession
 from kvtransfer.store.server.writer_process import is_running
 
 _TICK_S = 0.25
-# Engine cores are sent the rates again when one has changed by more than this part.
-_RATE_CHANGE = 0.1
 _BACKLOG = 128
 
 _log = logging.getLogger("tandem.store")
@@ -76,7 +74,6 @@ class StoreServer:
         self._listeners: list[ProvenListener] = []
         self._sessions: dict[bytes, EngineSession] = {}
         self._admin = AdminService(self.identity, self._node, clock, self._sessions)
-        self._sent_gb_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._is_stopping = False
         self._has_ended = asyncio.Event()
@@ -149,11 +146,11 @@ class StoreServer:
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
                 await self._admin.serve(peer.stream)
             case OwnerHello():
-                exchange = self._node.exchange
-                if exchange is None:
+                sender = self._node.sender
+                if sender is None:
                     await refuse_remote(peer, "the node has no host tier yet")
                 else:
-                    await exchange.sender.serve(peer.stream, peer.hello)
+                    await sender.serve(peer.stream, peer.hello)
             case _:
                 await refuse_remote(
                     peer,
@@ -197,17 +194,9 @@ class StoreServer:
             await self._clock.sleep(_TICK_S)
             self._node.catalog.free_orphans(is_running)
             self._node.compact_if_needed()
-            self._send_rates()
-
-    def _send_rates(self) -> None:
-        rates = self._node.gb_s()
-        changed = any(
-            abs(rate - self._sent_gb_s.get(tier, 0.0)) > _RATE_CHANGE * rate for tier, rate in rates.items()
-        )
-        if changed:
-            self._sent_gb_s = rates
-            for session in self._sessions.values():
-                session.send(StoreWelcome(self.identity, rates))
+            if (rates := self._node.changed_gb_s()) is not None:
+                for session in self._sessions.values():
+                    session.send(StoreWelcome(self.identity, rates))
 
     def _broke(self, error: BaseException) -> None:
         if self._error is None:

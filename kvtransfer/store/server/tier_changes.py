@@ -35,12 +35,12 @@ class TierChanges:
         self._shards = frozenset(shards)
         self._lookup = lookup
         self._sent: dict[bytes, BlockLocation] = {}
-        self._changed: set[bytes] = set(keys)
+        self._changed: dict[bytes, None] = dict.fromkeys(keys)
         self.take()
 
     def changed(self, key: bytes) -> None:
         """Note that a record of this block was added, removed or moved."""
-        self._changed.add(key)
+        self._changed[key] = None
 
     def take(self) -> list[TierEvents]:
         """Return the changes since the last call; [] when there are none."""

@@ -19,7 +19,7 @@ from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored
 from kvtransfer.request_facts import RequestFacts
 from router.messages import Candidate, Decision, TimeLimit
-from router.policies import recompute
+from router.policies.cheapest_choice import recompute
 from workers.messages.sampling import SamplingParams
 
 

@@ -51,8 +51,8 @@ class Roots:
     def cache(self, byte: int, num_blocks: int, group: str = "g") -> None:
         self.cached[expected(byte, group)[0]] = num_blocks
 
-    def chain(self, group: str = "g") -> tuple[bytes, ...]:
-        return self.roots.chain(PROMPT, MODEL, group).block_keys
+    async def chain(self, group: str = "g") -> tuple[bytes, ...]:
+        return (await self.roots.chain(PROMPT, MODEL, group)).block_keys
 
     def reload(self) -> None:
         assert self.roots._file is not None
@@ -70,51 +70,54 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_chain_begins_at_the_root_of_group_and_model(path: Path) -> None:
+async def test_a_chain_begins_at_the_root_of_group_and_model(path: Path) -> None:
     roots = Roots(path)
-    chain = roots.roots.chain(PROMPT, MODEL, "g")
+    chain = await roots.roots.chain(PROMPT, MODEL, "g")
     assert chain.root_key == root_key(bytes([1]) * 32, MODEL, "g")
     assert chain.block_keys == expected(1)
-    assert roots.chain("h") == expected(1, "h")
+    assert await roots.chain("h") == expected(1, "h")
 
 
 @pytest.mark.parametrize(("num_new", "num_old", "chosen"), [(0, 0, 2), (1, 1, 2), (1, 2, 1), (3, 2, 2)])
-def test_of_two_roots_the_one_counts_under_which_more_is_cached(
+async def test_of_two_roots_the_one_counts_under_which_more_is_cached(
     path: Path, num_new: int, num_old: int, chosen: int
 ) -> None:
     path.write_text(line("second", 2) + line("first", 1))
     roots = Roots(path)
     roots.cache(2, num_new)
     roots.cache(1, num_old)
-    assert roots.chain() == expected(chosen)
+    assert await roots.chain() == expected(chosen)
 
 
-def test_after_the_overlap_the_new_root_alone_counts(path: Path) -> None:
+async def test_after_the_overlap_the_new_root_alone_counts(path: Path) -> None:
     roots = Roots(path)
     roots.cache(1, 3)
     path.write_text(line("second", 2) + line("first", 1))
     roots.reload()
-    assert roots.chain() == expected(1)
+    assert await roots.chain() == expected(1)
     path.write_text(line("second", 2))
     roots.reload()
-    assert roots.chain() == expected(2)
+    assert await roots.chain() == expected(2)
 
 
-def test_a_file_that_breaks_leaves_the_last_good_roots(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_file_that_breaks_leaves_the_last_good_roots(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     roots = Roots(path)
     path.write_text("first not-base64!\n")
     with caplog.at_level(logging.ERROR):
         roots.reload()
-    assert roots.chain() == expected(1)
+    assert await roots.chain() == expected(1)
     assert "auth.key_root_file" in caplog.text
     assert "not-base64!" not in caplog.text
     path.write_text(line("second", 2))
     roots.reload()
-    assert roots.chain() == expected(2)
+    assert await roots.chain() == expected(2)
 
 
-def test_without_a_file_a_root_is_drawn_that_nobody_else_has() -> None:
-    keys = {KeyRoots(None, os.urandom, BLOCK, len).chain(PROMPT, MODEL, "").root_key for _ in range(2)}
+async def test_without_a_file_a_root_is_drawn_that_nobody_else_has() -> None:
+    chains = [await KeyRoots(None, os.urandom, BLOCK, len).chain(PROMPT, MODEL, "") for _ in range(2)]
+    keys = {chain.root_key for chain in chains}
     assert len(keys) == 2
 
 

@@ -63,6 +63,10 @@ class GroupsAttention(AttentionBackend):
     def kvs(self) -> Sequence[Tensor]:
         return self._kvs
 
+    @property
+    def split_tokens(self) -> int:
+        return max((it.split_tokens for it in self.backends if it is not None), default=0)
+
     def local(self, layer: LayerAttention) -> tuple[int, LayerAttention]:
         """Return the group of a layer, and the layer as the group's backend numbers it."""
         known = self._id_to_local.get(id(layer))

@@ -350,6 +350,11 @@ class AttentionBackend(ABC):
         return ()
 
     @property
+    def split_tokens(self) -> int:
+        """The number of tokens behind which short chunks have kernels of their own; 0: nowhere."""
+        return 0
+
+    @property
     def kvs(self) -> Sequence[Tensor]:
         """The KV of each group of layers, that of the first being `kv`."""
         return (self.kv,)

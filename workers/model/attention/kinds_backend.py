@@ -55,6 +55,10 @@ class KindsAttention(AttentionBackend):
         self.is_deterministic = all(backend.is_deterministic for backend in self.backends)
         self.can_capture = all(backend.can_capture for backend in self.backends)
 
+    @property
+    def split_tokens(self) -> int:
+        return max(backend.split_tokens for backend in self.backends)
+
     def plan(self, step: StepInput) -> KindsPlan:
         return KindsPlan(self, step)
 

@@ -6,6 +6,7 @@ described in `workers.model.cuda.attention`."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -34,17 +35,25 @@ from workers.model.cuda.attention import (
     attend_decodes,
     chunk_tile,
 )
+from workers.model.cuda.card import card_of
 from workers.model.cuda.layer_ops import rotate_and_write
+from workers.model.cuda.pieced_attention import allocate_partials, attend_split, attend_whole, num_pieces
+from workers.model.cuda.pieced_choice import AttentionKind, PiecedTiles, usable_tiles
 
 Ids = NDArray[np.int32]
+# Chunks behind at least this many tokens are split over their keys, where their tiles are fewer programs than
+# a large card has multiprocessors. The memory for the pieces of all that are split in a step.
+MIN_SPLIT_TOKENS, _FEW_PROGRAMS, MOST_SPLIT_BYTES = 4096, 132, 64 << 20
 
 
 class TritonAttention(AttentionBackend):
     """Attention by Triton kernels.
 
-    With `is_deterministic` one kernel computes every row, in one order whether it decodes or belongs to a
-    chunk. A sequence that decodes is then one program for each key-value head, however long it is. Else rows
-    that decode are computed in pieces side by side, which rounds otherwise than in a chunk."""
+    With `is_deterministic` a row is computed in one order whether it decodes or belongs to a chunk: piece by
+    piece, where `workers.model.cuda.pieced_choice` finds that this works on the device. Where it does not,
+    one kernel computes every row, and a sequence that decodes is one program for each key-value head, however
+    long it is. Without `is_deterministic` rows that decode are computed in pieces of their own, which rounds
+    otherwise than in a chunk. Short chunks behind many keys are computed piece by piece in both cases."""
 
     name = "triton"
     can_stage = True
@@ -56,6 +65,21 @@ class TritonAttention(AttentionBackend):
         self.kv_shape = kv_shape(kv, shape.num_scales)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
         self.scoring = Scoring(shape.scale(self.kv_shape.head_dim), shape.softcap)
+        if kv.device.type == "cuda":  # where trying takes a compiler's time, which no step has
+            _ = self.pieced
+
+    @cached_property
+    def pieced(self) -> PiecedTiles | None:
+        """The tiles of attention by pieces; None where it is not used."""
+        sizes, kv = self.kv_shape, self.kv
+        kind = AttentionKind(self.dtype, kv.dtype, sizes.head_dim, sizes.block_tokens, self.group)
+        tiles = usable_tiles(kv.device, kind)
+        return tiles if tiles is not None and (tiles.is_invariant or not self.is_deterministic) else None
+
+    @cached_property
+    def split_bytes(self) -> Tensor:
+        """Memory for the pieces of short chunks, which the layers of a step use one after another."""
+        return torch.empty(MOST_SPLIT_BYTES, dtype=torch.uint8, device=self.kv.device)
 
     @property
     def mixed_dim(self) -> int:
@@ -65,7 +89,33 @@ class TritonAttention(AttentionBackend):
     @property
     def chunk_rows(self) -> int:
         """The packed rows of a tile of a chunk."""
-        return chunk_tile(self.dtype, self.kv_shape.head_dim).rows
+        if self.is_deterministic and self.pieced is not None:
+            return self.pieced.whole.rows
+        return chunk_tile(self.dtype, self.kv_shape.head_dim, card_of(self.kv.device)).rows
+
+    @property
+    def split_tokens(self) -> int:
+        return 0 if self.pieced is None else MIN_SPLIT_TOKENS
+
+    @property
+    def split_rows(self) -> int:
+        """The packed rows of a tile of a short chunk."""
+        return 0 if self.pieced is None else self.pieced.split.rows
+
+    def is_split(self, step: StepInput) -> NDArray[np.bool_]:
+        """Return which sequences of a step are computed piece by piece side by side: those of few tiles
+        behind many keys, whose tiles would be few programs, as far as there is memory for their pieces."""
+        starts, lengths = step.starts, step.lengths
+        is_long = (lengths > 1) & (starts >= MIN_SPLIT_TOKENS)
+        if not is_long.any() or self.pieced is None:
+            return np.zeros_like(is_long)
+        sizes, num_rows = self.kv_shape, self.pieced.split.rows
+        num_tiles = -(-lengths * self.group // num_rows)
+        is_split: NDArray[np.bool_] = is_long & (num_tiles * sizes.num_kv_heads < _FEW_PROGRAMS)
+        most_pieces = num_pieces(int((starts + lengths).max()))
+        piece_bytes = sizes.num_kv_heads * num_rows * (self.mixed_dim + 2) * 4
+        has_memory = np.cumsum(num_tiles * is_split) * most_pieces * piece_bytes <= MOST_SPLIT_BYTES
+        return is_split & has_memory
 
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
@@ -81,25 +131,35 @@ class TritonPlan(AttentionPlan):
         super().__init__(step)
         self._backend = backend
         device = backend.kv.device
+        # The tiles in which rows that decode are computed as rows of chunks are.
+        self._invariant = backend.pieced if backend.is_deterministic else None
+        self._short: Tensor | None = None
         if (step.lengths == 1).all():
             sequences = _uploaded(step, device)
             positions, slots = sequences.starts, sequences.slots
             decodes, chunks = None, None
             num_decodes = len(step.lengths)
-            if backend.is_deterministic:
+            if backend.is_deterministic and self._invariant is None:
                 num_decodes = 0
                 num_tiles = -(-backend.group // backend.chunk_rows)
                 tiles = torch.arange(len(step.lengths) * num_tiles, dtype=torch.int32, device=device)
                 each = tiles // num_tiles
                 chunks = torch.stack((each, each, tiles % num_tiles), 1)
         else:
-            is_chunk = (step.lengths > 1) | backend.is_deterministic
+            is_chunk = step.lengths > 1
+            if backend.is_deterministic and self._invariant is None:
+                is_chunk = np.ones_like(is_chunk)
+            is_short = is_chunk & backend.is_split(step)
+            decode_tasks = _decode_tasks(step, ~is_chunk)
+            if self._invariant is not None:  # tiles, the first of their sequences
+                decode_tasks = np.pad(decode_tasks, ((0, 0), (0, 1)))
             tasks = [
-                _decode_tasks(step, ~is_chunk),
-                _chunk_tasks(step, is_chunk, backend.chunk_rows, backend.group),
+                decode_tasks,
+                _chunk_tasks(step, is_chunk & ~is_short, backend.chunk_rows, backend.group),
+                _chunk_tasks(step, is_short, backend.split_rows, backend.group),
             ]
             token_slots = np.repeat(step.slots, step.lengths)
-            positions, slots, decodes, chunks = _upload(
+            positions, slots, decodes, chunks, self._short = _upload(
                 [step.positions().astype(np.int32), token_slots, *tasks], device
             )
             sequences = _uploaded(step, device)
@@ -110,10 +170,22 @@ class TritonPlan(AttentionPlan):
         shape = backend.shape
         self._rotations = [rope_table(positions, it, backend.dtype) for it in shape.rotations]
         most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
-        self._partials = None
-        if num_decodes:
-            num_heads, mixed_dim = backend.shape.num_heads, backend.mixed_dim
-            self._partials = Partials.allocate(num_decodes, num_heads, mixed_dim, most, device)
+        self._partials = self._short_partials = None
+        sizes, mixed_dim = backend.kv_shape, backend.mixed_dim
+        if num_decodes and self._invariant is not None:
+            self._partials = allocate_partials(
+                num_decodes, backend.group, sizes.num_kv_heads, mixed_dim, most, device
+            )
+        elif num_decodes:
+            self._partials = Partials.allocate(
+                num_decodes, shape.num_heads, mixed_dim, most, device, has_few=decodes is None
+            )
+        if self._short is not None and len(self._short):
+            most = int((step.starts + step.lengths)[is_short].max())
+            self._short_partials = allocate_partials(
+                len(self._short), backend.split_rows, sizes.num_kv_heads, mixed_dim, most, device,
+                memory=backend.split_bytes,
+            )  # fmt: skip
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         queries = rotate_and_write(
@@ -139,10 +211,22 @@ class TritonPlan(AttentionPlan):
         if layer.sinks is not None:
             scoring = scoring._replace(sinks=layer.sinks)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        if self._partials is not None:
-            attend_decodes(queries, kv, sequences, self._decodes, layer.window, scoring, self._partials, out)
+        pieced, window = self._backend.pieced if self._short_partials else self._invariant, layer.window
+        if self._partials is not None and self._invariant is not None:
+            tile, decodes = self._invariant.split, self._decodes
+            attend_split(queries, kv, sequences, decodes, window, scoring, tile, self._partials, out)
+        elif self._partials is not None:
+            attend_decodes(queries, kv, sequences, self._decodes, window, scoring, self._partials, out)
+        if self._short_partials is not None and pieced is not None:
+            tile, short = pieced.split, self._short
+            attend_split(queries, kv, sequences, short, window, scoring, tile, self._short_partials, out)
         if self._chunks is not None and len(self._chunks):
-            attend_chunks(queries, kv, sequences, self._chunks, layer.window, scoring, out)
+            if self._invariant is not None:
+                attend_whole(
+                    queries, kv, sequences, self._chunks, window, scoring, self._invariant.whole, out
+                )
+            else:
+                attend_chunks(queries, kv, sequences, self._chunks, window, scoring, out)
         self._done(layer)
         return out.flatten(1)
 

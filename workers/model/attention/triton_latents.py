@@ -4,6 +4,8 @@ Kernels and tiles are described in `workers.model.cuda.latent_attention`."""
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionBackend, AttentionShape, LayerAttention, StepInput
@@ -17,6 +19,11 @@ class TritonLatents(TritonAttention):
     def __init__(self, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False) -> None:
         assert shape.value_dim, "rows of the KV are values as well"
         super().__init__(shape, kv, is_deterministic=is_deterministic)
+
+    @cached_property
+    def pieced(self) -> None:
+        """Latents are not computed by pieces."""
+        return None
 
     @property
     def mixed_dim(self) -> int:

@@ -7,9 +7,10 @@ dtype of the KV. Keys that no row of a program sees are not read, and masks are 
 border of what is seen, so bytes after a sequence's end may hold anything. The sink of a head, if it has one,
 joins the sum of a row last, where the row's keys are done or its pieces are combined.
 
-The computation for a token, and its order, depend on its position and its window alone, not on the
-other sequences of a step, nor on where a chunk begins: tiles of keys and pieces begin at absolute positions,
-a tile that a row does not see leaves its state as it is, and each kernel has one size of tile.
+The computation for a token of a chunk, and its order, depend on its position and its window alone, not on the
+other sequences of a step, nor on where a chunk begins: tiles of keys begin at absolute positions, a tile that
+a row does not see leaves its state as it is, and the kernel has one size of tile. The pieces of rows that
+decode begin at absolute positions too, but are shorter where few rows decode.
 
 The sizes are for Hopper in bfloat16 at head_dim 128. The tensor cores of a multiprocessor do 2,048
 multiply-adds a cycle, and of an H200's 4.8 TB/s each of 132 multiprocessors has 20 bytes a cycle.
@@ -24,8 +25,9 @@ multiply-adds a cycle, and of an H200's 4.8 TB/s each of 132 multiprocessors has
   key is used for `group` rows only. With 4 warps and two tiles on their way, three programs fit on a
   multiprocessor and have up to 192 KiB on their way, where 36 KiB cover a latency of 1 us.
 - Pieces: 512 keys are 256 KiB of keys and values and leave 2 KiB of partial results for 4 heads, so the
-  second pass adds 2 % of traffic. One sequence of 8k tokens with 8 key-value heads is 128 programs. A row has
-  at most 32 pieces, which bounds the partial results: beyond 16k visible keys pieces double in length.
+  second pass adds 2 % of traffic. One sequence of 8k tokens with 8 key-value heads is 128 programs. Up to 16
+  rows have pieces of 256 keys and up to 8 of 128: one sequence of 1k tokens is 64 programs and not 16. A row
+  has at most 32 pieces, which bounds the partial results: where it sees more, pieces double.
 
 The sizes in registers and shared memory are those that the compiler reports."""
 
@@ -40,9 +42,13 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.model.attention.quantized_kv import elements_and_scales, is_quantized
+from workers.model.cuda.card import Card, card_of
 from workers.model.cuda.kv_elements import ELEMENTS, SCALE, raw_elements, unit, widened
 
 PIECE_TOKENS = 512
+# Up to 16 rows have pieces of half as many keys, and up to 8 of the least number, so that few rows are more
+# programs.
+FEW_ROWS, LEAST_PIECE_TOKENS = 16, 128
 # The most pieces of a row, a power of two.
 MAX_PIECES = 32
 # The number of programs of `attend_decodes` that suffices, 16 a multiprocessor, which hide that some end
@@ -51,12 +57,12 @@ MAX_PIECES = 32
 NUM_DECODE_PROGRAMS, MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
-_INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
+INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
 _LOG2_E = math.log2(math.e)
 # From a sink to an exponent of two.
-_SINK_SCALE = tl.constexpr(_LOG2_E)
+SINK_SCALE = tl.constexpr(_LOG2_E)
 # The largest exponent of a row that has seen no key.
-_LEAST = tl.constexpr(-1e30)
+LEAST = tl.constexpr(-1e30)
 
 
 class LayerKv(NamedTuple):
@@ -128,21 +134,38 @@ class Scoring(NamedTuple):
 class Partials(NamedTuple):
     """The results that the pieces of rows that decode leave for the second pass, float32: `values` [num_rows,
     num_heads, num_pieces, head_dim], weighted by powers of two relative to the largest exponent of the piece,
-    and `sums` [num_rows, num_heads, num_pieces, 2], that exponent and the sum of the weights."""
+    and `sums` [num_rows, num_heads, num_pieces, 2], that exponent and the sum of the weights. A piece has
+    `piece_tokens` keys, or twice as many as often as a row needs."""
 
     values: Tensor
     sums: Tensor
+    piece_tokens: int = PIECE_TOKENS
 
     @staticmethod
     def allocate(
-        num_rows: int, num_heads: int, head_dim: int, max_context_tokens: int, device: torch.device
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        max_context_tokens: int,
+        device: torch.device,
+        *,
+        has_few: bool = True,
     ) -> Partials:
-        """Allocate the partial results of rows that see at most `max_context_tokens` keys each."""
-        num_pieces = min(MAX_PIECES, -(-max_context_tokens // PIECE_TOKENS))
+        """Allocate the partial results of rows that see at most `max_context_tokens` keys each. `has_few`:
+        few rows have short pieces, by another kernel. Beside chunks they would gain nothing."""
+        piece_tokens = PIECE_TOKENS
+        while (
+            has_few
+            and piece_tokens > LEAST_PIECE_TOKENS
+            and num_rows * PIECE_TOKENS <= FEW_ROWS * piece_tokens
+        ):
+            piece_tokens //= 2
+        num_pieces = min(MAX_PIECES, -(-max_context_tokens // piece_tokens))
         shape = (num_rows, num_heads, num_pieces)
         return Partials(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty((*shape, 2), dtype=torch.float32, device=device),
+            piece_tokens,
         )
 
 
@@ -155,24 +178,30 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def chunk_tile(dtype: torch.dtype, head_dim: int) -> Tile:
+def chunk_tile(dtype: torch.dtype, head_dim: int, card: Card) -> Tile:
     """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one; of
     heads above 256, which none of the usual tiles leaves shared memory for, the smallest."""
     if head_dim > 256:
-        return Tile(16, 16, 4, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
+        if dtype == torch.float32:
+            return Tile(16, 16, 4, 2)
+        return Tile(32, 32 if card.has_much_shared else 16, 8, 2)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 2)
-    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 64, 8, 2)
+    if head_dim <= 128:
+        return Tile(128, 64, 8, 3 if card.has_much_shared else 2)
+    return Tile(64, 64 if card.has_much_shared else 32, 8, 2)
 
 
-def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
+def decode_tile(dtype: torch.dtype, head_dim: int, group: int, card: Card) -> Tile:
     """Return the tile of `attend_decodes`."""
     rows = padded(group)
     if head_dim > 256:
-        return Tile(rows, 16 if dtype == torch.float32 else 32, 4, 2)
+        return Tile(rows, 16 if dtype == torch.float32 or not card.has_much_shared else 32, 4, 2)
     if dtype == torch.float32:
         return Tile(rows, 32, 4, 2)
-    return Tile(rows, 64, 4, 3 if head_dim <= 128 else 2)
+    if head_dim <= 128:
+        return Tile(rows, 64, 4, 3)
+    return Tile(rows, 64 if card.has_much_shared else 32, 4, 2)
 
 
 # ------------------------------------------------------------------------------------ rows that decode
@@ -196,21 +225,21 @@ def attend_decodes(
     _, num_heads, head_dim = queries.shape
     num_kv_heads, block_tokens = kv.blocks.shape[2:4]
     num_decodes, _, num_pieces, _ = partials.values.shape
-    tile = decode_tile(queries.dtype, head_dim, num_heads // num_kv_heads)
+    tile = decode_tile(queries.dtype, head_dim, num_heads // num_kv_heads, card_of(queries.device))
     pairs = num_decodes * num_kv_heads
     num_splits = min(num_pieces, max(MIN_SPLITS, -(-NUM_DECODE_PROGRAMS // pairs)))
     memory = kv.arguments()
     # Without tasks any tensor may stand in their place, as without sinks: it is not read.
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _attend_pieces[(num_decodes, num_kv_heads, num_splits)](
-        queries, *memory, sequences.tables, sequences.slots, *where, *partials,
+        queries, *memory, sequences.tables, sequences.slots, *where, *partials[:2],
         queries.stride(0), memory[0].stride(0), memory[1].stride(0), sequences.tables.stride(0),
         kv.first_host, num_pieces, window, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2), HEAD_DIM=head_dim,
         PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens,
-        ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
-        CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements, num_warps=tile.num_warps,
+        ROWS=tile.rows, KEYS=tile.keys, PIECE=partials.piece_tokens, MAX_PIECES=MAX_PIECES,
+        HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
     reduce_pieces(where, tasks is not None, partials, window, scoring.sinks, out)
@@ -228,14 +257,14 @@ def reduce_pieces(
     whole step. `where` are the positions of sequences, and the tasks if there are any."""
     num_decodes, num_heads, num_pieces, dim = partials.values.shape
     _reduce_pieces[(num_decodes, num_heads)](
-        *where, *partials, partials.sums if sinks is None else sinks, out, out.stride(0), num_pieces, window,
-        HAS_TASKS=has_tasks, HAS_SINKS=sinks is not None, HEAD_DIM=dim,
-        PADDED_DIM=padded(dim), PIECE=PIECE_TOKENS, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
+        *where, *partials[:2], partials.sums if sinks is None else sinks, out, out.stride(0), num_pieces,
+        window, HAS_TASKS=has_tasks, HAS_SINKS=sinks is not None, HEAD_DIM=dim,
+        PADDED_DIM=padded(dim), PIECE=partials.piece_tokens, MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0,
         num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_pieces"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["table_stride", "num_pieces"], do_not_specialize_on_alignment=INDICES)
 def _attend_pieces(
     queries, kv, host, scales, host_scales, tables, slots, starts, tasks, values, sums,
     query_stride, block_stride, host_stride, table_stride, first_host, num_pieces, window, scale,
@@ -260,7 +289,7 @@ def _attend_pieces(
     positions = tl.zeros([ROWS], tl.int32) + position
     rows = tl.arange(0, ROWS)
     for piece in range(first_piece + tl.program_id(2), position // piece_tokens + 1, tl.num_programs(2)):
-        largest, total, mixed = _attend_range(
+        largest, total, mixed = attend_range(
             q, positions, position, position, piece * piece_tokens, (piece + 1) * piece_tokens,
             kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window,
             scale, HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS,
@@ -275,7 +304,7 @@ def _attend_pieces(
         tl.store(values + at[:, None] * HEAD_DIM + dim[None, :], mixed, mask=is_stored)
 
 
-@triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=INDICES)
 def _reduce_pieces(
     starts, tasks, values, sums, sinks, out, out_stride, num_pieces, window,
     HAS_TASKS: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -290,10 +319,10 @@ def _reduce_pieces(
     piece = tl.arange(0, MAX_PIECES)
     is_piece = piece <= position // piece_tokens - first // piece_tokens
     at = (decode.to(tl.int64) * tl.num_programs(1) + head) * num_pieces + piece
-    largest = tl.load(sums + at * 2, mask=is_piece, other=_LEAST)
+    largest = tl.load(sums + at * 2, mask=is_piece, other=LEAST)
     most = tl.max(largest, 0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head) * _SINK_SCALE
+        sink = tl.load(sinks + head) * SINK_SCALE
         most = tl.maximum(most, sink)
     weight = tl.exp2(largest - most)
     total = tl.sum(weight * tl.load(sums + at * 2 + 1, mask=is_piece, other=0.0), 0)
@@ -351,7 +380,7 @@ def attend_chunks(
     none."""
     _, num_heads, head_dim = queries.shape
     num_kv_heads, block_tokens = kv.blocks.shape[2:4]
-    tile = chunk_tile(queries.dtype, head_dim)
+    tile = chunk_tile(queries.dtype, head_dim, card_of(queries.device))
     memory, sinks = kv.arguments(), scoring.sinks
     _attend_tiles[(len(tasks), num_kv_heads)](
         queries, *memory, *sequences, tasks, out if sinks is None else sinks, out,
@@ -365,7 +394,7 @@ def attend_chunks(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=INDICES)
 def _attend_tiles(
     queries, kv, host, scales, host_scales, tables, slots, starts, lengths, tasks, sinks, out,
     query_stride, out_stride, block_stride, host_stride, table_stride, first_host, window, scale,
@@ -394,14 +423,14 @@ def _attend_tiles(
     q = tl.load(queries + at, mask=is_dim, other=0.0)
     oldest = start + begin // GROUP
     newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
-    largest, total, mixed = _attend_range(
+    largest, total, mixed = attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
         kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window, scale,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
         CAP_SCALE, ELEMENTS,
     )  # fmt: skip
     if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * _SINK_SCALE
+        sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * SINK_SCALE
         most = tl.maximum(largest, sink)
         kept = tl.exp2(largest - most)
         mixed *= kept[:, None]
@@ -415,7 +444,7 @@ def _attend_tiles(
 
 
 @triton.jit
-def _attend_range(
+def attend_range(
     q, positions, oldest, newest, begin, end,
     kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window, scale,
     HAS_HOST: tl.constexpr, KIND_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -426,7 +455,7 @@ def _attend_range(
     keys [begin, end) that they see; `begin` is a multiple of KEYS. Returns of each row the largest exponent
     of two, the sum of powers relative to it, and the sum of the values weighted by these, [ROWS,
     PADDED_DIM]."""
-    largest = tl.full([ROWS], _LEAST, tl.float32)
+    largest = tl.full([ROWS], LEAST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     kv += kv_head * HEAD_STRIDE

@@ -21,7 +21,6 @@ from workers.model.cuda.attention import (
     MAX_PIECES,
     MIN_SPLITS,
     NUM_DECODE_PROGRAMS,
-    PIECE_TOKENS,
     LayerKv,
     PagedSequences,
     Partials,
@@ -68,12 +67,12 @@ def decode_latents(
     in_host = kv.blocks if kv.in_host is None else kv.in_host
     where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _latent_pieces[(num_decodes, num_tiles, num_splits)](
-        queries, *kv.arguments(), sequences.tables, sequences.slots, *where, *partials,
+        queries, *kv.arguments(), sequences.tables, sequences.slots, *where, *partials[:2],
         queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
         num_pieces, scoring.exponent_scale,
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, NUM_HEADS=num_heads, WIDTH=width,
         RANK=rank, PADDED_RANK=padded(rank), PADDED_ROPE=padded(width - rank),
-        BLOCK_TOKENS=kv.blocks.shape[3], ROWS=tile.rows, KEYS=tile.keys, PIECE=PIECE_TOKENS,
+        BLOCK_TOKENS=kv.blocks.shape[3], ROWS=tile.rows, KEYS=tile.keys, PIECE=partials.piece_tokens,
         MAX_PIECES=MAX_PIECES, ELEMENTS=kv.elements, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     reduce_pieces(where, tasks is not None, partials, 0, None, out)

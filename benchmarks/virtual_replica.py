@@ -1,4 +1,5 @@
-"""A replica without an engine, in virtual time: only how long its steps take.
+"""A replica without an engine, in virtual time, with a plan of its own: a few lines beside which admission
+and gateways are judged. `cluster.simulation` has the scheduler that serves.
 
 It plans a step at a time, as replicas do: every sequence that decodes gets one token, and what is left of the
 step's tokens computes prompts, the oldest first. A sequence needs a place and KV blocks; the youngest loses
@@ -17,8 +18,8 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
+from benchmarks.virtual_prefix_cache import VirtualPrefixCache
 from cluster.admission.flow import Flow
-from cluster.bench.virtual_prefix_cache import VirtualPrefixCache
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.common.moving_average import moving_average
 from kvtransfer.kv_events import KvEvents

@@ -1,0 +1,31 @@
+"""The kernels that are chosen by card, as the compiler makes them for cards of three kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
+
+from workers.model.cuda.card import HOPPER, Card
+
+# Rows that are split on cards before Hopper may spill two registers.
+MOST_STACK_BYTES = 8
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_kernels_fit_a_card(capability: int, tmp_path: Path) -> None:
+    """In shared memory and in registers; products are those of the card's tensor cores."""
+    from hopper_compiler import compile_by_script
+
+    script = Path(__file__).parent / "compile_cards.py"
+    kernels = compile_by_script(script, tmp_path, str(capability), "128", "bfloat16", "few")
+    names = {it["name"] for it in kernels}
+    assert names >= {"_segmented_product_kernel", "_attend_split", "_attend_whole", "_attend_tiles"}
+    assert max(it["shared_bytes"] for it in kernels) <= Card(capability).shared_bytes
+    most = MOST_STACK_BYTES if capability < HOPPER else 0
+    assert [it for it in kernels if it["stack_bytes"] > most and it["name"] != "_attend_tiles"] == []
+    products = [it for it in kernels if it["name"] in ("_segmented_product_kernel", "_attend_whole")]
+    kind = "num_warp_products" if capability < HOPPER else "num_group_products"
+    assert min(it[kind] for it in products) > 0
