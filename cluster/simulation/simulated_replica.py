@@ -276,6 +276,8 @@ class SimulatedReplica(EngineDecisions):
     def stop(self) -> None:
         """End after a drain: nothing runs here any more."""
         self._death = "it has left"
+        if self._store is not None:
+            self._store.end()
         self.ranks.kill()
 
     def set_role(self, role: str, epoch: int) -> None:
