@@ -244,16 +244,14 @@ class ReactiveSignals:
         # With one sequence a replica, another replica makes no step shorter.
         if not is_slow or any(side.num_running <= side.num_replicas for side in sides):
             return None
-        # Landings make no step longer before their prompts are computed.
-        decoding = latest.num_running + latest.num_waiting
-        wanted = max(latest.num_replicas + 1, math.ceil(decoding / self._rates.batch))
+        wanted = max(latest.num_replicas + 1, math.ceil(latest.num_sequences / self._rates.batch))
         reason = (
             f"steps take {1e3 * step_s:.0f} ms at {latest.num_running / latest.num_replicas:.1f} sequences a "
             f"replica; {1e3 * slo_s:.0f} ms is the objective"
         )
         if late > TAIL:
             reason += f", and {late:.0%} of the gaps were longer"
-        return Shortage(min(wanted, decoding), reason)
+        return Shortage(min(wanted, latest.num_sequences), reason)
 
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
