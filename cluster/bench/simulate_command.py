@@ -29,7 +29,7 @@ from cluster.errors import BenchError, ConfigError
 from cluster.simulation.planned_failures import parse_failures
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
 from cluster.simulation.simulated_call import CallRecord
-from cluster.simulation.simulation_plots import save_plots
+from cluster.simulation.simulation_plots import prepare_plots, save_plots
 from cluster.simulation.simulation_result import SimulatedObjectives
 from router.config import PolicyName
 from workers.errors import CheckpointError
@@ -98,6 +98,7 @@ def simulate_options(
     for name in policies:
         check_choice("--policy", name, _POLICIES)
     try:
+        files = {name: _files_of(name if len(policies) > 1 else "", csv_file, plots) for name in policies}
         plan = SimulationPlan(
             replicas.shape(load, policy=policies[0], num_gateways=gateways, holds_back=admission),
             (),
@@ -111,12 +112,16 @@ def simulate_options(
             ),
         )
         runs = {name: _run(plan.of_policy(name, load.sessions())) for name in policies}
+        if any(not simulated.result.records for simulated in runs.values()):
+            raise ConfigError(
+                "no request was simulated: there is none, or all are longer than a replica's KV"
+            )
         for name, simulated in runs.items():
-            of_run = f"-{name}" if len(runs) > 1 else ""
-            if csv_file is not None:
-                _write_csv(csv_file.with_stem(csv_file.stem + of_run), simulated.result.records)
-            if plots is not None:
-                save_plots(plots / of_run.strip("-"), simulated.result, simulated.time_lines)
+            of_csv, of_plots = files[name]
+            if of_csv is not None:
+                _write_csv(of_csv, simulated.result.records)
+            if of_plots is not None:
+                save_plots(of_plots, simulated.result, simulated.time_lines)
     except (ConfigError, BenchError, CheckpointError) as error:
         die(str(error))
     if as_json:
@@ -155,6 +160,18 @@ def _run(plan: SimulationPlan) -> Simulated:
         return run_simulation(plan, told)
 
 
+def _files_of(policy: str, csv_file: Path | None, plots: Path | None) -> tuple[Path | None, Path | None]:
+    """Return where the requests and the plots of a run go, with the policy in the name if that is given.
+    Raises `ConfigError` where neither can be written, before anything is simulated."""
+    if csv_file is not None:
+        csv_file = csv_file.with_stem(f"{csv_file.stem}-{policy}") if policy else csv_file
+        _write_csv(csv_file, ())
+    if plots is not None:
+        plots = plots / policy
+        prepare_plots(plots)
+    return csv_file, plots
+
+
 def _write_csv(file: Path, records: Iterable[CallRecord]) -> None:
     try:
         with file.open("w", newline="", encoding="utf-8") as stream:
@@ -177,8 +194,6 @@ def _figures(simulated: Simulated) -> dict[str, Any]:
 def _show(runs: Mapping[str, Simulated], objectives: Objectives, recorded: ServingFigures | None) -> None:
     """Print the table of `tandem bench serve`, beside what was `recorded`, and what only a simulation knows
     of all replicas."""
-    if any(not simulated.result.records for simulated in runs.values()):
-        die("no request was simulated: all are longer than the KV of a replica")
     columns = [("recorded", recorded)] if recorded is not None else []
     for name, simulated in runs.items():
         calls = [ServedCall(record) for record in simulated.result.records]

@@ -191,5 +191,8 @@ def prefill_token_s(trace: TraceRequests, num_replicas: int, utilization: float)
         num_tokens += request.num_input
         first_s, last_s = min(first_s, request.at_s), max(last_s, request.at_s)
     if not num_tokens or last_s <= first_s:
-        raise BenchError("--utilization: the trace has no two requests at different times")
+        raise BenchError(
+            "the trace has no two requests at different times, which would tell how fast prompts have to be "
+            "computed: give --model and --hardware"
+        )
     return utilization * num_replicas * (last_s - first_s) / num_tokens

@@ -3,6 +3,7 @@ and between tokens, and the load of each replica."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,22 @@ _NUM_BINS = 60
 _MOST_LINES = 16
 
 
-def save_plots(folder: Path, result: SimulationResult, lines: TimeLines) -> list[Path]:
-    """Write the plots and return their files. Raises `ConfigError` where matplotlib is missing, or the folder
-    cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plots: needs matplotlib: pip install 'tandem-serve[plots]'") from error
+def prepare_plots(folder: Path) -> None:
+    """Make the folder. Raises `ConfigError` where that fails, or matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plots: needs matplotlib: pip install 'tandem-serve[plots]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plots {folder}: {error.strerror}") from error
+
+
+def save_plots(folder: Path, result: SimulationResult, lines: TimeLines) -> list[Path]:
+    """Write the plots into a folder that was prepared, and return their files. Raises `ConfigError` where
+    they cannot be written."""
+    from matplotlib.figure import Figure
+
+    try:
         files = []
         drawings: dict[str, Callable[[Any], None]] = {
             "time_lines.png": lambda figure: _draw_lines(figure, lines),

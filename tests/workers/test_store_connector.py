@@ -190,6 +190,16 @@ def test_a_bad_measurement_is_forgotten() -> None:
     assert next(tries) > 5
 
 
+def test_a_rate_that_is_only_assumed_does_not_decide_for_ever() -> None:
+    costs = TierCosts(block_tokens=16, block_bytes=16 << 17)
+    assumed = costs.tok_s("dram")
+    tries = next(number for number in range(100) if costs.num_worth_loading(["dram"], 1.5 * assumed))
+    assert 5 < tries < 20, "the tier is tried, and measured, after some prompts that were computed"
+    assert costs.measured_tok_s == {}
+    costs.measured({"dram": 1}, 16 / assumed)
+    assert costs.tok_s("dram") == pytest.approx(assumed)
+
+
 def test_the_owner_s_rate_stands_in_until_a_load_was_measured() -> None:
     costs = TierCosts(16, 1_000_000)
     costs.set_store_rates({"nvme": 2.0})

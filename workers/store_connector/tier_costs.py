@@ -9,7 +9,7 @@ from typing import NamedTuple
 ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}
 _WEIGHT = 0.3
 # A load that was not worth its time is not measured again; each refusal raises the believed rate by this
-# factor, so that a bad moment does not decide for ever.
+# factor, so that neither a bad moment nor a rate that was only assumed decides for ever.
 _DRIFT = 1.05
 
 
@@ -35,6 +35,8 @@ class TierCosts:
         self._state_bytes = state_bytes
         self._tok_s: dict[str, float] = {}
         self._owner_gb_s: dict[str, float] = {}
+        # By tiers that were not measured: how many times as fast as assumed they are believed to be.
+        self._raised: dict[str, float] = {}
 
     @property
     def measured_tok_s(self) -> dict[str, float]:
@@ -47,8 +49,10 @@ class TierCosts:
 
     def tok_s(self, tier: str) -> float:
         """Return the believed rate of the tier."""
-        gb_s = self._owner_gb_s.get(tier) or ASSUMED_GB_S[tier]
-        return self._tok_s.get(tier) or gb_s * 1e9 / self._block_bytes * self._block_tokens
+        if tier in self._tok_s:
+            return self._tok_s[tier]
+        gb_s = (self._owner_gb_s.get(tier) or ASSUMED_GB_S[tier]) * self._raised.get(tier, 1.0)
+        return gb_s * 1e9 / self._block_bytes * self._block_tokens
 
     def measured(self, num_blocks_by_tier: Mapping[str, int], seconds: float) -> None:
         """Count a finished load for its main tier, unless another tier had a part in it."""
@@ -92,3 +96,5 @@ class TierCosts:
         for tier in set(tiers):
             if tier in self._tok_s:
                 self._tok_s[tier] *= _DRIFT
+            else:
+                self._raised[tier] = self._raised.get(tier, 1.0) * _DRIFT
