@@ -29,7 +29,7 @@ class RouterConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # How replicas are chosen. `cost` is the former name of `tandem`.
-    policy: PolicyName | Literal["cost"] = "tandem"
+    policy: PolicyName = "tandem"
     # How long a routed prompt counts as cached before the replica's events confirm it.
     prediction_ttl_s: float = Field(default=5.0, gt=0)
     # A load report older than this makes its replica the last choice.
@@ -41,9 +41,9 @@ class RouterConfig(BaseModel):
     # Steps of work that a replica is sent at a time; what exceeds them is held in the gateway.
     steps_ahead: float = Field(default=2.5, gt=0)
 
-    @field_validator("policy")
+    @field_validator("policy", mode="before")
     @classmethod
-    def _present_name(cls, policy: str) -> str:
+    def _present_name(cls, policy: Any) -> Any:
         return "tandem" if policy == "cost" else policy
 
     @model_validator(mode="before")

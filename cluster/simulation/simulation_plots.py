@@ -23,7 +23,7 @@ _MOST_LINES = 16
 def prepare_plots(folder: Path) -> None:
     """Make the folder. Raises `ConfigError` where that fails, or matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plots: needs matplotlib: pip install 'tandem-serve[plots]'")
+        raise ConfigError("--plots: needs matplotlib: pip install matplotlib")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

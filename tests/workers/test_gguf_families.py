@@ -406,7 +406,8 @@ def test_logits_of_the_decoder_are_those_of_the_model(written: _Written) -> None
     with torch.inference_mode():
         expected = written.model(TOKENS).logits[0]
     found = decoder_logits(written.folder, TOKENS[0].tolist())
-    assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4
+    # Kernels of each instruction set add in an order of their own: 1.005e-4 was seen with AMX.
+    assert float((found - expected).abs().max() / expected.abs().max()) <= 2e-4
 
 
 def test_quantized_matrices_are_those_that_were_dequantized(written: _Written, tmp_path: Path) -> None:

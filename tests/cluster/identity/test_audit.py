@@ -93,6 +93,7 @@ class Audited:
         await admin.paths()
         await admin.explain(done.request_id)
         await admin.requests()
+        assert [part async for part in admin.recording(0.0)]
         await admin.store_stat()
         await admin.store_list(admin_pb.StoreListRequest())
         await admin.store_verify(
