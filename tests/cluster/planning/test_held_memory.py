@@ -154,8 +154,8 @@ def test_each_part_is_counted_on_a_gpu() -> None:
     one, two = (held_memory(model, device_profile("H100"), DeviceSplit(tp), 64) for tp in (1, 2))
     assert one is not None
     assert two is not None
-    # Batches of transfers, paths that are measured, and 11 graphs of 32 layers; several ranks have buffers for
-    # their sums.
+    # Batches of transfers, paths that are measured, and 11 graphs of 32 layers; several ranks have buffers
+    # for their sums.
     graphs = 11 * 32 * (128 << 10)
     assert one.staging == (256 << 20) + (64 << 20) + graphs
     assert two.staging == (256 << 20) + (64 << 20) + graphs + GROUP_BYTES
