@@ -134,7 +134,7 @@ async def measure(service: Service, seconds: float, shares: Sequence[float], num
         live = await read_live(service.admin_address, 3600.0, CallerOptions())
         engines = {role: each[0].steps._asdict() for role, each in live.replicas.items()}
         print(json.dumps({"what": "capacity", "requests_per_s": capacity, "steps": engines}), flush=True)
-        for share in shares:
+        for number, share in enumerate(shares):
             real, simulated = [], []
             for run in range(num_runs):
                 workload = replace(
@@ -144,7 +144,8 @@ async def measure(service: Service, seconds: float, shares: Sequence[float], num
                     rate_per_s=share * capacity,
                     input_tokens=INPUT_TOKENS,
                     output_tokens=OUTPUT_TOKENS,
-                    seed=100 + run,
+                    # Prompts that neither cluster has seen: the simulated one begins with an empty cache.
+                    seed=100 * (1 + number) + run,
                 )
                 print(f"{share:g} of capacity, run {run + 1}", file=sys.stderr, flush=True)
                 real.append(values_of(await run_load(target, workload)))
