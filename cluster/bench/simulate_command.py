@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -26,6 +28,7 @@ from cluster.cli.durations import read_duration_s
 from cluster.cli.gateway_options import CallerOptions, gateway_options, spliced_options
 from cluster.cli.terminal import NONE, AsJson, die, made_table, out, run
 from cluster.errors import BenchError, ConfigError
+from cluster.scaling import scaler
 from cluster.simulation.planned_failures import parse_failures
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
 from cluster.simulation.simulated_call import CallRecord
@@ -157,7 +160,20 @@ def _run(plan: SimulationPlan) -> Simulated:
         def told(now: float, num_ended: int) -> None:
             progress.update(task, description=f"{now:,.0f} s simulated, {num_ended:,} requests ended")
 
-        return run_simulation(plan, told)
+        with _quiet_scaler():
+            return run_simulation(plan, told)
+
+
+@contextlib.contextmanager
+def _quiet_scaler() -> Iterator[None]:
+    """Keep the scaler's log off the terminal: its moves are figures of the result."""
+    log = logging.getLogger(scaler.__name__)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _files_of(policy: str, csv_file: Path | None, plots: Path | None) -> tuple[Path | None, Path | None]:

@@ -1,12 +1,10 @@
-"""What `--autoscale` of `tandem simulate` describes."""
+"""Reads the pools that `--autoscale` of `tandem simulate` describes."""
 
 from __future__ import annotations
 
-import logging
 import re
 
 from cluster.errors import ConfigError
-from cluster.scaling import scaler
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.simulation.simulated_scaling import PlannedScaling
 from cluster.simulation.simulated_serve import ReplicaTimes
@@ -28,8 +26,6 @@ def planned_scaling(
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
     )
-    # Its moves are figures here, and no news for operators.
-    logging.getLogger(scaler.__name__).setLevel(logging.ERROR)
     return PlannedScaling(config, ReplicaTimes(start_s))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -439,11 +438,7 @@ async def test_a_replica_that_leaves_is_no_sample() -> None:
         assert harness.policy.history.latest.replicas == ()
 
 
-async def test_the_loop_outlives_failures_and_tells_each_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Actors that other tests run in this process have given these logs handlers of their own.
-    monkeypatch.setattr(logging.getLogger("cluster"), "propagate", True)
+async def test_the_loop_outlives_failures_and_tells_each_once(caplog: pytest.LogCaptureFixture) -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
         harness = ScalerHarness(dashboard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import cli
+from cluster.scaling import scaler
 
 SYNTHETIC = ["simulate", "--format", "synthetic", "--requests", "30", "--rate", "10", "--output", "20"]
 TRACE = [
@@ -53,6 +55,16 @@ def test_figures_of_a_drawn_load(tmp_path: Path) -> None:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 30
     assert all(float(row["ended_at"]) > float(row["first_token_at"]) > 0 for row in rows)
+
+
+def test_moves_of_the_scaler_are_figures_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger(scaler.__name__)
+    level = log.level
+    load = ["simulate", "--format", "synthetic", "--requests", "40", "--rate", "0.5", "--input", "500"]
+    (found,) = run(*load, "--output", "5", "--prefill", "2", "--autoscale", "prefill=1:4,decode=1:4")
+    assert found["scaling_changes"] > 0
+    assert not [record for record in caplog.records if record.name == log.name]
+    assert log.level == level
 
 
 def test_blocks_of_a_trace_are_found_again(trace: str) -> None:
