@@ -34,8 +34,9 @@ class BlockHistory:
         stored   --> seen
         removed  --> seen, and removed there, then, for this reason (the latest counts)
 
-    A block is in one of the `_WAYS` slots of its bucket, and a new one takes them in turn. So the history has
-    about the latest `num_slots` blocks of the cluster, and never more. Time is an argument.
+    A block is in one of the `_WAYS` slots of its bucket. A new one takes a free slot; where there is none, it
+    takes the slots in turn. So the history has about the latest `num_slots` blocks of the cluster, and never
+    more. Time is an argument.
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
@@ -98,11 +99,19 @@ class BlockHistory:
         hashed = _hash_of(key)
         slot = self._find(hashed)
         if slot is None:
-            self._turn = (self._turn + 1) % _WAYS
-            slot = (hashed & self._bucket_mask) + self._turn
+            slot = self._find_free(hashed)
             self._hashes[slot] = hashed
             self._slot_to_cause[slot] = 0
         return slot
+
+    def _find_free(self, hashed: int) -> int:
+        """Return a slot of the bucket of `hashed`: a free one, or the one whose turn it is."""
+        start = hashed & self._bucket_mask
+        bucket = self._hashes[start : start + _WAYS]
+        if 0 in bucket:
+            return start + bucket.index(0)
+        self._turn = (self._turn + 1) % _WAYS
+        return start + self._turn
 
     def _number_of(self, cause: RemovalCause) -> int:
         number = self._cause_to_number.get(cause)

@@ -174,13 +174,24 @@ def test_the_latest_removal_counts_and_a_block_that_came_back_keeps_it() -> None
 
 def test_causes_run_out_and_are_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.block_history._MAX_CAUSES", 3)
-    history = BlockHistory(64)
+    # Large, as the hashes of the keys differ by process: no bucket gets more of them than it has slots.
+    history = BlockHistory(1 << 16)
     for number in range(6):
         history.removed(f"p{number}", [b"%d" % number], "device", "space", float(number))
     found = [removal(history, b"%d" % number) for number in range(6)]
     names = [each and each[0].replica_id for each in found]
     assert names == [None, None, None, "p3", "p4", "p5"]
     assert all(history.was_seen(b"%d" % number) for number in range(6))
+
+
+def test_a_bucket_forgets_only_when_it_is_full() -> None:
+    history = BlockHistory(4)
+    keys = [b"%d" % number for number in range(5)]
+    history.stored([BlocksStored(b"", tuple(keys[:4]))])
+    assert [history.was_seen(key) for key in keys] == [True] * 4 + [False]
+    history.stored([BlocksStored(b"", (keys[4],))])
+    assert history.was_seen(keys[4])
+    assert sum(map(history.was_seen, keys)) == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.booleans()), max_size=300))
