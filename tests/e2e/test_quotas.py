@@ -81,7 +81,7 @@ async def test_a_stream_that_was_paid_for_moves_on_while_new_requests_are_refuse
 
 
 async def test_output_beyond_the_limit_refuses_the_next_request_until_it_is_made_up_for(stage: Stage) -> None:
-    async with limited(stage, output_tokens_per_s=20.0, burst_s=1.0) as front:
+    async with limited(stage, output_tokens_per_s=8.0, burst_s=2.5) as front:
         call = await front.complete(prompt(4, NUM_PROMPT), tenant="a", max_tokens=40)
         assert len(call.sequence) == 40
         error = await refused(front, 5)

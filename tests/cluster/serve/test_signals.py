@@ -58,7 +58,7 @@ def test_a_signal_during_the_imports_ends_it_quietly(
         env={**environment(), "PYTHONPATH": import_path(tmp_path, ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 128 + number, done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gateway_harness import until, write_model
 from llguidance import LLMatcher, LLTokenizer
+from patience import WAIT_S
 from slow_cases import slow_but
 
 from cluster.errors import GrammarError, UnavailableError
@@ -174,7 +175,8 @@ async def test_a_long_enumeration_is_made(scene: Scene) -> None:
 async def test_a_tenant_whose_grammars_take_long_delays_no_other(scene: Scene) -> None:
     await scene.compiler.make(schema(NAMED))
     slow = [asyncio.create_task(scene.compiler.make(intersection(60 + at), "slow")) for at in range(100)]
-    await until(lambda: "slow" in scene.compiler._tenant_to_watched, "the first has broken the short bound")
+    watched = scene.compiler._tenant_to_watched
+    await until(lambda: "slow" in watched, "the first has broken the short bound", 4 * WAIT_S)
     for at in range(20):
         assert await scene.compiler.make(OutputConstraint("regex", f"a{{{at}}}"), "other")
         assert await scene.compiler.make(OutputConstraint("regex", f"b{{{at}}}"), "another")
