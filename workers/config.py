@@ -100,6 +100,10 @@ class EngineSettings(BaseModel):
     max_batch_tokens: Tokens = "auto"
     # Longest prefill chunk of one sequence in one step. `auto`: 512 on CPUs, 2048 on GPUs.
     chunk_tokens: Tokens = "auto"
+    # The time per output token (TPOT), in seconds, that running sequences should keep while prompts are
+    # computed beside them: chunks become as short as that takes, by the measured costs of steps. None: chunks
+    # have up to `chunk_tokens`.
+    tpot_objective_s: float | None = Field(default=None, gt=0)
     # Sequences computed in one step.
     max_sequences: int = Field(default=64, ge=1)
     # Requests waiting in this replica before it refuses.

@@ -57,6 +57,7 @@ class SimulatedEngine(NamedTuple):
     token_bytes: int = 131072
     max_context_tokens: int = 1 << 20
     batching: Batching = "continuous"
+    tpot_objective_s: float | None = None
 
     @property
     def config(self) -> EngineConfig:
@@ -66,6 +67,7 @@ class SimulatedEngine(NamedTuple):
             max_batch_tokens=self.max_batch_tokens,
             chunk_tokens=self.chunk_tokens,
             max_sequences=self.max_sequences,
+            tpot_objective_s=self.tpot_objective_s,
         )
         return config.model_copy(update={"block_tokens": self.block_tokens})
 
@@ -136,12 +138,14 @@ class SimulatedReplica(EngineDecisions):
         )
         self._store = store
         pool = BlockPool(engine.num_blocks, engine.block_tokens)
+        costs = KnownCosts(engine.steps)
         scheduler = Scheduler(
             config,
             pool,
             eos_token_ids=(),
             max_context_tokens=engine.max_context_tokens,
             has_store=store is not None,
+            costs=costs,
         )
         ready = RankReady(
             rank=0,
@@ -170,7 +174,7 @@ class SimulatedReplica(EngineDecisions):
                 pool=pool,
                 group_pools=(),
                 scheduler=scheduler,
-                steps=StepLoop(scheduler, self.ranks.send, clock, costs=KnownCosts(engine.steps)),
+                steps=StepLoop(scheduler, self.ranks.send, clock, costs=costs),
                 sends=SendTable(transfer, engine.block_tokens, 1, []),
                 landings=LandingTable(transfer, pool, engine.block_tokens, 1, []),
                 max_migrations=transfer.max_migrations,

@@ -51,6 +51,16 @@ class StepModel(NamedTuple):
         prompts_s = 0.0
         for start, num_tokens in chunks:
             prompts_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))
+        return self._with_prompts_s(num_sequences, num_context_tokens, prompts_s)
+
+    def mixed_s(
+        self, num_sequences: int, num_context_tokens: int, num_tokens: int, num_attended: float
+    ) -> float:
+        """Return what a step takes whose chunks have `num_tokens` and attend to `num_attended` others."""
+        prompts_s = num_tokens * self.token_s + num_attended * self.attention_s
+        return self._with_prompts_s(num_sequences, num_context_tokens, prompts_s)
+
+    def _with_prompts_s(self, num_sequences: int, num_context_tokens: int, prompts_s: float) -> float:
         decodes_s = num_sequences * self.sequence_s + num_context_tokens * self.context_s
         return max(self.base_s, prompts_s) + decodes_s
 
@@ -60,6 +70,7 @@ class KnownCosts(StepCosts):
 
     def __init__(self, model: StepModel) -> None:
         super().__init__()
+        self._model = model
         self._coefficients = {
             "prefill_token_s": model.token_s,
             "attention_token_s": model.attention_s,
@@ -70,6 +81,17 @@ class KnownCosts(StepCosts):
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
         """Learn nothing new."""
+
+    def step_s(
+        self,
+        num_sequences: int,
+        num_context_tokens: int,
+        num_tokens: int,
+        num_attended: float,
+        *,
+        num_stages: int = 1,
+    ) -> float:
+        return self._model.mixed_s(num_sequences, num_context_tokens, num_tokens, num_attended)
 
     def coefficients(self) -> dict[str, Any]:
         return self._coefficients

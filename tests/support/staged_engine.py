@@ -40,6 +40,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence import Sequence as SchedulerSequence
 from workers.scheduler.step import StepOutcome
+from workers.scheduler.step_costs import StepCosts
 
 NO_LIMITS = GroupShares()
 
@@ -122,6 +123,7 @@ class StagedEngine:
     # The window of each further group, and its blocks; then the blocks of each group with states.
     windows: Sequence[tuple[int, int]] = ()
     states: Sequence[int] = ()
+    costs: StepCosts | None = None
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
 
@@ -139,6 +141,7 @@ class StagedEngine:
             num_offload_blocks=self.num_offload_blocks,
             has_store=self.has_store,
             group_pools=self.group_pools,
+            costs=self.costs,
         )
         self.stages = [Stage(self.num_blocks, sizes.memory(BLOCK_TOKENS)) for _ in range(self.num_stages)]
         self.group_blocks_of_landings = [0] * sizes.num_groups
@@ -375,10 +378,11 @@ def engine(
     shares: GroupShares = NO_LIMITS,
     windows: Sequence[tuple[int, int]] = (),
     states: Sequence[int] = (),
+    costs: StepCosts | None = None,
     **settings: Any,
 ) -> StagedEngine:
     return StagedEngine(
-        config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares, windows, states
+        config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares, windows, states, costs
     )
 
 

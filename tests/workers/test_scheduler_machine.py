@@ -12,6 +12,7 @@ from itertools import cycle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from linear_costs import LinearCosts, Prices
 from msgspec.structs import replace
 from slow_cases import examples
 from staged_engine import (
@@ -124,6 +125,7 @@ class Pair(RuleBasedStateMachine):
         states=STATES,
         snapshot_every_tokens=st.sampled_from([0, 0, 4, 7]),
         losses=LOSSES,
+        tpot_objective_s=st.sampled_from([None, 0.01, 0.016, 1.0]),
     )
     def start(
         self,
@@ -136,11 +138,13 @@ class Pair(RuleBasedStateMachine):
         states: list[int],
         snapshot_every_tokens: int,
         losses: list[Set[int]],
+        tpot_objective_s: float | None,
     ) -> None:
         window_sizes = [(window, -(-window // BLOCK_TOKENS) + 5 + more) for window, more in windows]
+        changes = {"snapshot_every_tokens": snapshot_every_tokens, "tpot_objective_s": tpot_objective_s}
         self.engines = [
             StagedEngine(
-                config.model_copy(update={"snapshot_every_tokens": snapshot_every_tokens}),
+                config.model_copy(update=changes),
                 num_blocks,
                 num_stages,
                 ratio,
@@ -148,6 +152,7 @@ class Pair(RuleBasedStateMachine):
                 shares=its,
                 windows=window_sizes,
                 states=states,
+                costs=LinearCosts(Prices(token_s=2.0**-10)),
             )
             for config, (num_blocks, num_offload), (num_stages, _, ratio), its in zip(
                 configs, sizes, shapes, shares, strict=True

@@ -162,6 +162,40 @@ def test_decodes_take_all_stages_and_chunks_the_slowest() -> None:
     )
 
 
+@pytest.mark.parametrize("base_s", [0.0, 8e-3])
+def test_chunks_that_get_shorter_do_not_become_dearer(base_s: float) -> None:
+    """Reading the weights is most of a short chunk: a price per token alone would rise as chunks shrink."""
+    replica = Replica(6)
+    replica.some_decodes(600)
+    starts = [1000] * 8
+    beside_s = decode_s(starts) - DECODE[0]
+    for num_tokens in (*range(2048, 64, -64), *[64] * 300):
+        seconds = replica.measured(base_s + chunk_s(0, num_tokens) + beside_s)
+        replica.costs.add(plan((entry(0, num_tokens),), 8), starts, [seconds])
+    for num_tokens in (64, 512, 2048):
+        known_s = replica.costs.step_s(8, 8000, num_tokens, num_tokens * num_tokens / 2)
+        expected_s = max(base_s + chunk_s(0, num_tokens), DECODE[0]) + beside_s
+        assert known_s == pytest.approx(expected_s, rel=0.25), num_tokens
+
+
+def test_an_output_token_takes_a_chunk_in_every_stage() -> None:
+    costs = StepCosts()
+    for size in range(1, 65):
+        costs.add(plan(num_decodes=size), [100] * size, [0.010, 0.030])
+        costs.add(plan((entry(0, 512),)), [], [0.1, 0.2])
+    assert costs.step_s(1, 100, 512, 512 * 256, num_stages=2) == pytest.approx(0.4, rel=0.02)
+    assert costs.step_s(1, 100, 0, 0.0, num_stages=2) == pytest.approx(0.040, rel=0.02)
+
+
+def test_whole_steps_are_not_predicted_before_enough_were_seen() -> None:
+    replica = Replica(7)
+    replica.chunk(0, 512)
+    assert replica.costs.step_s(1, 100, 0, 0.0) == 0.0
+    replica.some_decodes(16)
+    assert replica.costs.step_s(1, 100, 0, 0.0) > 0.0
+    assert replica.costs.step_s(1, 100, 64, 2048.0) == 0.0
+
+
 def test_a_first_token_of_a_slot_is_a_decode() -> None:
     costs = StepCosts()
     for _ in range(16):

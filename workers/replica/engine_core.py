@@ -36,6 +36,7 @@ from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step_costs import StepCosts
 from workers.store_connector.connector import StoreConnector, reaches_store
 from workers.store_connector.engine_parts import EngineParts
 
@@ -62,7 +63,8 @@ class EngineCore(EngineDecisions):
         self._pump_scheduled = False
         pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
         group_pools = _group_pools(first, pool)
-        scheduler = _scheduler(engine, shape, pool, group_pools, first, has_store)
+        costs = StepCosts()
+        scheduler = _scheduler(engine, shape, pool, group_pools, first, costs, has_store)
         has_copies = first.compatibility.is_given_on and shape.parallel.tp > 1 and engine.latent_kv != "split"
         has_states = [it.has_states for it in group_pools]
         super().__init__(
@@ -75,7 +77,7 @@ class EngineCore(EngineDecisions):
                 pool=pool,
                 group_pools=group_pools,
                 scheduler=scheduler,
-                steps=_step_loop(engine, scheduler, shape, group, ready, clock),
+                steps=_step_loop(engine, scheduler, shape, group, ready, costs, clock),
                 sends=SendTable(spec.transfer, engine.block_tokens, len(ready), has_states),
                 landings=LandingTable(spec.transfer, pool, engine.block_tokens, len(ready), group_pools),
                 max_migrations=spec.transfer.max_migrations,
@@ -241,6 +243,7 @@ def _step_loop(
     shape: Shape,
     group: RankGroup,
     ready: Sequence[RankReady],
+    costs: StepCosts,
     clock: Clock,
 ) -> StepLoop:
     work = shape.work
@@ -263,6 +266,7 @@ def _step_loop(
         StepStats(capability),
         piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
         shape.expert_copies(engine.expert_copies, clock.now()),
+        costs,
     )
 
 
@@ -301,6 +305,7 @@ def _scheduler(
     pool: BlockPool,
     group_pools: Sequence[GroupPool],
     first: RankReady,
+    costs: StepCosts,
     has_store: bool,
 ) -> Scheduler:
     return Scheduler(
@@ -313,4 +318,5 @@ def _scheduler(
         has_store=has_store,
         num_offload_blocks=first.num_offload_blocks,
         group_pools=group_pools,
+        costs=costs,
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvtransfer.common.group_shares import ShareClaim
 from workers.config import EngineConfig
 from workers.scheduler.block_tables import BlockDemand
+from workers.scheduler.chunk_sizes import ChunkSizes
 from workers.scheduler.isolation import Isolation
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
@@ -32,8 +33,10 @@ class Planner:
         micro: MicroBatches,
         isolation: Isolation,
         pause: BatchPause,
+        sizes: ChunkSizes,
     ) -> None:
         self._life = life
+        self._sizes = sizes
         self._isolation = isolation
         self._pause = pause
         self._pool = life.tables.pool
@@ -85,6 +88,7 @@ class Planner:
         """Fill the batch with decodes in turn, then with prompt chunks."""
         decoding, chunks = _ready(running)
         decoding = self._life.with_slots(decoding)
+        batch.delays_decodes = bool(decoding)
         num_turns = self._micro.num_turns(len(decoding), batch.step)
         for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
             if len(batch.entries) + len(batch.decodes) >= num_turns:
@@ -104,6 +108,7 @@ class Planner:
         self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
         num_tokens = min(sequence.num_plannable, longest, batch.most_tokens(sequence))
+        num_tokens = self._sizes.most_tokens(batch, sequence.num_scheduled, num_tokens)
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
             return
         if sequence.slot < 0 and self._life.lacks_slots(sequence):
@@ -259,7 +264,7 @@ class Planner:
             is_suspect = request.submission.suspect
             if is_suspect and self._isolation.is_busy:
                 continue
-            if batch.budget_tokens <= 0:
+            if batch.budget_tokens <= 0 or self._sizes.is_full(batch):
                 return
             if self._lacks_group_slots(sequence):
                 held_groups[sequence.sharing_group] = self._claim(sequence)

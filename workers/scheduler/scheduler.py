@@ -27,6 +27,7 @@ from workers.messages.link import (
 from workers.messages.rank_channel import GrammarCompiled, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.chunk_sizes import ChunkSizes
 from workers.scheduler.engine_limits import EngineLimits
 from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.isolation import Isolation
@@ -49,6 +50,7 @@ from workers.scheduler.step import (
     StepOutcome,
     end_of,
 )
+from workers.scheduler.step_costs import StepCosts
 from workers.scheduler.waiting_needs import landing_needs, load_needs
 
 # The time to a retry of a request for whose grammar there is no memory.
@@ -88,12 +90,14 @@ class Scheduler:
         num_offload_blocks: int = 0,
         group_pools: Seq[GroupPool] = (),
         snapshots: SnapshotPolicy | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         """`group_pools` are those of the groups of layers behind the first. `num_stages` is the
         number of pipeline stages; with several, `attention_ratio` shortens later chunks (`MicroBatches`).
         With `has_store`, a waiting sequence is admitted only after its load from the store (`loads_wanted`)
         has ended. Every rank has `num_offload_blocks` blocks in host memory, whose ids follow those of the
-        pool. `snapshots` decides which states are kept; None: as `config` has it.
+        pool. `snapshots` decides which states are kept; None: as `config` has it. Chunks are sized by the
+        `costs`, if `config` has an objective for output tokens; None: of no step.
         """
         self.config = config
         self._pool = pool
@@ -115,7 +119,8 @@ class Scheduler:
         self.isolation = Isolation(self.life, num_stages)
         self.pause = BatchPause(self.life, config.max_sequences)
         self.counts = SequenceCounts(self.life, self.pause, pool)
-        self._planner = Planner(config, self.life, micro, self.isolation, self.pause)
+        sizes = ChunkSizes(config.tpot_objective_s, costs or StepCosts(), num_stages, pool.block_tokens)
+        self._planner = Planner(config, self.life, micro, self.isolation, self.pause, sizes)
         self.issued: deque[IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0

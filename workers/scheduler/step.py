@@ -234,6 +234,8 @@ class StepBatch:
         self.decodes: list[Sequence] = []
         self.decode_starts: list[int] = []
         self.is_isolated = False
+        # Whether sequences that decode wait for this step, or one beside it, to end.
+        self.delays_decodes = False
         self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
 

@@ -10,6 +10,10 @@ in all stages together, and a chunk of n tokens behind p others
 
 in the slowest stage, which is what the others behind it wait for. Of a step with chunks and decodes, what the
 decodes add is taken off; before that is known such a step teaches nothing.
+
+Chunks that are sized by an objective (`workers.scheduler.chunk_sizes`) may be so short that reading the
+weights is most of them. A price per token would then rise with every shorter chunk, so whole steps are
+predicted from a fit of their own, with a base.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ _LEAST_S = 1e-9
 # The ratio of a decode's coefficients until steps with fewer and more sequences tell them apart. If a
 # sequence added nothing, all streams would be sent to the first replica that has measured its base.
 FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
+# The ratio of the coefficients of a step with chunks, until long and short ones tell them apart: its base, a
+# token, and a token attended to.
+_FIRST_CHUNK_RATIO = (64.0, 1.0, 0.0)
 # A step that takes this many times its prediction was disturbed, and counts as one that took this much.
 _MOST_RATIO = 3.0
 
@@ -146,6 +153,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._decode = NonNegativeFit(FIRST_DECODE_RATIO)
         self._prefill = NonNegativeFit((1.0, 0.0))
+        self._chunks = NonNegativeFit(_FIRST_CHUNK_RATIO)
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
         """Note a finished step: its decodes computed the tokens at `decode_starts`, and each stage's slowest
@@ -170,7 +178,29 @@ class StepCosts:
         decodes_s = self._decode.predict((0.0, num_sequences, num_context_tokens)) * slowest_s / total_s
         if decodes_s < slowest_s:
             # Per token, a small chunk is measured with as large an error as a large one.
-            self._prefill.add((num_tokens, num_attended), slowest_s - decodes_s, 1.0 / num_tokens)
+            chunks_s, weight = slowest_s - decodes_s, 1.0 / num_tokens
+            self._prefill.add((num_tokens, num_attended), chunks_s, weight)
+            self._chunks.add((1.0, num_tokens, num_attended), chunks_s, weight)
+
+    def step_s(
+        self,
+        num_sequences: int,
+        num_context_tokens: int,
+        num_tokens: int,
+        num_attended: float,
+        *,
+        num_stages: int = 1,
+    ) -> float:
+        """Return the seconds from one output token to the next, where every step of the `num_stages` under
+        way decodes `num_sequences` behind `num_context_tokens` in all, and computes chunks of `num_tokens`
+        that attend to `num_attended` others; 0.0: not known yet. More of anything never takes less."""
+        decode, chunks = self._decode, self._chunks
+        if not decode.coefficients or (num_tokens and not chunks.coefficients):
+            return 0.0
+        base_s = decode.predict((1.0, 0.0, 0.0))
+        if num_tokens:
+            base_s = max(base_s, num_stages * chunks.predict((1.0, num_tokens, num_attended)))
+        return base_s + decode.predict((0.0, num_sequences, num_context_tokens))
 
     def coefficients(self) -> dict[str, Any]:
         """Return the fields of `ReplicaStats` that are measured here."""

@@ -12,6 +12,7 @@ from simulated_runs import ENGINE, Log, log_of, offer, settled, simulated_cluste
 from slow_cases import examples, slow_but
 
 from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
+from cluster.simulation.simulated_replica import SimulatedEngine
 
 BOTH = ("both",) * 3
 SPLIT = ("prefill", "prefill", "decode", "decode")
@@ -25,9 +26,10 @@ def steps_and_log(
     skips: bool,
     num_gateways: int = 1,
     disturb: Callable[[SimulatedCluster], None] = lambda cluster: None,
+    engine: SimulatedEngine = ENGINE,
 ) -> tuple[int, Log, int]:
     """Return the steps of all replicas, what happened, and how many events that took."""
-    shape = ClusterShape([(role, ENGINE) for role in roles], num_gateways=num_gateways, skips=skips)
+    shape = ClusterShape([(role, engine) for role in roles], num_gateways=num_gateways, skips=skips)
     cluster = simulated_cluster(shape)
     offer(cluster, rate_s, 8.0, seed)
     disturb(cluster)
@@ -50,6 +52,14 @@ def test_equal_logs_where_requests_wait_in_gateways() -> None:
     *in_runs, _ = steps_and_log(("both",), 16.0, 2, skips=True)
     *one_by_one, _ = steps_and_log(("both",), 16.0, 2, skips=False)
     assert in_runs == one_by_one
+
+
+def test_equal_logs_where_an_objective_sizes_chunks() -> None:
+    engine = ENGINE._replace(tpot_objective_s=0.012)
+    num_steps, log, _ = steps_and_log(("both",), 6.0, 5, skips=True, engine=engine)
+    *one_by_one, _ = steps_and_log(("both",), 6.0, 5, skips=False, engine=engine)
+    assert [num_steps, log] == one_by_one
+    assert num_steps > steps_and_log(("both",), 6.0, 5, skips=True)[0], "no chunk was shorter"
 
 
 @pytest.mark.parametrize("roles", slow_but([BOTH, SPLIT], BOTH))
