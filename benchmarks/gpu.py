@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import RandomExperts, graph_of
-from benchmarks.gpu_kernels import kernels, mixed, products
+from benchmarks.gpu_kernels import kernels, mixed, products, start
 from benchmarks.push_rate import make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
 from benchmarks.random_quantized import QUANTIZED_FORMS, QuantizedForm, draw_quantized
@@ -564,6 +564,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 _IN_ORDER = (
     decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
     hand_over, rank_sums, offload, deterministic, kernels, mixed, products,
+    start,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,6 +137,22 @@ def mixed(bench: Bench) -> Iterator[dict[str, object]]:
             "ratio": device_s / step_s,
             "target": 0.95,
         }
+
+
+def start(bench: Bench) -> Iterator[dict[str, object]]:
+    """Starts of a rank with 16 GB of weights: without compiled kernels, with them, and beside another."""
+    _needs_cuda(bench)
+    bench.close()  # the ranks are other processes, which need its memory
+    command = [sys.executable, "-m", "benchmarks.start_up", "--device", str(bench.device), "--shape", "8b"]
+    command += ["--rounds", "0", "--as-found", "--kv-tokens", "131072", "--folder", "/dev/shm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    for line in map(json.loads, done.stdout.splitlines()):
+        if "start_s" in line:
+            about = {name: line[name] for name in ("phases", "kernels_s", "overlap_s", "cpu_s")}
+            figures = {"value": line["start_s"], "limit": line["limit_s"], "target_s": line["target_s"]}
+            yield {"figure": f"{line['start']} start_s", **figures, **about}
 
 
 def products(bench: Bench) -> Iterator[dict[str, object]]:

@@ -129,9 +129,10 @@ def write_random_checkpoint(
     dtype: str = "float32",
     sharded: bool = False,
     tokenizer_from: Path | None = None,
+    device: str = "cpu",
     **config_overrides: Any,
 ) -> None:
-    """Write config.json and weights drawn from `seed` into the folder `path`, made if missing.
+    """Write config.json and weights drawn from `seed`, on a device, into the folder `path`, made if missing.
 
     `config_overrides` are keys of config.json (a value of None is written as null). Weights are scaled so
     that activations stay near 1 and the logits' standard deviation is about 2. `sharded` writes two files
@@ -141,7 +142,7 @@ def write_random_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     shape = _copy_tokenizer(tokenizer_from, path) if tokenizer_from is not None else {}
     write_config(path, family, dtype, **(shape | config_overrides))
-    tensors = _draw_weights(read_model_config(path), seed, _DTYPES[dtype])
+    tensors = _draw_weights(read_model_config(path), seed, _DTYPES[dtype], device)
     if not sharded:
         save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
         return
@@ -182,15 +183,16 @@ def _copy_tokenizer(source: Path, path: Path) -> dict[str, Any]:
     return {name: config[name] for name in names if name in config}
 
 
-def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _draw_weights(config: ModelConfig, seed: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
     hidden = config.hidden_size
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))).to(dtype)
+        drawn = torch.randn(rows, columns, generator=generator, device=device)
+        return (drawn * (gain / math.sqrt(columns))).to(dtype).cpu()
 
     def vector(size: int, mean: float, spread: float) -> Tensor:
-        return (mean + spread * torch.randn(size, generator=generator)).to(dtype)
+        return (mean + spread * torch.randn(size, generator=generator, device=device)).to(dtype).cpu()
 
     norm_mean = 1.0 - config.traits.norm_offset
     tensors = {

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-import psutil
-
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
@@ -92,9 +90,8 @@ class RankProcess:
             self._send(FormGroup("", ((0, read_model_config(model_dir).num_layers),)))
             self.ready = self._expect(RankReady)
             self._note("ready")
-            times = psutil.Process(self.process.pid).cpu_times()
-            # The seconds of a core that the start took.
-            self.start_cpu_s = float(times.user + times.system)
+            # The seconds of cores that the start took.
+            self.start_cpu_s = self._cpu_s()
         except BaseException:
             self.process.kill()
             self.process.wait()
@@ -124,7 +121,13 @@ class RankProcess:
 
     def resident_bytes(self) -> int:
         """Return the process's resident memory, shared memory included."""
-        return int(psutil.Process(self.process.pid).memory_info().rss)
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def _cpu_s(self) -> float:
+        """Return the time of cores that the process, and its children that have ended, took."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def phase_s(self) -> dict[str, float]:
         """Return how long each phase of the start took; phases that share a first word are one."""

@@ -173,3 +173,8 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     num_stored_states: int = 0
     # Of the tokens that are computed again, those up to a snapshot that was evicted before it was used.
     num_evicted_snapshot_tokens: int = 0
+
+    # The seconds of each phase of the start of the rank that took longest, from the begin of its process, and
+    # of the compiler of kernels beside them.
+    start_phase_s: dict[str, float] = {}
+    kernels_s: float = 0.0

@@ -137,6 +137,19 @@ ENGINES = (
         "Time in which the rank then warmed up, until it was ready.",
         by="rank",
     ),
+    of_replica(
+        "start_phase_seconds",
+        "start_phase_s",
+        "seconds",
+        "Time of each phase of the start of the rank that took longest, from the begin of its process.",
+        by="phase",
+    ),
+    of_replica(
+        "start_kernels_seconds",
+        "kernels_s",
+        "seconds",
+        "Time in which kernels were compiled beside these phases; 0: none were.",
+    ),
     of_replica("preemptions_total", "num_preemptions", "sequences", "Sequences that were preempted."),
     of_replica(
         "replica_role",

@@ -166,6 +166,10 @@ class RankReady(Message, frozen=True):
     backend: str = ""
     # The blocks of each group of layers behind the first, which has `num_blocks`.
     num_window_blocks: tuple[int, ...] = ()
+    # The seconds of each phase of its start, from the begin of its process, in their order. Beside these ran,
+    # for `kernels_s`, the compiler of kernels.
+    phase_to_s: dict[str, float] = {}
+    kernels_s: float = 0.0
 
 
 class RankFailed(Message, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -29,6 +29,11 @@ _ALL = slice(None)
 _BYTES = ("U8",)
 # The bytes in float32 of the rows that are rounded together.
 _ROUNDED_BYTES = 64 << 20
+_STORED_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -46,6 +51,23 @@ class WeightSlice(NamedTuple):
 @dataclass
 class _Amount:
     num_bytes: int = 0
+
+
+class _Unwritten(Mapping[str, Tensor]):
+    """Memory like that of the tensors of files."""
+
+    def __init__(self, name_to_file: Mapping[str, tuple[Path, Any]]) -> None:
+        self._name_to_file = name_to_file
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._name_to_file[name][1].get_slice(name)
+        return torch.empty(stored.get_shape(), dtype=_STORED_DTYPES[stored.get_dtype()])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._name_to_file)
+
+    def __len__(self) -> int:
+        return len(self._name_to_file)
 
 
 class TensorFiles:
@@ -100,6 +122,11 @@ class TensorFiles:
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Read these, of the same shapes, in place of the tensors of their names."""
         self._replaced = tensors
+
+    def omit_values(self) -> None:
+        """Read every tensor as memory of its shape and dtype in which nothing was written."""
+        self._replaced = _Unwritten(self._name_to_file)
+        self._uploads = None
 
     @property
     def num_bytes(self) -> int:

@@ -216,6 +216,10 @@ class WeightReader:
         """Read these, of the same shapes, in place of the tensors of their names."""
         self._files.replace(tensors)
 
+    def omit_values(self) -> None:
+        """Read every tensor as memory of its shape and dtype in which nothing was written."""
+        self._files.omit_values()
+
     @property
     def dtype(self) -> torch.dtype:
         return self._files.dtype

@@ -29,7 +29,7 @@ from workers.model.attention.interface import AttentionBackend, AttentionShape
 from workers.model.attention.kinds_backend import backend_of_kinds
 from workers.model.attention.quantized_kv import kv_dtype
 from workers.model.attention.split_latents import SplitLatentAttention
-from workers.model.decoder import load_decoder
+from workers.model.decoder import Decoder, load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import HostKv, streaming_bytes
 from workers.model.kv_form import KvForm
@@ -46,6 +46,7 @@ from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import make_queue, take_device
 from workers.rank.expert_reports import ExpertReports
+from workers.rank.kernel_task import KernelTask
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.quantized_records import QuantizedRecords, conversion_bytes
 from workers.rank.rank_model import RankModel
@@ -100,9 +101,10 @@ class ModelRunner:
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
         grammars: CompiledGrammars | None = None,
+        kernels: KernelTask | None = None,
     ) -> None:
         """`progress` is called with the name of each phase that begins. Slots may start with the `grammars`,
-        at the rank that samples.
+        at the rank that samples. Nothing computes before `kernels` are compiled.
 
         Raises `WorkerError` where the device cannot compute deterministically, if that is asked for."""
         torch.set_num_threads(compute.num_threads)
@@ -125,21 +127,10 @@ class ModelRunner:
             self._queue = make_queue(device)
         progress("loading weights")
         self._report_phase = progress
-        self._fingerprint = checkpoint.fingerprint or FingerprintTask(checkpoint.path, clock)
-        with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.enter_context(self._fingerprint)
-            decoder = load_decoder(
-                checkpoint.path,
-                dtype,
-                device,
-                place.shard,
-                progress,
-                is_deterministic=compute.is_deterministic,
-                expert_offload=compute.expert_offload,
-                expert_copies=compute.expert_copies,
-                form=compute.weights,
-            )
-            if_it_fails.pop_all()
+        decoder = self._load(checkpoint, compute, place.shard)
+        if kernels is not None:
+            progress("compiling kernels")
+            kernels.wait()
         if decoder.split_experts and self._queue is not None:
             _log.info(
                 "engine.expert_offload %d: decoding steps are not recorded as graphs, for the host has to see"
@@ -206,6 +197,27 @@ class ModelRunner:
                 self._kv_groups,
             ),
         )
+
+    def _load(
+        self, checkpoint: CheckpointFolder, compute: ComputeSettings, shard: ShardSpec | None
+    ) -> Decoder:
+        """Load this rank's part of the model, and begin to hash the checkpoint beside."""
+        self._fingerprint = checkpoint.fingerprint or FingerprintTask(checkpoint.path, self._clock)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.enter_context(self._fingerprint)
+            decoder = load_decoder(
+                checkpoint.path,
+                compute.dtype,
+                self._device,
+                shard,
+                self._report_phase,
+                is_deterministic=compute.is_deterministic,
+                expert_offload=compute.expert_offload,
+                expert_copies=compute.expert_copies,
+                form=compute.weights,
+            )
+            if_it_fails.pop_all()
+        return decoder
 
     def warm_up(self, step_tokens: int = WARM_UP_TOKENS) -> None:
         """Run what steps consist of, as `WarmUp` describes; chunks have up to `step_tokens`."""
@@ -360,7 +372,6 @@ class ModelRunner:
 
     def _profile(self, meter: MemoryMeter, num_rows: int, buffer_bytes: int) -> MemoryProfile:
         """Run the largest steps, and record graphs, over as little KV as they need."""
-        limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
         # Plans of the trial name no blocks of groups behind the first, whose first block is then used. States
         # are large, and no part of how long a sequence is.
@@ -371,11 +382,7 @@ class ModelRunner:
         ]
         # Block tables are as long as those of the replica.
         steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
-        started, *largest, freed = largest_steps(*limits)
-        steps.run(started)
-        for plan in largest:
-            steps.rehearse(plan)
-        steps.run(freed)
+        self._run_largest(steps, num_rows)
         meter.step_done(sum(kv.nbytes for kv in memory))
         for size in steps.graph_sizes[: -1 - _NUM_MEASURED_GRAPHS : -1]:
             steps.record_graphs((size,))
@@ -383,6 +390,15 @@ class ModelRunner:
         num_graphs = len(steps.graph_sizes)
         del steps, memory
         return meter.profile(num_graphs, buffer_bytes)
+
+    def _run_largest(self, steps: StepRunner, num_rows: int) -> None:
+        """Run the largest steps, of up to `num_rows` rows."""
+        limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
+        started, *largest, freed = largest_steps(*limits)
+        steps.run(started)
+        for plan in largest:
+            steps.rehearse(plan)
+        steps.run(freed)
 
     def _num_group_blocks(self, num_blocks: int) -> list[int]:
         """Return the blocks of each group behind the first, which has `num_blocks`."""

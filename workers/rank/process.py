@@ -58,43 +58,44 @@ from workers.messages.rank_channel import (
     StepProgress,
     StepReport,
 )
-from workers.model.fingerprint import FingerprintTask
-from workers.model.kv_form import ScaledParts, refuse_kv_dtype
-from workers.model.kv_groups import StateCapacity, WindowCapacity
+from workers.model.kv_form import refuse_kv_dtype
 from workers.model.latent_split import refuse_latent_split
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.model_folder import described_folder, weights_folder
 from workers.model.quantization.weight_form import WeightForm
 from workers.model.sizes import refuse_expert_copies, refuse_expert_offload, refuse_split, refuse_stages
 from workers.model.weights import ShardSpec
+from workers.rank.began_tasks import BeganTasks
 from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
 from workers.rank.device_queue import take_device
 from workers.rank.expert_reports import ExpertReports
+from workers.rank.kernel_task import naming_kernels
 from workers.rank.model_runner import ModelRunner, ReadyFields
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
 from workers.rank.runner_settings import (
-    AutoKv,
     CheckpointFolder,
     ComputeSettings,
     RankCapacity,
     RankPlace,
     read_dtype,
 )
+from workers.rank.start_phases import StartPhases
 from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
+_NOTHING_BEGUN = BeganTasks()
 # The period in which a rank reports its device's memory and its experts' tokens.
 _ACCOUNT_S = 2.0
 # The period in which a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
 
-def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None:
-    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`. `fingerprint` is that of
-    the spec's checkpoint, if it is being computed already.
+def run_rank(spec: RankSpec, began: BeganTasks = _NOTHING_BEGUN) -> None:
+    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`. `began` is what the
+    process does already for this rank.
 
     The process ends with status 0 when the connection to the engine core ends, and with status 1, after a
     `RankFailed`, on any exception. Raises `TransferError` if the engine core cannot be reached at all, or the
@@ -105,7 +106,7 @@ def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None
     _end_with_other_threads(channel, spec.rank)
     channel.send(RankTicket(spec.rank, spec.ticket))
     with _reporting_failure(channel, spec.rank):
-        _Rank(spec, trust, channel, SystemClock(), fingerprint).serve()
+        _Rank(spec, trust, channel, SystemClock(), began).serve()
 
 
 class _OrderHandlers(NamedTuple):
@@ -137,11 +138,12 @@ class _Rank:
         trust: Trust,
         channel: _EngineCoreChannel,
         clock: Clock,
-        fingerprint: FingerprintTask | None,
+        began: BeganTasks,
     ) -> None:
         self._spec = spec
         self._trust = trust
-        self._fingerprint = fingerprint
+        self._began = began
+        self._phases = StartPhases(clock, clock.now() if began.began_at is None else began.began_at)
         self._channel = channel
         self._clock = clock
         self._faults = Faults(spec.faults)
@@ -164,24 +166,27 @@ class _Rank:
         self._enter("probing the device")
         joined, store, self._device = _join(self._spec, self._clock)
         self._channel.send(joined)
+        self._phases.begin("waiting for the other ranks")
         form = self._formed.get()
         started_at = self._clock.now()
         compiler = self._make_compiler()
-        runner = self._load(form, store, None if compiler is None else compiler.grammars)
-        if compiler is not None:
-            compiler.is_loaded.wait()  # now nobody waits for Python
-        loaded_at = self._clock.now()
-        self._enter("warming up")
-        runner.warm_up(self._spec.max_batch_tokens)
+        with naming_kernels(self._began.kernels):
+            runner = self._load(form, store, None if compiler is None else compiler.grammars)
+            if compiler is not None:
+                compiler.is_loaded.wait()  # now nobody waits for Python
+            loaded_at = self._clock.now()
+            self._enter("warming up")
+            runner.warm_up(self._spec.max_batch_tokens)
         handlers = self._handlers = self._make_handlers(runner, compiler)
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         fields = runner.ready_fields
         self._enter("measuring the device")  # now nothing else of this rank computes
         dtype = read_dtype(self._spec.dtype)
         limits = measure_limits(self._device, dtype, self._clock, AT_START[self._device.type])
-        self._channel.send(
-            _ready(self._spec.rank, fields, handlers.agent.endpoints(), limits, load_s, warm_up_s)
-        )
+        self._phases.begin("ready")
+        ready = _ready(self._spec.rank, fields, handlers.agent.endpoints(), limits, load_s, warm_up_s)
+        kernels_s = 0.0 if self._began.kernels is None else self._began.kernels.wait().seconds
+        self._channel.send(replace(ready, phase_to_s=self._phases.seconds(), kernels_s=kernels_s))
         ended = threading.Event()
         progress = runner.steps.progress
         reporter = threading.Thread(target=self._report_progress, args=(progress, ended), daemon=True)
@@ -198,6 +203,7 @@ class _Rank:
 
     def _enter(self, phase: str) -> None:
         """Report a phase of the start; its first word names a fault point."""
+        self._phases.begin(phase)
         self._channel.send(RankProgress(self._spec.rank, phase))
         self._faults.at(f"rank.start.{phase.partition(' ')[0]}")
 
@@ -231,36 +237,16 @@ class _Rank:
             is_deterministic=spec.deterministic,
         )
         first_layer, end_layer = form.stages[spec.stage]
-        auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
-        windows = WindowCapacity(spec.block_tokens, spec.max_sequences, spec.max_batch_tokens, spec.pp)
         return ModelRunner(
-            CheckpointFolder(Path(spec.model_dir), self._fingerprint),
-            ComputeSettings(
-                read_dtype(spec.dtype),
-                self._device,
-                spec.num_threads,
-                is_deterministic=spec.deterministic,
-                expert_offload=spec.expert_offload,
-                expert_copies=spec.expert_copies,
-                weights=WeightForm(spec.weight_dtype),
-            ),
-            RankCapacity(
-                spec.block_tokens,
-                spec.num_kv_tokens,
-                spec.max_sequences,
-                spec.num_offload_tokens,
-                auto_kv=auto,
-                kv_dtype=spec.kv_dtype,
-                records=_record_form(spec),
-                latent_kv=spec.latent_kv,
-                windows=windows if spec.frees_windows else None,
-                states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
-            ),
+            CheckpointFolder(Path(spec.model_dir), self._began.fingerprint),
+            ComputeSettings.of(spec, self._device),
+            RankCapacity.of(spec),
             self._clock,
             place=RankPlace(ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp, spec.ep), groups),
             faults=self._faults,
             progress=self._enter,
             grammars=grammars,
+            kernels=self._began.kernels,
         )
 
     def _make_handlers(self, runner: ModelRunner, compiler: CompileThread | None) -> _OrderHandlers:
@@ -421,11 +407,6 @@ def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise WorkerError(f"device {spec.device!r} is wanted, but torch finds {found} CUDA devices")
-
-
-def _record_form(spec: RankSpec) -> ScaledParts | None:
-    config = read_model_config(Path(spec.model_dir))
-    return ScaledParts.in_store(config, spec.store_kv_dtype, spec.kv_dtype)
 
 
 def _ready(

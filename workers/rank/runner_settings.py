@@ -9,10 +9,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from workers.errors import WorkerError
+from workers.messages.rank_channel import RankSpec
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import OffloadMode
 from workers.model.kv_form import ScaledParts
 from workers.model.kv_groups import StateCapacity, WindowCapacity
+from workers.model.model_config import read_model_config
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
@@ -62,6 +64,19 @@ class ComputeSettings(NamedTuple):
     expert_copies: int = 0
     weights: WeightForm = AS_STORED
 
+    @classmethod
+    def of(cls, spec: RankSpec, device: torch.device) -> ComputeSettings:
+        """Return how the rank of a specification computes on a device."""
+        return cls(
+            read_dtype(spec.dtype),
+            device,
+            spec.num_threads,
+            is_deterministic=spec.deterministic,
+            expert_offload=spec.expert_offload,
+            expert_copies=spec.expert_copies,
+            weights=WeightForm(spec.weight_dtype),
+        )
+
 
 class AutoKv(NamedTuple):
     """Configures how a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's
@@ -94,6 +109,24 @@ class RankCapacity(NamedTuple):
     kv_dtype: str = "auto"
     records: ScaledParts | None = None
     latent_kv: str = "replicated"
+
+    @classmethod
+    def of(cls, spec: RankSpec) -> RankCapacity:
+        """Return what the rank of a specification has space for. Raises `CheckpointError`."""
+        config = read_model_config(Path(spec.model_dir))
+        windows = WindowCapacity(spec.block_tokens, spec.max_sequences, spec.max_batch_tokens, spec.pp)
+        return cls(
+            spec.block_tokens,
+            spec.num_kv_tokens,
+            spec.max_sequences,
+            spec.num_offload_tokens,
+            auto_kv=AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None,
+            kv_dtype=spec.kv_dtype,
+            records=ScaledParts.in_store(config, spec.store_kv_dtype, spec.kv_dtype),
+            latent_kv=spec.latent_kv,
+            windows=windows if spec.frees_windows else None,
+            states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
+        )
 
 
 class RankPlace(NamedTuple):

@@ -1,4 +1,5 @@
-"""The entry of a rank process: what needs no torch begins while torch is being imported, on another core.
+"""The entry of a rank process: what needs no torch begins while torch is being imported, on other cores: the
+hash of the weights, and on CUDA the compiler of kernels.
 
 `python -m workers.rank.start` reads its `RankSpec` frame from standard input."""
 
@@ -18,6 +19,8 @@ from kvtransfer.errors import PeerGoneError
 from workers.errors import CheckpointError
 from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.model.fingerprint import FingerprintTask
+from workers.rank.began_tasks import BeganTasks
+from workers.rank.kernel_task import KernelTask, has_task
 
 
 def start_rank(spec: RankSpec) -> None:
@@ -25,15 +28,18 @@ def start_rank(spec: RankSpec) -> None:
 
     What the imports make stays out of garbage collection: to look through it again and again takes a fifth of
     the imports' time, and later pauses of the serving rank."""
-    fingerprint = None
-    with contextlib.suppress(CheckpointError):  # found again, and reported, when the rank loads
-        fingerprint = FingerprintTask(Path(spec.model_dir), SystemClock())
-    gc.disable()
-    from workers.rank.process import run_rank  # here: it imports torch
+    clock, fingerprint = SystemClock(), None
+    began_at = clock.now()
+    with contextlib.ExitStack() as at_the_end:
+        kernels = at_the_end.enter_context(KernelTask(spec, clock)) if has_task(spec) else None
+        with contextlib.suppress(CheckpointError):  # found again, and reported, when the rank loads
+            fingerprint = FingerprintTask(Path(spec.model_dir), clock)
+        gc.disable()
+        from workers.rank.process import run_rank  # here: it imports torch
 
-    gc.freeze()
-    gc.enable()
-    run_rank(spec, fingerprint)
+        gc.freeze()
+        gc.enable()
+        run_rank(spec, BeganTasks(fingerprint, kernels, began_at))
 
 
 def read_spec(stream: BinaryIO) -> RankSpec:

@@ -16,6 +16,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.protocol.sender import SendTable
 from kvtransfer.rpc.stream import FrameStream, LinkServer
@@ -31,6 +32,7 @@ from workers.replica.engine_decisions import DRAIN_LOOK_S, EngineDecisions, Engi
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
+from workers.replica.replica_reports import slowest_start
 from workers.replica.step_loop import StepLoop
 from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
@@ -132,8 +134,7 @@ class EngineCore(EngineDecisions):
         async with contextlib.AsyncExitStack() as failed:
             failed.push_async_callback(group.stop)
             ready = await group.start(shape.specs, spec.host, shape.plan_stages)
-            times = max(it.load_s for it in ready), max(it.warm_up_s for it in ready)
-            _log.info("%s: loaded in %.1f s, warmed up in %.1f s", spec.identity.replica_id, *times)
+            _log_start(spec.identity, slowest_start(ready))
             core = cls(spec, shape, group, ready, clock)
             failed.pop_all()
             failed.push_async_callback(core.stop)
@@ -235,6 +236,18 @@ class EngineCore(EngineDecisions):
         super()._died(reason, suspects)
         if was_alive and self.address:
             self._tasks.spawn(self.peers.close(), "engine-core-death")
+
+
+def _log_start(identity: ReplicaIdentity, slowest: RankReady) -> None:
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in slowest.phase_to_s.items())
+    _log.info(
+        "%s: rank %d started in %.1f s: %s; compiler of kernels beside %.1f",
+        identity.replica_id,
+        slowest.rank,
+        sum(slowest.phase_to_s.values()),
+        phases,
+        slowest.kernels_s,
+    )
 
 
 def _step_loop(

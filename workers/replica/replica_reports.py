@@ -20,6 +20,11 @@ from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector
 
 
+def slowest_start(ready: Sequence[RankReady]) -> RankReady:
+    """Return the report of the rank whose start took longest."""
+    return max(ready, key=lambda it: sum(it.phase_to_s.values()))
+
+
 class ReplicaReports:
     """Makes the reports, each with its sequence number, from the components of the engine core."""
 
@@ -48,6 +53,7 @@ class ReplicaReports:
         self._layer_groups = LayerGroups(ready[0].compatibility, pool, group_pools) if ready else None
         self._marks = BlockMarks(group_pools, pool.block_tokens, view)
         self._snapshot_parts = SnapshotParts(pool, self._marks, view)
+        self._slowest = slowest_start(ready) if ready else None
         self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
@@ -137,6 +143,7 @@ class ReplicaReports:
             backend=self._backend,
             warm_up_s=self._warm_up_s,
             num_expert_copies=self._steps.copies.num_copies,
+            **self._of_the_start(),
             **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
             **self._of_layer_groups(),
@@ -153,6 +160,13 @@ class ReplicaReports:
             "num_evicted_snapshot_tokens": counts.num_evicted_tokens,
             **(self._layer_groups.statistics() if self._layer_groups else {}),
         }
+
+    def _of_the_start(self) -> dict[str, Any]:
+        """Return the fields that concern the start of the ranks."""
+        slowest = self._slowest
+        if slowest is None:
+            return {}
+        return {"start_phase_s": slowest.phase_to_s, "kernels_s": slowest.kernels_s}
 
     def _of_the_store(self) -> dict[str, Any]:
         """Return the fields that concern the node's store."""

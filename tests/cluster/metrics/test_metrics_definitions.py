@@ -59,6 +59,7 @@ LOAD = LoadReport(
     num_preemptions=1,
     transfer_gb_s=2.0,
     num_moved_bytes={"hand_over": 5},
+    start_phase_s={"warming up": 3.0},
     num_lost_landings={"stalled": 1},
     paths=(PathMeasure(ReplicaIdentity("prefill-a", 1), 0, 0, "shm", 3.0, 20.0, "memory"),),
     load_tok_s={"dram": 50.0},

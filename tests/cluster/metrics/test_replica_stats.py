@@ -75,9 +75,9 @@ def test_a_mapping_is_exported_under_the_last_label_of_its_metric() -> None:
     for metric in (metric for title in ("Engines", "KV", "Transfer") for metric in SECTIONS[title]):
         if metric.field:
             is_mapping = isinstance(getattr(stats, metric.field), dict)
-            assert is_mapping == (metric.labels[-1] in ("tier", "cause", "class", "transport", "layers")), (
-                metric.name
-            )
+            assert is_mapping == (
+                metric.labels[-1] in ("tier", "cause", "class", "transport", "layers", "phase")
+            ), metric.name
 
 
 def test_every_field_of_a_load_has_its_source() -> None:
