@@ -43,10 +43,8 @@ from kvtransfer.transfer_orders import (
 )
 from kvtransfer.transfer_reports import LandingClosed, PushDone, PushFailed, PushStopped, Verified
 from workers.config import EngineConfig
-from workers.disagg.kv_hand_overs import KvHandOvers
-from workers.disagg.kv_receiver import KvReceiver
+from workers.disagg.kv_hand_overs import HandOverSurroundings, KvHandOvers, KvSizes
 from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.interfaces import BlockSharing
@@ -146,48 +144,33 @@ class ReplicaHarness:
         self.gateways.connected(GATEWAY, self._gateway.stream)
         control = FakeControl()
         self.table = RequestTable(self.gateways, control)
-        self.kv_sender = KvSender(
-            sends=SendTable(
-                TransferConfig(), BLOCK_TOKENS, num_ranks, [pool.has_states for pool in self.group_pools]
-            ),
-            scheduler=self.scheduler,
-            requests=self.table,
-            peers=peers,
-            ranks=self.ranks,
-            control=control,
-            clock=self.clock,
-            faults=Faults(),
+        has_states = [pool.has_states for pool in self.group_pools]
+        hand_overs = KvHandOvers.of(
+            HandOverSurroundings(
+                identity=identity,
+                sizes=KvSizes(BLOCK_TOKENS, 1, 0, VOCABULARY),
+                sends=SendTable(TransferConfig(), BLOCK_TOKENS, num_ranks, has_states),
+                landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks, self.group_pools),
+                scheduler=self.scheduler,
+                requests=self.table,
+                rates=self.rates,
+                max_migrations=max_migrations,
+                peers=peers,
+                ranks=self.ranks,
+                control=control,
+                clock=self.clock,
+                faults=Faults(),
+                sharing=sharing,
+            )
         )
-        self.kv_receiver = KvReceiver(
-            landings=LandingTable(TransferConfig(), self.pool, BLOCK_TOKENS, num_ranks, self.group_pools),
-            block_tokens=BLOCK_TOKENS,
-            vocab_size=VOCABULARY,
-            scheduler=self.scheduler,
-            requests=self.table,
-            peers=peers,
-            ranks=self.ranks,
-            clock=self.clock,
-            faults=Faults(),
-            sharing=sharing,
-        )
+        self.kv_sender, self.kv_receiver, self.migration = hand_overs
         self.kv_receiver.writer_joined(peer, [lanes] * (1 + groups.num_groups))
-        self.migration = MigrationManager(
-            identity=identity,
-            scheduler=self.scheduler,
-            requests=self.table,
-            sender=self.kv_sender,
-            rates=self.rates,
-            control=control,
-            clock=self.clock,
-            max_active=max_migrations,
-            token_bytes=1,
-        )
         self.requests = Requests(
             identity=identity,
             table=self.table,
             gateways=self.gateways,
             scheduler=self.scheduler,
-            hand_overs=KvHandOvers(self.kv_sender, self.kv_receiver, self.migration),
+            hand_overs=hand_overs,
             clock=self.clock,
             vocab_size=VOCABULARY,
         )

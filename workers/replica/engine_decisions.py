@@ -35,10 +35,7 @@ from kvtransfer.transfer_reports import (
     WriterGone,
 )
 from workers.config import EngineConfig
-from workers.disagg.kv_hand_overs import KvHandOvers
-from workers.disagg.kv_receiver import KvReceiver
-from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
+from workers.disagg.kv_hand_overs import HandOverSurroundings, KvHandOvers, KvSizes
 from workers.disagg.request_table import RequestTable
 from workers.interfaces import PeerLinks, RankChannel
 from workers.messages.link import (
@@ -123,41 +120,28 @@ class EngineDecisions:
         self._gateways = around.gateways
         self._death = ""
         self.table = RequestTable(self._gateways, self)
-        self.kv_sender = KvSender(
-            sends=around.sends,
-            scheduler=self.scheduler,
-            requests=self.table,
-            peers=around.peers,
-            ranks=around.ranks,
-            control=self,
-            clock=around.clock,
-            faults=around.faults,
+        of_kv = first.compatibility
+        hand_overs = KvHandOvers.of(
+            HandOverSurroundings(
+                identity=self.identity,
+                sizes=KvSizes(
+                    around.engine.block_tokens, of_kv.token_bytes, of_kv.state_bytes, first.vocab_size
+                ),
+                sends=around.sends,
+                landings=around.landings,
+                scheduler=self.scheduler,
+                requests=self.table,
+                rates=self.steps.rates,
+                max_migrations=around.max_migrations,
+                peers=around.peers,
+                ranks=around.ranks,
+                control=self,
+                clock=around.clock,
+                faults=around.faults,
+                sharing=self.steps if around.gives_blocks_on else None,
+            )
         )
-        self.kv_receiver = KvReceiver(
-            landings=around.landings,
-            block_tokens=around.engine.block_tokens,
-            vocab_size=first.vocab_size,
-            scheduler=self.scheduler,
-            requests=self.table,
-            peers=around.peers,
-            ranks=around.ranks,
-            clock=around.clock,
-            faults=around.faults,
-            sharing=self.steps if around.gives_blocks_on else None,
-        )
-        self.migration = MigrationManager(
-            identity=self.identity,
-            scheduler=self.scheduler,
-            requests=self.table,
-            sender=self.kv_sender,
-            rates=self.steps.rates,
-            control=self,
-            clock=around.clock,
-            max_active=around.max_migrations,
-            token_bytes=first.compatibility.token_bytes,
-            state_bytes=first.compatibility.state_bytes,
-        )
-        hand_overs = KvHandOvers(self.kv_sender, self.kv_receiver, self.migration)
+        self.kv_sender, self.kv_receiver, self.migration = hand_overs
         self.requests = Requests(
             identity=self.identity,
             table=self.table,
