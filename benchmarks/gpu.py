@@ -237,6 +237,7 @@ class Bench:
         *,
         is_deterministic: bool = False,
         weights: QuantizedForm | None = None,
+        mixed_tokens: int = 0,
     ) -> None:
         self.device = device
         self.sizes = sizes
@@ -244,6 +245,7 @@ class Bench:
         self.batches = batches
         self.context = context
         self._is_deterministic, self._weights = is_deterministic, weights
+        self._mixed_tokens = mixed_tokens
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def deterministic(self) -> Bench:
@@ -255,6 +257,12 @@ class Bench:
         """Return the same bench with quantized weights in products, with an engine of its own."""
         arguments = self.device, self.sizes, self.limits, self.batches, self.context
         return Bench(*arguments, weights=form)
+
+    def with_mixed_graphs(self, num_tokens: int) -> Bench:
+        """Return the same bench with graphs of steps with a chunk of up to `num_tokens`, with an engine of
+        its own."""
+        arguments = self.device, self.sizes, self.limits, self.batches, self.context
+        return Bench(*arguments, mixed_tokens=num_tokens)
 
     def with_experts(self) -> Bench:
         """Return a bench of the model with experts."""
@@ -283,6 +291,7 @@ class Bench:
                         BLOCK_TOKENS,
                         max(num_blocks * BLOCK_TOKENS, self.sizes.prefill_tokens + BLOCK_TOKENS),
                         max(self.batches),
+                        mixed_tokens=self._mixed_tokens,
                     ),
                     CLOCK,
                 )

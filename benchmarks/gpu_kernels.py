@@ -116,15 +116,13 @@ def step_lines(
 
 
 def mixed(bench: Bench) -> Iterator[dict[str, object]]:
-    """The idle share of steps with a chunk and decodes, which are no graphs: at most 5 %."""
+    """The idle share of steps with a chunk and decodes, at most 5 %; and these steps as graphs."""
     _needs_cuda(bench)
-    for batch in bench.batches:
-        if batch == max(bench.batches) and batch == 1:
-            continue  # a slot is needed for the chunk
-        decodes = min(batch, max(bench.batches) - 1)
+    # A slot is needed for the chunk.
+    batches = sorted({min(batch, max(bench.batches) - 1) for batch in bench.batches} - {0})
+    plain = [_mixed_step_s(bench, decodes) for decodes in batches]
+    for decodes, step_s in zip(batches, plain, strict=True):
         arguments = decodes, bench.context, _MIXED_CHUNK_TOKENS
-        bench.driver.mixed_s(*arguments, 2)
-        step_s = min(bench.driver.mixed_s(*arguments, _MIXED_STEPS) for _ in range(3)) / _MIXED_STEPS
         with DeviceTime() as of_few:
             bench.driver.mixed_s(*arguments, _FEW_STEPS)
         with DeviceTime() as of_many:
@@ -137,12 +135,28 @@ def mixed(bench: Bench) -> Iterator[dict[str, object]]:
             "ratio": device_s / step_s,
             "target": 0.95,
         }
+    bench.close()  # its memory is needed
+    with_graphs = bench.with_mixed_graphs(_MIXED_CHUNK_TOKENS)
+    for decodes, step_s in zip(batches, plain, strict=True):
+        graph_s = _mixed_step_s(with_graphs, decodes)
+        yield {
+            "figure": f"step_ms as a graph of {_MIXED_CHUNK_TOKENS} tokens beside {decodes} decodes",
+            "value": graph_s * 1e3,
+            "limit": step_s * 1e3,
+            "ratio": step_s / graph_s,
+        }
+
+
+def _mixed_step_s(bench: Bench, num_decodes: int) -> float:
+    """Return the seconds of a step with a chunk beside so many decodes."""
+    arguments = num_decodes, bench.context, _MIXED_CHUNK_TOKENS
+    bench.driver.mixed_s(*arguments, 2)
+    return min(bench.driver.mixed_s(*arguments, _MIXED_STEPS) for _ in range(3)) / _MIXED_STEPS
 
 
 def start(bench: Bench) -> Iterator[dict[str, object]]:
     """Starts of a rank with 16 GB of weights: without compiled kernels, with them, and beside another."""
     _needs_cuda(bench)
-    bench.close()  # the ranks are other processes, which need its memory
     command = [sys.executable, "-m", "benchmarks.start_up", "--device", str(bench.device), "--shape", "8b"]
     command += ["--rounds", "0", "--as-found", "--kv-tokens", "131072", "--folder", "/dev/shm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

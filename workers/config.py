@@ -104,6 +104,10 @@ class EngineSettings(BaseModel):
     # computed beside them: chunks become as short as that takes, by the measured costs of steps. None: chunks
     # have up to `chunk_tokens`.
     tpot_objective_s: float | None = Field(default=None, gt=0)
+    # Whether a rank on CUDA with the whole model records graphs of steps with a chunk beside sequences that
+    # decode: worth their memory where `benchmarks.gpu mixed` finds the device idle for more than 5 % of such
+    # steps.
+    mixed_graphs: bool = False
     # Sequences computed in one step.
     max_sequences: int = Field(default=64, ge=1)
     # Requests waiting in this replica before it refuses.

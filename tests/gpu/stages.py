@@ -30,6 +30,7 @@ SIDE_BY_SIDE = (
     "gated_delta", "state_layers", "compiled_states", "quantized_products", "quantized_experts",
     "compiled_quantized_experts", "quantized_records", "piece_tables", "pieced_attention",
     "segmented_products", "compiled_cards", "kernel_times", "kernel_compiler", "kernel_rehearsal",
+    "mixed_graphs",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "one_shot_sums", "shared_card", "two_ranks")
 FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts")

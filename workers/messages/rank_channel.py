@@ -83,6 +83,8 @@ class RankSpec(Message, frozen=True):
     store_kv_dtype: str = "auto"
     # As `engine.latent_kv`.
     latent_kv: str = "replicated"
+    # As `engine.mixed_graphs`.
+    mixed_graphs: bool = False
 
     @property
     def num_ranks(self) -> int:

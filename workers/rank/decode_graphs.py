@@ -101,33 +101,9 @@ class DecodeGraphs:
             return self._queue.event(), None
         # The next replay writes to its memory.
         tokens = containment.retry_after_freeing_cache(decoded.tokens[: rows.num_sequences].clone)
-        drawn = self._logprobs(self._sampler, rows, decoded.logits, tokens, containment)
+        drawn = begin_logprobs(self._sampler, rows, decoded.logits, tokens, containment)
         copied = self._queue.copy_out(tokens, self._queue.host_memory(tokens))
         return copied.event, Results(copied, drawn)
-
-    @staticmethod
-    def _logprobs(
-        sampler: DeviceSampler, rows: PlannedRows, logits: Tensor, tokens: Tensor, containment: Containment
-    ) -> list[DrawnRows]:
-        """Begin to compute the log-probabilities that go with a graph's tokens, in parts where memory lacks.
-        The graph is not replayed again, for it has counted its tokens: a sequence whose log-probabilities
-        cannot be computed alone is reported as failed, and is as intact as at the other ranks."""
-        drawn: list[DrawnRows] = []
-        pending = [(rows, 0)]
-        while pending:
-            part, first = pending.pop()
-            places = slice(first, first + part.num_sequences)
-            begin = partial(sampler.logprobs, logits[places], part.slots, tokens[places])
-            logprobs = containment.attempt(begin)
-            if logprobs is not None:
-                drawn.append(DrawnRows(part, logprobs))
-            elif part.num_sequences == 1:
-                containment.withhold(part)
-            else:
-                middle = part.num_sequences // 2
-                is_first = np.arange(part.num_sequences) < middle
-                pending += [(part.only(~is_first), first + middle), (part.only(is_first), first)]
-        return drawn
 
     def _replay(self, size: int) -> Decoded:
         """Queue the graph of a size. Its rows are staged."""
@@ -163,3 +139,27 @@ class DecodeGraphs:
             return Decoded(tokens, logits)
 
         return work
+
+
+def begin_logprobs(
+    sampler: DeviceSampler, rows: PlannedRows, logits: Tensor, tokens: Tensor, containment: Containment
+) -> list[DrawnRows]:
+    """Begin to compute the log-probabilities that go with a graph's tokens, in parts where memory lacks.
+    The graph is not replayed again, for it has counted its tokens: a sequence whose log-probabilities
+    cannot be computed alone is reported as failed, and is as intact as at the other ranks."""
+    drawn: list[DrawnRows] = []
+    pending = [(rows, 0)]
+    while pending:
+        part, first = pending.pop()
+        places = slice(first, first + part.num_sequences)
+        begin = partial(sampler.logprobs, logits[places], part.slots, tokens[places])
+        logprobs = containment.attempt(begin)
+        if logprobs is not None:
+            drawn.append(DrawnRows(part, logprobs))
+        elif part.num_sequences == 1:
+            containment.withhold(part)
+        else:
+            middle = part.num_sequences // 2
+            is_first = np.arange(part.num_sequences) < middle
+            pending += [(part.only(~is_first), first + middle), (part.only(is_first), first)]
+    return drawn

@@ -10,6 +10,7 @@ Runs on CPU tensors as well."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +42,16 @@ class DeviceBatch:
     -1 for padding. Their memory is never reallocated."""
 
     def __init__(
-        self, batch: InputBatch, queue: DeviceQueue, *, most_rows: int, scratch_blocks: Sequence[int]
+        self,
+        batch: InputBatch,
+        queue: DeviceQueue,
+        *,
+        most_rows: int,
+        scratch_blocks: Sequence[int],
+        most_chunk_tokens: int = 0,
     ) -> None:
         """`scratch_blocks` are what padding writes in each group of layers. A graph has at most `most_rows`
-        sequences."""
+        sequences that decode, beside a chunk of at most `most_chunk_tokens`."""
         self._batch = batch
         self._queue = queue
         self.block_tokens = batch.block_tokens
@@ -61,6 +68,16 @@ class DeviceBatch:
         every[:, max_slots] = torch.tensor(scratch_blocks, dtype=torch.int32)[:, None].to(queue.device)
         self.graph_rows = torch.zeros((4, most_rows), dtype=torch.int32, device=queue.device)
         self.pad_graph_rows()
+        # The slot whose table is that of a chunk in a graph; the last one, which no plan of the engine core
+        # uses, and what padding writes.
+        self.chunk_slot = max_slots - 1
+        self._scratch_blocks = np.array(scratch_blocks, np.int32)
+        self._every = every
+        # The rows of the step that a graph with a chunk computes: the slots whose tables they have, their
+        # starts, the slots that sample (-1: none), those whose last token they take and give, and the rows of
+        # the tokens that they sample from. And the tokens of the chunk.
+        self.mixed_rows = torch.zeros((5, most_rows + 1), dtype=torch.int32, device=queue.device)
+        self.chunk_tokens = torch.zeros(most_chunk_tokens, dtype=torch.int32, device=queue.device)
 
     def stage(
         self, plan: StepPlan, rows: PlannedRows, more: Sequence[Ids] = ()
@@ -99,6 +116,55 @@ class DeviceBatch:
         self.graph_rows[:, :num_rows].copy_(device_rows.view(4, num_rows))
         return more_on_device
 
+    def stage_mixed(
+        self,
+        plan: StepPlan,
+        rows: PlannedRows,
+        num_tokens: int,
+        num_decodes: int,
+        more: Sequence[Ids] = (),
+    ) -> list[Tensor]:
+        """Copy to the device what `plan` changes, what it computes, a chunk padded to `num_tokens` and
+        decodes padded to `num_decodes`, and `more` arrays, which are returned."""
+        (entry,) = plan.entries
+        padded = self._mixed_padding(num_tokens, num_decodes)
+        padded[:, 1 : rows.num_sequences] = (
+            *(rows.slots[1:], rows.starts[1:], rows.slots[1:], rows.slots[1:]),
+            num_tokens + np.arange(rows.num_sequences - 1, dtype=np.int32),
+        )
+        samples = entry.slot if entry.sample_slots else -1
+        token_slot = entry.slot if entry.sample_slots else self.padding_slot
+        padded[:, 0] = self.chunk_slot, entry.start, samples, token_slot, entry.num_tokens - 1
+        tokens = np.zeros(num_tokens, np.int32)
+        tokens[: entry.num_tokens] = _named_tokens(plan)
+        tables = self._batch.all_tables[:, entry.slot].copy()
+        num_blocks = -(-(entry.start + entry.num_tokens) // self.block_tokens)
+        tables[:, num_blocks:] = self._scratch_blocks[:, None]
+        indices, values = self._changes(plan, self._started_tokens(plan))
+        arrays = (padded.reshape(-1), tokens, tables.reshape(-1), indices, values, *more)
+        device_rows, device_tokens, device_tables, *changes = self._queue.upload(arrays)
+        device_indices, device_values, *more_on_device = changes
+        self._apply(device_indices, device_values)
+        self._every[:, self.chunk_slot] = device_tables.view(tables.shape)
+        self.mixed_rows[:, : 1 + num_decodes].copy_(device_rows.view(5, -1))
+        self.chunk_tokens[:num_tokens].copy_(device_tokens)
+        return more_on_device
+
+    def pad_mixed_rows(self) -> None:
+        """Make all of a step with a chunk padding."""
+        num_tokens, num_decodes = len(self.chunk_tokens), self.mixed_rows.shape[1] - 1
+        self.mixed_rows.copy_(torch.from_numpy(self._mixed_padding(num_tokens, num_decodes)))
+        scratch = torch.from_numpy(self._scratch_blocks).to(self._every.device)
+        self._every[:, self.chunk_slot] = scratch[:, None]
+        self.chunk_tokens.zero_()
+
+    def _mixed_padding(self, num_tokens: int, num_decodes: int) -> Ids:
+        """Return `mixed_rows` that compute nothing of use."""
+        row = np.array([[self.padding_slot], [0], [-1], [self.padding_slot], [0]], np.int32)
+        padding = np.repeat(row, 1 + num_decodes, axis=1)
+        padding[0, 0] = self.chunk_slot
+        return padding
+
     def pad_graph_rows(self) -> None:
         """Make all rows of `graph_rows` padding."""
         self.graph_rows.copy_(torch.from_numpy(self._padding(self.graph_rows.shape[1])))
@@ -107,6 +173,10 @@ class DeviceBatch:
         """Return what attention plans from, for these rows."""
         max_context_tokens = self._batch.tables.shape[1] * self.block_tokens
         return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens, self.group_tables)
+
+    def recorded_step(self, slots: Tensor, starts: Tensor, lengths: Tensor) -> DeviceStep:
+        """Return the same of rows whose lengths every replay has."""
+        return replace(self.step(slots, starts, lengths), is_recorded=True)
 
     def sampled(self, slots: Tensor, tokens: Tensor) -> None:
         """Take `tokens` [num_samples] as the newest of these slots."""

@@ -20,6 +20,7 @@ from workers.rank.decode_graphs import DecodeGraphs
 from workers.rank.device_batch import DeviceBatch, DeviceRows
 from workers.rank.device_sampler import DeviceSampler, Drawn
 from workers.rank.input_batch import PlannedRows
+from workers.rank.mixed_graphs import MixedGraphs, MixedSize, mixed_sizes
 from workers.rank.sampled_slots import NoSampler
 from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.steps import Staged, StepContext, Steps
@@ -38,11 +39,14 @@ class DeviceSteps(Steps):
         batch: DeviceBatch,
         sampler: DeviceSampler | NoSampler,
         graphs: DecodeGraphs,
+        mixed: MixedGraphs | None = None,
     ) -> None:
+        """`mixed` are the graphs of steps with a chunk; None: there are none."""
         self._context = context
         self._batch = batch
         self.sampler = sampler
         self.graphs = graphs
+        self.mixed = mixed
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -104,6 +108,9 @@ class DeviceSteps(Steps):
 
     def replay(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Ticket | None:
         context = self._context
+        if self.mixed is not None and (mixed := self._mixed_size(plan, rows)) is not None:
+            of_chunk = self.mixed.run(plan, rows, mixed, context.containment)
+            return Ticket(context.report(plan.step, started_at), *of_chunk)
         size = self.graphs.size_for(rows.num_sequences) if self._is_recordable(rows) else None
         if not context.groups.agree(size is not None) or size is None:
             return None
@@ -113,6 +120,17 @@ class DeviceSteps(Steps):
     def record_graphs(self, sizes: Sequence[int]) -> None:
         if sizes:
             self.graphs.record(sizes)
+
+    @property
+    def mixed_sizes(self) -> tuple[MixedSize, ...]:
+        if self.mixed is None or not self.mixed.can_record:
+            return ()
+        return mixed_sizes(len(self._batch.chunk_tokens), self._batch.mixed_rows.shape[1] - 1)
+
+    def record_mixed(self, sizes: Sequence[MixedSize]) -> None:
+        if sizes:
+            assert self.mixed is not None
+            self.mixed.record(sizes)
 
     def _publish(
         self, report: StepReport, slots: Tensor, tokens: Tensor, drawings: Sequence[DrawnRows]
@@ -130,14 +148,23 @@ class DeviceSteps(Steps):
 
     def _is_recordable(self, rows: PlannedRows) -> bool:
         """Return whether every sequence has one token and samples for its own slot, all on the device."""
+        is_decode = np.array_equal(rows.sample_slots, rows.slots) and rows.num_tokens == rows.num_sequences
+        return is_decode and self._is_on_device(rows)
+
+    def _mixed_size(self, plan: StepPlan, rows: PlannedRows) -> MixedSize | None:
+        """Return the size of the graph for a step with a chunk; None: there is none."""
+        assert self.mixed is not None
+        size = self.mixed.size_for(plan, rows)
+        return size if size is not None and self._is_on_device(rows) else None
+
+    def _is_on_device(self, rows: PlannedRows) -> bool:
+        """Whether nothing of a step is left to the host."""
         context = self._context
-        return (
-            np.array_equal(rows.sample_slots, rows.slots)
-            and rows.num_tokens == rows.num_sequences
-            and not context.batch.in_host[rows.slots].any()
-            and not context.slots.has_refused
-            and not context.containment.has_lost_slots
-            and not context.matchers.bind(rows.sample_slots)
+        return not (
+            context.batch.in_host[rows.slots].any()
+            or context.slots.has_refused
+            or context.containment.has_lost_slots
+            or context.matchers.bind(rows.sample_slots)
         )
 
 

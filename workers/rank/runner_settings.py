@@ -96,6 +96,7 @@ class RankCapacity(NamedTuple):
     with a window have KV apart, of as many blocks as these need. Layers with a recurrent state always have
     blocks apart; None: as many as `max_sequences` sequences need. `kv_dtype` is `engine.kv_dtype`, and
     `records` the form of KV in the store (None: that of the device). `latent_kv` is `engine.latent_kv`.
+    Steps with a chunk of up to `mixed_tokens` are graphs, too.
     """
 
     block_tokens: int
@@ -109,6 +110,7 @@ class RankCapacity(NamedTuple):
     kv_dtype: str = "auto"
     records: ScaledParts | None = None
     latent_kv: str = "replicated"
+    mixed_tokens: int = 0
 
     @classmethod
     def of(cls, spec: RankSpec) -> RankCapacity:
@@ -124,6 +126,7 @@ class RankCapacity(NamedTuple):
             kv_dtype=spec.kv_dtype,
             records=ScaledParts.in_store(config, spec.store_kv_dtype, spec.kv_dtype),
             latent_kv=spec.latent_kv,
+            mixed_tokens=spec.max_batch_tokens if spec.mixed_graphs else 0,
             windows=windows if spec.frees_windows else None,
             states=StateCapacity(spec.max_sequences, spec.pp, spec.state_snapshots),
         )

@@ -34,6 +34,7 @@ from workers.rank.device_steps import DeviceSteps
 from workers.rank.given_blocks import BlockGiver
 from workers.rank.host_steps import HostSteps
 from workers.rank.input_batch import InputBatch, PlannedRows
+from workers.rank.mixed_graphs import MixedGraphs, MixedSize
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.prompt_reader import PromptReader
 from workers.rank.rank_model import RankModel
@@ -50,11 +51,12 @@ _Sample = TypeVar("_Sample")
 
 class BatchLimits(NamedTuple):
     """The most that is in a rank's batch: `max_slots` in use at a time, of up to `max_context_tokens` each,
-    and `max_sequences` in a step that decodes."""
+    and `max_sequences` in a step that decodes. Steps with a chunk of up to `mixed_tokens` may be graphs."""
 
     max_slots: int
     max_context_tokens: int
     max_sequences: int
+    mixed_tokens: int = 0
 
 
 class StepRunner:
@@ -125,6 +127,7 @@ class StepRunner:
                 queue,
                 most_rows=graph_sizes(limits.max_sequences)[-1],
                 scratch_blocks=[len(its) - 1 for its in attention.kvs],
+                most_chunk_tokens=limits.mixed_tokens,
             )
             graphs = DecodeGraphs(
                 model,
@@ -133,7 +136,10 @@ class StepRunner:
                 None if isinstance(sampler, NoSampler) else sampler,
                 queue,
             )
-            self.steps = DeviceSteps(context, device_batch, sampler, graphs)
+            mixed = None
+            if limits.mixed_tokens and groups.tp == 1 and not isinstance(sampler, NoSampler):
+                mixed = MixedGraphs(model, attention, device_batch, sampler, queue)
+            self.steps = DeviceSteps(context, device_batch, sampler, graphs, mixed)
         self._giver = BlockGiver(kv, groups, self.progress)
         self._hot_experts = HotExperts(decoder.split_experts, clock)
         self._finished_at = 0.0
@@ -255,6 +261,16 @@ class StepRunner:
     def record_graphs(self, sizes: Sequence[int]) -> None:
         """Record graphs of some of `graph_sizes`. Nothing is under way."""
         self.steps.record_graphs(sizes)
+
+    @property
+    def mixed_sizes(self) -> tuple[MixedSize, ...]:
+        """The sizes for which steps with a chunk beside sequences that decode can be recorded as graphs."""
+        return self.steps.mixed_sizes
+
+    @torch.inference_mode()
+    def record_mixed(self, sizes: Sequence[MixedSize]) -> None:
+        """Record graphs of some of `mixed_sizes`. Nothing is under way."""
+        self.steps.record_mixed(sizes)
 
     # ---------------------------------------------------------------------- for measurements
 

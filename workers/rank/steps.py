@@ -22,6 +22,7 @@ from workers.rank.containment import Containment
 from workers.rank.device_batch import DeviceRows
 from workers.rank.device_queue import DeviceQueue
 from workers.rank.input_batch import InputBatch, PlannedRows
+from workers.rank.mixed_graphs import MixedSize
 from workers.rank.progress import StepFaults
 from workers.rank.sampled_slots import SampledSlots
 from workers.rank.slot_matchers import SlotMatchers
@@ -112,4 +113,13 @@ class Steps(ABC):
 
     def record_graphs(self, sizes: Sequence[int]) -> None:
         """Record graphs of some of `graph_sizes`. Nothing is under way."""
+        assert not sizes
+
+    @property
+    def mixed_sizes(self) -> tuple[MixedSize, ...]:
+        """The sizes for which steps with a chunk and sequences that decode can be recorded as graphs."""
+        return ()
+
+    def record_mixed(self, sizes: Sequence[MixedSize]) -> None:
+        """Record graphs of some of `mixed_sizes`. Nothing is under way."""
         assert not sizes

@@ -82,6 +82,7 @@ class WarmUp:
         of their own."""
         self._warm_up_kinds(self._most)
         self._steps.record_graphs(self._steps.graph_sizes)
+        self._steps.record_mixed(self._steps.mixed_sizes)
         if self._host is not None:
             if chooses_offload:
                 self._choose_offload_mode(self._host)

@@ -121,6 +121,7 @@ class Shape:
                 state_snapshots=engine.num_state_snapshots,
                 store_kv_dtype=spec.store_kv_dtype if spec.store else "auto",
                 latent_kv=engine.latent_kv,
+                mixed_graphs=engine.mixed_graphs,
             )
             for rank in range(parallel.num_ranks)
         ]

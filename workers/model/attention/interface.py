@@ -108,6 +108,9 @@ class DeviceStep:
     lengths: Tensor
     max_context_tokens: int
     group_tables: Sequence[Tensor] = ()
+    # Whether the same holds although a sequence has several new tokens: every step has the `lengths` of
+    # `StepInput`, and none of its other arrays is read.
+    is_recorded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class TritonAttention(AttentionBackend):
         self.kv_shape = kv_shape(kv, shape.num_scales)
         self.group = shape.num_heads // self.kv_shape.num_kv_heads
         self.scoring = Scoring(shape.scale(self.kv_shape.head_dim), shape.softcap)
+        self._lengths_to_constants: dict[bytes, list[Tensor]] = {}
         if kv.device.type == "cuda":  # where trying takes a compiler's time, which no step has
             _ = self.pieced
 
@@ -120,6 +121,17 @@ class TritonAttention(AttentionBackend):
     def plan(self, step: StepInput) -> TritonPlan:
         return TritonPlan(self, step)
 
+    def constants(self, lengths: Ids, tasks: list[Ids]) -> list[Tensor]:
+        """Return on the device, for each token of a step that is recorded, its sequence and its place behind
+        that sequence's start, and the `tasks`. They are uploaded once for all steps of these lengths: a
+        recording must not."""
+        key = lengths.tobytes()
+        if key not in self._lengths_to_constants:
+            rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            offsets = np.arange(len(rows), dtype=np.int32) - np.repeat(_first_rows(lengths), lengths)
+            self._lengths_to_constants[key] = _upload([rows, offsets, *tasks], self.kv.device)
+        return self._lengths_to_constants[key]
+
     def over(self, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
         return TritonAttention(shape, kv, is_deterministic=self.is_deterministic)
 
@@ -158,11 +170,15 @@ class TritonPlan(AttentionPlan):
                 _chunk_tasks(step, is_chunk & ~is_short, backend.chunk_rows, backend.group),
                 _chunk_tasks(step, is_short, backend.split_rows, backend.group),
             ]
-            token_slots = np.repeat(step.slots, step.lengths)
-            positions, slots, decodes, chunks, self._short = _upload(
-                [step.positions().astype(np.int32), token_slots, *tasks], device
-            )
             sequences = _uploaded(step, device)
+            if step.device is not None and step.device.is_recorded:
+                rows, offsets, decodes, chunks, self._short = backend.constants(step.lengths, tasks)
+                positions, slots = sequences.starts[rows] + offsets, sequences.slots[rows]
+            else:
+                token_slots = np.repeat(step.slots, step.lengths)
+                positions, slots, decodes, chunks, self._short = _upload(
+                    [step.positions().astype(np.int32), token_slots, *tasks], device
+                )
             num_decodes = len(decodes)
         self._sequences, self._positions, self._token_slots = sequences, positions, slots
         self._decodes, self._chunks = decodes, chunks
