@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.bench.record_command import bench_record_command
-from cluster.bench.scaling_bench import bench_scaling
 from cluster.bench.serving_command import bench_serve_command
 from cluster.bench.store_bench import bench_store
 from cluster.cli.model_download import fetched
@@ -33,7 +32,6 @@ cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the eng
 cli.command("serve")(bench_serve_command)
 cli.command("record")(bench_record_command)
 cli.command("store")(bench_store)
-cli.command("scaling")(bench_scaling)
 
 
 _WEIGHTS_HELP = "Forms of weights that are measured beside: int8,int4,fp8; gguf: as the GGUF file has them."

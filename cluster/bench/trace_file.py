@@ -42,9 +42,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
         return self.hash_ids[: self.input_length // self.block_tokens]
 
 
-def read_trace(path: Path, *, needs_blocks: bool = True) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace, in the order of the file. `BenchError` names the line that is none, that
-    names too few blocks, if it `needs_blocks`, or another size of blocks than the line before."""
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace, in the order of the file. `BenchError` names the line that is none, or
+    that names too few blocks, or another size of blocks than the line before."""
     decoder = msgspec.json.Decoder(TraceRequest)
     block_tokens = 0
     for number, line in numbered_lines(path):
@@ -52,7 +52,7 @@ def read_trace(path: Path, *, needs_blocks: bool = True) -> Iterator[TraceReques
             request = decoder.decode(line)
         except msgspec.MsgspecError as error:
             raise BenchError(f"{path}, line {number}: {error}") from error
-        if needs_blocks and len(request.hash_ids) < request.num_blocks:
+        if len(request.hash_ids) < request.num_blocks:
             raise BenchError(
                 f"{path}, line {number}: input_length {request.input_length} needs {request.num_blocks} "
                 f"hash_ids, not {len(request.hash_ids)}"

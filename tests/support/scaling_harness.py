@@ -1,4 +1,4 @@
-"""What the tests of scaling are made of: histories and arrivals for the policy, a reconciler between
+"""What the tests of scaling are made of: histories for the policy, a reconciler between
 Serve and the roster as plain values, and Ray Serve's scale API without Ray: its states and refusals, over
 real HTTP."""
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 from cluster.metrics.demand import Demand
@@ -20,7 +19,6 @@ from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
 from cluster.scaling.serve_client import AppTargets, PoolTarget
-from cluster.scaling.simulation import Arrival
 
 PREFILL_TOK_S = 8000.0
 STEP_S = 0.02
@@ -106,27 +104,6 @@ def history_of(
                 counts[replica.pool] = counts.get(replica.pool, 0) + 1
         history.add(ScalingSample(at, counts, tuple(replicas), asked))
     return history
-
-
-def poisson(
-    rate: Callable[[float], float],
-    seconds: float,
-    sizes: Callable[[np.random.Generator, float], tuple[int, int]],
-    seed: int = 0,
-) -> list[Arrival]:
-    """Draw independent arrivals at `rate(t)` a second; `sizes` draws prompt and output tokens at a time."""
-    generator = np.random.default_rng(seed)
-    most = max(rate(at) for at in np.linspace(0.0, seconds, 1001))
-    arrivals, at = [], 0.0
-    while (at := at + generator.exponential(1 / most)) < seconds:
-        if generator.random() < rate(at) / most:
-            arrivals.append(Arrival(at, *sizes(generator, at)))
-    return arrivals
-
-
-def evenly(per_s: float, seconds: float, prompt_tokens: int, output_tokens: int) -> list[Arrival]:
-    """Return arrivals at equal distances."""
-    return [Arrival(n / per_s, prompt_tokens, output_tokens) for n in range(int(per_s * seconds))]
 
 
 # ------------------------------------------------------------------------------------ single decisions

@@ -1,4 +1,4 @@
-"""Scaling policies to compare the own one with."""
+"""A plain scaling policy to compare the own one with: a target for the requests of each replica."""
 
 from __future__ import annotations
 
@@ -7,25 +7,13 @@ from collections.abc import Sequence
 
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.reactive import NUM_SAMPLES
-from cluster.scaling.samples import (
-    PREFILL,
-    History,
-    PoolView,
-    ScalingSample,
-)
+from cluster.scaling.samples import PREFILL, History, PoolView, ScalingSample
 from cluster.scaling.scaling_plan import PoolMove, ScalingPlan
 
 
-def keep_counts(
-    history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
-) -> ScalingPlan:
-    """Return a plan without any change."""
-    return ScalingPlan()
-
-
-class TargetQueue:
-    """Each pool by itself: as many replicas as hold its requests at `target` a replica, the plain scheme of
-    many autoscalers. Upward at once, downward when it held for `down_cool_down_s`."""
+class QueueTarget:
+    """Scale each pool by itself, as many autoscalers do: as many replicas as hold its requests at the target
+    of its role. Growth is immediate, and a pool shrinks to the most that it needed in `down_cool_down_s`."""
 
     def __init__(self, prefill_target: float, decode_target: float) -> None:
         self._targets = {True: prefill_target, False: decode_target}
@@ -45,8 +33,10 @@ class TargetQueue:
             _num_requests(sample, pool.name) / target
             for sample in history.since(now - config.down_cool_down_s)
         ]
-        up = math.ceil(sum(wanted[-NUM_SAMPLES:]) / len(wanted[-NUM_SAMPLES:]))
-        down = math.ceil(max(wanted))
+        if not wanted:
+            return None
+        latest = wanted[-NUM_SAMPLES:]
+        up, down = math.ceil(sum(latest) / len(latest)), math.ceil(max(wanted))
         count = up if up > pool.desired else min(down, pool.desired)
         count = min(max(count, pool.limits.min), pool.limits.max)
         is_up = count > pool.desired
