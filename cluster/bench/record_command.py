@@ -22,8 +22,10 @@ from cluster.errors import BenchError
 def bench_record(
     out_file: Annotated[Path, typer.Option("--out", help="The trace to write, JSON lines.")],
     last: Annotated[str, typer.Option(help="Requests that arrived in this time, such as 10m.")] = "10m",
-    slo_ttft_ms: Annotated[float, typer.Option(min=0)] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(min=0.1, max=1e7, help="First token of a good request.")
+    ] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0.1, max=1e7, help="Each further token of one.")] = 100.0,
     as_json: AsJson = False,
     *,
     to: AdminOptions,

@@ -22,12 +22,14 @@ from cluster.bench.simulated_scaling_options import planned_scaling
 from cluster.bench.simulation_options import (
     SimulatedLoadOptions,
     SimulatedReplicaOptions,
+    check_absent,
     check_choice,
 )
 from cluster.cli.durations import read_duration_s
 from cluster.cli.gateway_options import CallerOptions, gateway_options, spliced_options
 from cluster.cli.terminal import NONE, AsJson, die, made_table, out, run
 from cluster.errors import BenchError, ConfigError
+from cluster.roster.messages import ScalingChange
 from cluster.scaling import scaler
 from cluster.simulation.planned_failures import parse_failures
 from cluster.simulation.run_simulation import Simulated, SimulationPlan, run_simulation
@@ -67,16 +69,29 @@ def simulate_options(
     admission: Annotated[
         bool, typer.Option(help="Without it, requests are routed as they come, and none is refused.")
     ] = True,
-    gateways: Annotated[int, typer.Option(min=1, help="Gateways that exchange their placements.")] = 1,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=1000, help="Gateways that exchange their placements.")
+    ] = 1,
     failures: Annotated[str, typer.Option(help="r0003@120+60: dies after 120 s, is back 60 s later.")] = "",
-    slo_ttft_ms: Annotated[float, typer.Option(min=0.1, help="First token of a good request.")] = 5000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Each further token of one.")] = 100.0,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(min=0.1, max=1e7, help="First token of a good request.")
+    ] = 5000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0.1, max=1e7, help="Each further token of one.")] = 100.0,
     autoscale: Annotated[
         str, typer.Option(help="prefill=1:8,decode=1:8: the pools to scale, and limits.")
     ] = "",
-    start_s: Annotated[float, typer.Option(min=0, help="Until a new replica serves.")] = 60.0,
+    start_s: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e6, help="With --autoscale: until a new replica serves; default: 60."),
+    ] = None,
     change_roles: Annotated[
         bool, typer.Option("--change-roles", help="With --autoscale: replicas may play the other role.")
+    ] = False,
+    moves: Annotated[
+        bool,
+        typer.Option(
+            "--moves", help="With --autoscale: show each change of counts and roles, with its reason."
+        ),
     ] = False,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each request.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG plots; needs matplotlib.")] = None,
@@ -94,6 +109,8 @@ def simulate_options(
     """
     load.check()
     replicas.check()
+    if not autoscale:
+        check_absent({"--start-s": start_s is not None, "--change-roles": change_roles, "--moves": moves})
     live = _read(load.source, read_duration_s(load.last, "--last"), to) if load.source else None
     if live is not None:
         load, replicas = load.of(live), replicas.as_in(live)
@@ -117,22 +134,22 @@ def simulate_options(
         runs = {name: _run(plan.of_policy(name, load.sessions())) for name in policies}
         if any(not simulated.result.records for simulated in runs.values()):
             raise ConfigError(
-                "no request was simulated: there is none, or all are longer than a replica's KV"
+                "no request was simulated: the load has none, or all are longer than a replica's KV; look at "
+                "--trace and --format, or raise --kv-blocks"
             )
         for name, simulated in runs.items():
-            of_csv, of_plots = files[name]
-            if of_csv is not None:
-                _write_csv(of_csv, simulated.result.records)
-            if of_plots is not None:
-                save_plots(of_plots, simulated.result, simulated.time_lines)
+            _write_files(simulated, *files[name])
     except (ConfigError, BenchError, CheckpointError) as error:
         die(str(error))
     if as_json:
         for name, simulated in runs.items():
-            print(json.dumps({"policy": name, **_figures(simulated)}))
+            lines = {"moves": [_move_fields(each) for each in simulated.moves]} if moves else {}
+            print(json.dumps({"policy": name, **_figures(simulated), **lines}))
     else:
         objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
         _show(runs, objectives, None if live is None else summarize(live.trace.served, objectives))
+        if moves:
+            _show_moves(runs)
 
 
 simulate = gateway_options(
@@ -188,6 +205,13 @@ def _files_of(policy: str, csv_file: Path | None, plots: Path | None) -> tuple[P
     return csv_file, plots
 
 
+def _write_files(simulated: Simulated, csv_file: Path | None, plots: Path | None) -> None:
+    if csv_file is not None:
+        _write_csv(csv_file, simulated.result.records)
+    if plots is not None:
+        save_plots(plots, simulated.result, simulated.time_lines)
+
+
 def _write_csv(file: Path, records: Iterable[CallRecord]) -> None:
     try:
         with file.open("w", newline="", encoding="utf-8") as stream:
@@ -205,6 +229,21 @@ def _write_csv(file: Path, records: Iterable[CallRecord]) -> None:
 def _figures(simulated: Simulated) -> dict[str, Any]:
     changes = {"left_out": simulated.num_left_out, "scaling_changes": len(simulated.moves)}
     return simulated.result.as_json() | changes
+
+
+def _move_fields(move: ScalingChange) -> dict[str, Any]:
+    fields = ("at", "pool", "before", "after", "reason")
+    return {name: getattr(move, name) for name in fields}
+
+
+def _show_moves(runs: Mapping[str, Simulated]) -> None:
+    """Print a line for each change of counts, and of a role, which leaves the count as it is."""
+    for name, simulated in runs.items():
+        out.print(f"changes{f' of {name}' if len(runs) > 1 else ''}: {len(simulated.moves)}", markup=False)
+        for move in simulated.moves:
+            counts = f"{move.before} -> {move.after}" if move.before != move.after else f"{move.after}"
+            line = f"{move.at:7.0f} s  {move.pool} {counts}  {move.reason}"
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(runs: Mapping[str, Simulated], objectives: Objectives, recorded: ServingFigures | None) -> None:

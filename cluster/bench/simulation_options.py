@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
@@ -40,6 +40,8 @@ BATCHING: tuple[str, ...] = get_args(Batching)
 # Of drawn requests and of conversations, where no number is given.
 _DEFAULT_REQUESTS = 1000
 _MAX_SEQUENCES = 256
+# The longest mean that is drawn: lengths are up to ten times as long.
+_MOST_TOKENS = 1_000_000
 # Without a model: what a decode step takes, on a device of no kind, and the blocks of its KV.
 _STEP_S, _SEQUENCE_S, _CONTEXT_S = 0.008, 1e-5, 4e-8
 _DEFAULT_BLOCKS = 6000
@@ -52,6 +54,13 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise typer.BadParameter(f"{value} is none of {', '.join(known)}", param_hint=name)
 
 
+def check_absent(option_to_given: Mapping[str, bool]) -> None:
+    """Raise `BadParameter` for the first option that is given although no pool is scaled."""
+    for option, is_given in option_to_given.items():
+        if is_given:
+            raise typer.BadParameter("is for --autoscale; name the pools there", param_hint=option)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedLoadOptions:
     """The requests of a simulation."""
@@ -61,17 +70,25 @@ class SimulatedLoadOptions:
     ] = None
     format: Annotated[str, typer.Option(help=f"Of --trace: {', '.join(FORMATS)}.")] = "mooncake"
     requests: Annotated[int | None, typer.Option(min=1, help="The most requests or conversations.")] = None
-    rate: Annotated[float, typer.Option(min=1e-6, help="Arrivals a second, but of a trace.")] = 1.0
-    time_scale: Annotated[float, typer.Option(min=1e-6, help="Stretches the times of a trace.")] = 1.0
-    input: Annotated[int, typer.Option(min=1, help="Mean tokens of synthetic prompts.")] = 1024
-    output: Annotated[int, typer.Option(min=1, help="Mean tokens of synthetic answers.")] = 256
+    rate: Annotated[
+        float, typer.Option(min=1e-6, max=1e6, help="Arrivals a second; a trace has its own times.")
+    ] = 1.0
+    time_scale: Annotated[float, typer.Option(min=1e-6, max=1e6, help="Stretches the times of a trace.")] = (
+        1.0
+    )
+    input: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of synthetic prompts.")] = (
+        1024
+    )
+    output: Annotated[
+        int, typer.Option(min=1, max=_MOST_TOKENS, help="Mean tokens of synthetic answers.")
+    ] = 256
     most_output: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of an answer; 1: prompts alone.")
     ] = None
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens with which all synthetic prompts begin.")
+        int, typer.Option(min=0, max=_MOST_TOKENS, help="Tokens with which all synthetic prompts begin.")
     ] = 0
-    think_s: Annotated[float, typer.Option(min=0, help="Mean pause between turns.")] = 0.0
+    think_s: Annotated[float, typer.Option(min=0, max=1e6, help="Mean pause between turns.")] = 0.0
     source: Annotated[
         str,
         typer.Option("--from", help="Admin address of a running cluster whose latest requests come again."),
@@ -142,10 +159,12 @@ class SimulatedReplicaOptions:
     """The engine of every replica. Without a model, prompts are computed at a constant rate."""
 
     prefill: Annotated[
-        int | None, typer.Option(min=0, help="Replicas that compute prompts; default: 1, or as --from has.")
+        int | None,
+        typer.Option(min=0, max=10_000, help="Replicas that compute prompts; default: 1, or as --from has."),
     ] = None
     decode: Annotated[
-        int | None, typer.Option(min=0, help="Replicas that decode; default: 1, or as --from has.")
+        int | None,
+        typer.Option(min=0, max=10_000, help="Replicas that decode; default: 1, or as --from has."),
     ] = None
     colocated: Annotated[
         bool, typer.Option("--colocated", help="All replicas have both roles: prefill + decode of them.")
@@ -156,20 +175,26 @@ class SimulatedReplicaOptions:
     ] = ""
     tp: Annotated[int, typer.Option(min=1, help="Devices of a replica that share each layer.")] = 1
     pp: Annotated[int, typer.Option(min=1, help="Stages of a replica.")] = 1
-    kv_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of a replica.")] = None
-    block_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens of a block.")] = None
+    kv_blocks: Annotated[int | None, typer.Option(min=2, max=100_000_000, help="KV blocks of a replica.")] = (
+        None
+    )
+    block_tokens: Annotated[int | None, typer.Option(min=16, max=_MOST_TOKENS, help="Tokens of a block.")] = (
+        None
+    )
     store: Annotated[
         str, typer.Option(help="The store of each node, as dram=64,nvme=500: sizes in GB; rates in GB/s.")
     ] = ""
     replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a store.")] = 8
     utilization: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Without a model: how busy prompts without a cache keep the replicas."),
+        typer.Option(
+            min=0.01, max=10, help="Without a model: how busy prompts without a cache keep the replicas."
+        ),
     ] = None
     batching: Annotated[
         str, typer.Option(help=f"{', '.join(BATCHING)}: the first two are baselines that exist only here.")
     ] = "continuous"
-    price_per_hour: Annotated[float | None, typer.Option(min=1e-9, help="Of a device.")] = None
+    price_per_hour: Annotated[float | None, typer.Option(min=1e-9, max=1e6, help="Of a device.")] = None
 
     @property
     def roles(self) -> list[str]:

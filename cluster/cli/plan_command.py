@@ -25,6 +25,7 @@ from workers.errors import CheckpointError
 _PRECISIONS = ("auto", "bf16", "fp8", "int8", "int4")
 _KV_DTYPES = ("auto", "int8", "fp8")
 _LATENT_KVS = ("replicated", "split")
+_MOST_PRICE = 1_000_000
 
 
 Name = Annotated[
@@ -36,25 +37,29 @@ Shape = Annotated[
 Hardware = Annotated[
     Path | None, typer.Option(help="A JSON file that describes another device; in place of --gpu.")
 ]
-Rate = Annotated[float | None, typer.Option(min=1e-6, help="Requests a second to hold.")]
-Devices = Annotated[int | None, typer.Option(min=1, help="What so many devices hold, in place of --rate.")]
+Rate = Annotated[float | None, typer.Option(min=1e-6, max=1e6, help="Requests a second to hold.")]
+Devices = Annotated[
+    int | None, typer.Option(min=1, max=10_000, help="What so many devices hold, in place of --rate.")
+]
 HitRate = Annotated[
     float, typer.Option(min=0.0, max=0.99, help="Share of the prompts' tokens in earlier requests.")
 ]
 ReuseAfter = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Mean seconds until they come back: sizes the tiers of the store."),
+    typer.Option(min=0.001, max=1e8, help="Mean seconds until they come back: sizes the tiers of the store."),
 ]
-DramGb = Annotated[float | None, typer.Option(min=0.0, help="Most of a node's host memory for the store.")]
-NvmeGb = Annotated[float | None, typer.Option(min=0.0, help="Most of a node's disks for it.")]
-DramPrice = Annotated[float, typer.Option(min=0.0, help="Of a GB of host memory and an hour.")]
-NvmePrice = Annotated[float, typer.Option(min=0.0, help="Of a GB of NVMe and an hour.")]
+DramGb = Annotated[
+    float | None, typer.Option(min=0.0, max=1e6, help="Most of a node's host memory for the store.")
+]
+NvmeGb = Annotated[float | None, typer.Option(min=0.0, max=1e6, help="Most of a node's disks for it.")]
+DramPrice = Annotated[float, typer.Option(min=0.0, max=1e6, help="Of a GB of host memory and an hour.")]
+NvmePrice = Annotated[float, typer.Option(min=0.0, max=1e6, help="Of a GB of NVMe and an hour.")]
 Offload = Annotated[
     bool,
     typer.Option("--offload", help="Also try experts and KV in host memory where devices could hold all."),
 ]
-SloTtft = Annotated[float, typer.Option(min=0.1, help="First token of nine of ten requests.")]
-SloTpot = Annotated[float, typer.Option(min=0.1, help="Each further token of nine of ten requests.")]
+SloTtft = Annotated[float, typer.Option(min=0.1, max=1e7, help="First token of nine of ten requests.")]
+SloTpot = Annotated[float, typer.Option(min=0.1, max=1e7, help="Each further token of nine of ten requests.")]
 LatentKv = Annotated[str, typer.Option(help=f"Latents on several ranks: {', '.join(_LATENT_KVS)}.")]
 ApiPrice = Annotated[
     str, typer.Option(help="Of a million tokens at an API: 0.5, or of prompts and answers, 0.15:0.6.")
@@ -158,16 +163,33 @@ def _profiles(names: str) -> list[DeviceProfile]:
 def _prices(text: str, profiles: Sequence[DeviceProfile]) -> dict[str, float]:
     """Parse `2.5` or `H100=2.5,L40S=0.9`. Raises `ConfigError` for another form, and where one is missing."""
     prices: dict[str, float] = {}
-    for entry in filter(None, text.split(",")):
+    for entry in text.split(",") if text else ():
         name, separator, number = entry.rpartition("=")
         price = _price(f"--price-per-hour {entry}", number)
         if not separator and len(profiles) > 1:
             raise ConfigError(f"--price-per-hour {entry}: name the device of each price, as H100={entry}")
-        own = next((it.name for it in profiles if it.name == name), None)
-        prices[own or (device_profile(name) if separator else profiles[0]).name] = price
+        device = _priced(entry, name, profiles) if separator else profiles[0].name
+        if device in prices:
+            raise ConfigError(
+                f"--price-per-hour {entry}: {device} has a price already; give one of each device"
+            )
+        prices[device] = price
     if prices and (missing := [it.name for it in profiles if it.name not in prices]):
         raise ConfigError(f"--price-per-hour: has no price of {', '.join(missing)}")
     return prices
+
+
+def _priced(entry: str, name: str, profiles: Sequence[DeviceProfile]) -> str:
+    """Return the device that has a price: one of those that are planned, or one that is known."""
+    if any(it.name == name for it in profiles):
+        return name
+    try:
+        return device_profile(name).name
+    except ConfigError:
+        planned = ", ".join(it.name for it in profiles)
+        raise ConfigError(
+            f"--price-per-hour {entry}: no device is called {name!r}; there are {planned}"
+        ) from None
 
 
 def _api_price(text: str, load: PlannedLoad) -> float | None:
@@ -187,8 +209,8 @@ def _price(what: str, number: str) -> float:
         price = float(number)
     except ValueError:
         price = -1.0
-    if not 0 < price < float("inf"):
-        raise ConfigError(f"{what}: no number above 0")
+    if not 0 < price <= _MOST_PRICE:
+        raise ConfigError(f"{what}: {number!r} is no number above 0 and at most {_MOST_PRICE:,}, as 2.5")
     return price
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-out, err = Console(), Console(stderr=True)
+# What users have written is shown as it is: `a:b:` is no emoji.
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]

@@ -181,10 +181,18 @@ def read_profile(file: Path) -> DeviceProfile:
     except OSError as error:
         raise ConfigError(f"--hardware {file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--hardware {file}: {error}") from error
+        needed = ", ".join(it.name for it in msgspec.structs.fields(DeviceProfile) if it.required)
+        raise ConfigError(f"--hardware {file}: {error}; give a JSON object with at least {needed}") from error
     rates = ("read_gb_s", "bf16_tflop_s", "link_gb_s", "network_gb_s", "host_link_gb_s", "nvme_gb_s")
     shares = ("weights_efficiency", "kv_efficiency", "products_efficiency", "host_read_gb_s", "host_tflop_s")
     for field in ("memory_gb", "devices_per_node", "threads", *rates, *shares):
         if getattr(profile, field) <= 0:
             raise ConfigError(f"--hardware {file}: {field} must be above 0")
+    tflop_s, times = (
+        ("fp8_tflop_s", "int8_tflop_s"),
+        ("step_us", "sequence_us", "collective_us", "host_layer_us"),
+    )
+    for field in (*tflop_s, *times, "host_memory_gb", "nvme_gb"):
+        if getattr(profile, field) < 0:
+            raise ConfigError(f"--hardware {file}: {field} must not be below 0")
     return profile

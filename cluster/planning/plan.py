@@ -3,6 +3,7 @@ given devices hold."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,12 +213,23 @@ class ClusterPlanner:
         capacities: Mapping[Role, list[ReplicaCapacity]],
         num_devices: int,
     ) -> Iterator[Plan]:
-        """Yield every division of the devices between the two phases."""
+        """Yield the best divisions of the devices between the two phases: the first in which prefill is not
+        the slower one, and the one before. All others have a slower phase with fewer replicas."""
         for prefill, decode in itertools.product(capacities["prefill"], capacities["decode"]):
             size, other = prefill.split.num_devices, decode.split.num_devices
-            for num_prefill in range(1, (num_devices - other) // size + 1):
-                num_decode = (num_devices - num_prefill * size) // other
-                pools = self._pool(kind, prefill, num_prefill), self._pool(kind, decode, num_decode)
+
+            def num_decode(num_prefill: int, size: int = size, other: int = other) -> int:
+                return (num_devices - num_prefill * size) // other
+
+            counts = range(1, (num_devices - other) // size + 1)
+            fast = bisect.bisect_left(
+                counts, True, key=lambda count: count * prefill.rate >= num_decode(count) * decode.rate
+            )
+            for num_prefill in counts[max(0, fast - 1) : fast + 1]:
+                pools = (
+                    self._pool(kind, prefill, num_prefill),
+                    self._pool(kind, decode, num_decode(num_prefill)),
+                )
                 yield from self._of_pools(load, *pools)
 
     def _served(self, plan: Plan, rate: float) -> Plan:

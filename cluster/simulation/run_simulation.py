@@ -6,6 +6,8 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from cluster.roster.messages import ScalingChange
 from cluster.simulation.planned_failures import PlannedFailure, schedule_failures
 from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
@@ -42,7 +44,7 @@ class SimulationPlan(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """A simulation that is over."""
+    """A simulation that is over. Times of moves are seconds from its beginning."""
 
     result: SimulationResult
     time_lines: TimeLines
@@ -84,7 +86,8 @@ def run_simulation(
     if price_per_s is not None:  # that of the replicas at the beginning
         price_per_s *= replica_s / (len(plan.shape.replicas) * result.span_s)
     result = result._replace(replica_s=replica_s, price_per_s=price_per_s)
-    return Simulated(result, lines, driver.num_left_out, tuple(scaling.moves))
+    moves = tuple(replace(move, at=move.at - _BEGINS_S) for move in scaling.moves)
+    return Simulated(result, lines, driver.num_left_out, moves)
 
 
 def _run(cluster: SimulatedCluster, driver: LoadDriver, on_progress: Callable[[float, int], None]) -> None:

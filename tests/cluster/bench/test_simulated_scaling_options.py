@@ -21,6 +21,17 @@ def test_nothing_is_scaled_without_pools() -> None:
     assert planned_scaling("", 60.0, 2.0, 0.05, may_change_roles=False) is None
 
 
+def test_a_replica_takes_a_minute_to_start_if_nothing_is_said() -> None:
+    plan = planned_scaling("both=1:2", None, 2.0, 0.05, may_change_roles=False)
+    assert plan is not None
+    assert plan.times.start_s == 60.0
+
+
+def test_a_pool_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="names a pool more than once"):
+        planned_scaling("both=1:2,both=1:3", 60.0, 2.0, 0.05, may_change_roles=False)
+
+
 @pytest.mark.parametrize("text", ["prefill", "prefill=1", "prefill=3:2", "decode=0:0", "middle=1:2"])
 def test_other_texts_are_refused_with_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--autoscale {text}: expected ROLE=MIN:MAX"):

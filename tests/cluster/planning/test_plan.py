@@ -19,7 +19,7 @@ from cluster.config import parse_config
 from cluster.errors import ConfigError
 from cluster.planning.device_profile import NAME_TO_PROFILE, device_profile
 from cluster.planning.device_split import device_splits
-from cluster.planning.plan import ClusterPlanner, Plan
+from cluster.planning.plan import ClusterPlanner, ModelOnDevices, Plan
 from cluster.planning.plan_lines import plan_lines
 from cluster.planning.planned_model import PlannedModel, planned_model
 from cluster.planning.recommended_config import chart_values, cluster_file
@@ -86,6 +86,21 @@ def test_the_most_that_devices_hold(llama: PlannedModel) -> None:
         assert more.rate > fewer.rate
     # The inverse of `for_rate`.
     assert planner.for_rate(of_devices[8].rate)[0].num_devices <= 8
+
+
+def test_devices_are_divided_as_by_trying_all_divisions(llama: PlannedModel) -> None:
+    kind = ModelOnDevices(llama, device_profile("H100"))
+    planner = ClusterPlanner(llama, [kind.profile], WORKLOAD, {})
+    for num_devices in (2, 5, 11):
+        found = kind.capacities(WORKLOAD, num_devices)
+        most = max(
+            min(count * prefill.rate, (num_devices - count * size) // decode.split.num_devices * decode.rate)
+            for prefill, decode in itertools.product(found["prefill"], found["decode"])
+            for size in [prefill.split.num_devices]
+            for count in range(1, num_devices // size + 1)
+        )
+        plan = next(it for it in planner.for_devices(num_devices) if it.is_disaggregated)
+        assert plan.rate == pytest.approx(most)
 
 
 def test_the_cheapest_kind_of_device(llama: PlannedModel) -> None:
@@ -227,7 +242,7 @@ def test_people_see_formulas_where_they_ask() -> None:
             "--gpu V100: not known; there are H100, H200",
         ),
         (("--model", "qwen3-8b", "--rate", 1, "--precision", "fp6"), "fp6 is none of auto, bf16"),
-        (("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", "-1"), "no number above 0"),
+        (("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", "-1"), "'-1' is no number above 0"),
         (
             ("--model", "qwen3-8b", "--rate", 1, "--gpu", "H100,A100", "--price-per-hour", "2"),
             "name the device of each price, as H100=2",
@@ -241,6 +256,32 @@ def test_people_see_formulas_where_they_ask() -> None:
             "even one request at a time does not meet the objectives",
         ),
         (("--model", "llama-3.3-70b", "--devices", 1), "too few devices for a replica"),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", "V100=1"),
+            "--price-per-hour V100=1: no device is called 'V100'; there are H100",
+        ),
+        (
+            ("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", "H100=1,H100=2"),
+            "H100 has a price already",
+        ),
+        (("--model", "qwen3-8b", "--rate", 1, "--price-per-hour", ","), "'' is no number above 0"),
+        *(
+            (("--model", "qwen3-8b", option, value), f"Invalid value for '{option}'")
+            for option in (
+                "--rate",
+                "--devices",
+                "--slo-ttft-ms",
+                "--slo-tpot-ms",
+                "--hit-rate",
+                "--reuse-after",
+                "--dram-gb",
+                "--nvme-gb",
+                "--dram-price",
+                "--nvme-price",
+                "--utilization",
+            )
+            for value in ("inf", "nan", "-1", "1e300")
+        ),
         (("--model", "no/such", "--rate", 1), "neither a folder"),
         (
             ("--model", "qwen3-8b", "--rate", 1, "--input", 40_800),
@@ -260,6 +301,8 @@ def test_bad_input(arguments: tuple[object, ...], message: str) -> None:
         ({"memory_gb": 0}, "memory_gb must be above 0"),
         ({"memory_gb": "much"}, r"Expected `float`, got `str` - at `$.memory_gb`"),
         ({"speed": 3}, "contains unknown field `speed`"),
+        ({"step_us": -1}, "step_us must not be below 0"),
+        ({"read_gb_s": None}, "give a JSON object with at least name, memory_gb, read_gb_s, bf16_tflop_s"),
     ],
 )
 def test_bad_descriptions_of_devices(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -67,6 +67,24 @@ def test_moves_of_the_scaler_are_figures_and_not_logged(caplog: pytest.LogCaptur
     assert log.level == level
 
 
+def test_each_change_is_shown_with_its_reason() -> None:
+    load = ["simulate", "--format", "synthetic", "--requests", "40", "--rate", "0.5", "--input", "500"]
+    options = [*load, "--output", "5", "--prefill", "2", "--autoscale", "prefill=1:4,decode=1:4", "--moves"]
+    (found,) = run(*options)
+    assert len(found["moves"]) == found["scaling_changes"] > 0
+    first = found["moves"][0]
+    shown = CliRunner().invoke(cli, options).stdout.splitlines()
+    (line,) = (line for line in shown if line.endswith(first["reason"]))
+    assert line.split()[:6] == [
+        f"{first['at']:.0f}",
+        "s",
+        first["pool"],
+        str(first["before"]),
+        "->",
+        str(first["after"]),
+    ]
+
+
 def test_blocks_of_a_trace_are_found_again(trace: str) -> None:
     (found,) = run("simulate", "--trace", trace, "--colocated", "--decode", "0", "--utilization", "0.1")
     # Blocks 1 and 2 of the second prompt, and of the third, whose second block is another one, the first.
@@ -97,6 +115,39 @@ def test_the_table_is_that_of_measurements(trace: str) -> None:
         ([*SYNTHETIC, "--failures", "r9@1"], "--failures: there is no replica r9"),
         ([*SYNTHETIC, "--decode", "0"], "--decode: no replica decodes"),
         (["simulate", "--trace", "none.jsonl"], "none.jsonl"),
+        ([*SYNTHETIC, "--moves"], "--moves: is for --autoscale"),
+        ([*SYNTHETIC, "--change-roles"], "--change-roles: is for --autoscale"),
+        ([*SYNTHETIC, "--start-s", "5"], "--start-s: is for --autoscale"),
+        ([*SYNTHETIC, "--autoscale", "prefill=a:b"], "--autoscale prefill=a:b: expected ROLE=MIN:MAX"),
+        ([*SYNTHETIC, "--autoscale", "both=1:2"], "--autoscale both: no replica of this role"),
+        ([*SYNTHETIC, "--autoscale", "decode=1:2,decode=1:3"], "names a pool more than once"),
+        ([*SYNTHETIC, "--kv-blocks", "2", "--input", "100000"], "raise --kv-blocks"),
+        *(
+            ([*SYNTHETIC, option, value], f"Invalid value for '{option}'")
+            for option in (
+                "--rate",
+                "--time-scale",
+                "--utilization",
+                "--price-per-hour",
+                "--slo-ttft-ms",
+                "--slo-tpot-ms",
+                "--think-s",
+                "--start-s",
+            )
+            for value in ("inf", "nan", "-1", "1e300")
+        ),
+        *(
+            ([*SYNTHETIC, option, "1000000000000"], f"Invalid value for '{option}'")
+            for option in (
+                "--input",
+                "--output",
+                "--prefill",
+                "--decode",
+                "--kv-blocks",
+                "--block-tokens",
+                "--gateways",
+            )
+        ),
     ],
 )
 def test_wrong_options_are_named(options: list[str], said: str) -> None:
