@@ -1,7 +1,7 @@
 """How many prefill and decode replicas there should be, and which play the other role: a pure function.
 
 `decide` looks at the history, the configuration and the pools, and at nothing else; the scaler actor calls it
-live, `replay` over a trace. docs/scaling.md explains the reasoning.
+live and on simulated clusters. docs/scaling.md explains the reasoning.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def _may_grow(view: PolicyView, pool: PoolView) -> tuple[PoolLimits | None, str]
 
 
 def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> list[PoolMove]:
-    """Return the move of the last pool that may shrink, by a quarter of the surplus, at least by one replica:
-    when the smaller kind serves more than the recent demand, and would have held the load that was there."""
+    """Return the move of the last pool that may shrink, by as many replicas as can be spared: the smaller
+    kind serves more than the recent demand, and would have held the load that was there."""
     for_s = view.config.down_cool_down_s
     if not _may_kind_shrink(view, kind) or lasting.num_replicas is None:
         return []
@@ -168,7 +168,7 @@ def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> lis
     if surplus < 1 or pool is None or pool.limits is None:
         return []
     least = pool.limits.min
-    for step in dict.fromkeys((max(1, surplus // 4), 1)):
+    for step in range(surplus, 0, -1):
         after = max(pool.desired - step, least)
         if after < pool.desired and view.can_spare(kind.name, for_s, pool.desired - after):
             demand = f"{HYSTERESIS:g} times the demand of the last {for_s:g} s"

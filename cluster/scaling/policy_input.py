@@ -113,6 +113,7 @@ class PolicyView:
             self.sizes,
             self.max_sequences,
             self.start_s,
+            self.work.expected.per_s,
             has_prefill=self.has_prefill,
         )
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL
+from cluster.scaling.forecast import NORMAL_TAIL, TAIL
 from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, ScalingSample, kind_of
 
@@ -96,17 +96,19 @@ class ReactiveSignals:
         sizes: RequestSizes,
         max_sequences: int,
         start_s: float,
+        expected_per_s: float,
         *,
         has_prefill: bool,
     ) -> None:
         """`samples` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
-        replica takes."""
+        replica takes, `expected_per_s` how many requests a second the forecast expects."""
         self._samples = samples
         self._config = config
         self._rates = rates
         self._sizes = sizes
         self._max_sequences = max_sequences
         self._start_s = start_s
+        self._expected_per_s = expected_per_s
         self._has_prefill = has_prefill
 
     def sides(self, kind: str) -> list[Side]:
@@ -167,10 +169,12 @@ class ReactiveSignals:
         arrived = sum(sample.demand.num_arrived + sample.demand.num_refused for sample in window[1:])
         prompt = self._sizes.prompt
         each_s = prompt.mean / span_s if prompt and span_s > 0 else 0.0
-        arriving_tok_s = arrived * each_s
+        # No fewer than are expected, and more only beyond the chance of a few arrivals.
+        expected_tok_s = self._expected_per_s * prompt.mean if prompt else 0.0
+        arriving_tok_s = max(expected_tok_s, (arrived - NORMAL_TAIL * math.sqrt(arrived)) * each_s)
         clear_s = max(self._start_s, self._config.up_cool_down_s, self._config.ttft_slo_s)
         each_tok_s = side.prefill_tok_s / side.num_replicas
-        # Growth by more than the chance of a few arrivals: it is drawn out over the time of a start.
+        # Growth beyond chance is drawn out over the time of a start.
         growing_tok_s = max(0.0, (arrived - math.sqrt(arrived)) * each_s - side.prefill_tok_s)
         backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
@@ -240,7 +244,7 @@ class ReactiveSignals:
         latest, slo_s = sides[-1], self._config.itl_slo_s
         late = late_share(self._samples, lambda each: (each.num_gaps, each.num_late_gaps))
         step_s = min(side.mean_step_s for side in sides)
-        is_slow = step_s > (slo_s / 2 if late > TAIL else slo_s)
+        is_slow = step_s > (self._planned_step_s if late > TAIL else slo_s)
         # With one sequence a replica, another replica makes no step shorter.
         if not is_slow or any(side.num_running <= side.num_replicas for side in sides):
             return None
@@ -252,6 +256,15 @@ class ReactiveSignals:
         if late > TAIL:
             reason += f", and {late:.0%} of the gaps were longer"
         return Shortage(min(wanted, latest.num_sequences), reason)
+
+    @property
+    def _planned_step_s(self) -> float:
+        """The step of the batch for which the forecast plans: where gaps are late, steps longer than that
+        are the reason. At least half of the objective, as while the cost of steps is not known."""
+        step, half_s = self._rates.step, self._config.itl_slo_s / 2
+        if step is None:
+            return half_s
+        return max(half_s, step.step_s(max(1.0, self._config.target_load * self._rates.batch)))
 
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place

@@ -23,6 +23,7 @@ from scaling_harness import (
     queueing,
 )
 
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.samples import History, ReplicaSample
@@ -180,7 +181,7 @@ def test_refusals_are_a_shortage_however_short_they_keep_the_queue() -> None:
 def test_no_pool_shrinks_while_requests_are_refused() -> None:
     pools = (pool("prefill", 4), pool("decode", 1))
     replicas = (*(prefilling(number) for number in range(4)), decoding())
-    assert counts(decided(replicas, pools, demand(2))) == {"prefill": (4, 3)}
+    assert counts(decided(replicas, pools, demand(2))) == {"prefill": (4, 1)}
     refusing = dataclasses.replace(demand(2), num_refused=1)
     assert decided(replicas, pools, refusing).moves == ()
 
@@ -299,11 +300,18 @@ def test_of_two_shortages_the_larger_counts() -> None:
     assert counts(decided((prefilling(), short), PAIR)) == {"decode": (1, 3)}
 
 
-def test_late_gaps_make_half_a_step_enough() -> None:
-    replicas = (prefilling(), decoding(num_running=9, num_free_blocks=600, decode_step_s=0.03))
+def test_late_gaps_make_the_planned_step_too_long() -> None:
+    """With a step of 47 ms, the batch for which the forecast plans has one of 46 ms."""
     asked = demand(1, output_tokens=20)
-    assert decided(replicas, PAIR, asked).moves == ()
-    plan = decided(replicas, PAIR, dataclasses.replace(asked, num_late_gaps=3))
+    late = dataclasses.replace(asked, num_late_gaps=3)
+
+    def plan_at(step_s: float, demanded: Demand) -> ScalingPlan:
+        streams = decoding(num_running=9, num_free_blocks=600, decode_step_s=step_s)
+        return decided((prefilling(), streams), PAIR, demanded)
+
+    assert plan_at(0.047, asked).moves == ()
+    assert plan_at(0.045, late).moves == ()  # as planned: another replica would be no cure
+    plan = plan_at(0.047, late)
     assert counts(plan) == {"decode": (1, 2)}
     assert "16% of the gaps were longer" in plan.moves[0].reason
 

@@ -309,13 +309,6 @@ def test_a_replica_that_computed_nothing_yet_says_nothing() -> None:
     assert rates.prefill_tok_s == pytest.approx(8000.0)
 
 
-def test_sizes_follow_those_of_late() -> None:
-    history = history_of(config(), lambda at: ([], demand(6, output_tokens=100 if at < 250 else 400)))
-    sizes = measured_sizes(history, 400.0, 150.0)
-    assert sizes.output is not None
-    assert 250 < sizes.output.mean < 400
-
-
 # --------------------------------------------------------------------------------------- the history
 
 
