@@ -104,9 +104,8 @@ class Reconciler:
 
     def order(self, move: ScalingChange) -> list[Action]:
         """Return the actions of a move of our own, decided on the state that the last look saw: it is
-        recorded first, then carried out."""
+        recorded first, then carried out. Replicas keep their roles, which the policy knows."""
         return [
-            RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
             SetDesired(move.pool, move.after, pinned=False),
             move,
             SetTarget(move.pool, move.after),

@@ -1,6 +1,6 @@
-"""Which replicas play the other role, where that is short, until home needs them: idle ones, and decode
-replicas that decode could do without. A decode replica is hardly ever idle, since prompts that wait at
-prefill replicas have their blocks there already; its streams move to the others.
+"""Which replicas play the other role, where that is short, until home needs them: idle ones, and others that
+home could do without. A decode replica is hardly ever idle, since prompts that wait at prefill replicas have
+their blocks there already; its streams move to the others. A prefill replica finishes its prompts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from cluster.scaling.forecast_replicas import ReplicaNeed
 from cluster.scaling.policy_input import OTHER_ROLE, PolicyView, ReplicaKind
-from cluster.scaling.samples import DECODE, PoolView, ReplicaSample
+from cluster.scaling.samples import PoolView, ReplicaSample
 from cluster.scaling.scaling_plan import RoleAssignment, RoleReturn
 
 
@@ -109,24 +109,26 @@ def _assignments(
             reason = f"idle for {for_s:g} s, while {other.name} is short: {shortage.reason}"
             yield RoleAssignment(replica_id, pool.name, other.name, reason)
             return
-    if home.name != DECODE or not view.can_spare(DECODE, for_s):
+    if not view.can_spare(home.name, for_s):
         return
     for pool in home.pools:
-        for replica in _fewest_streams_first(view, pool):
-            reason = f"{DECODE} could do with one replica less for {for_s:g} s, while {other.name} is short: "
-            yield RoleAssignment(replica.replica_id, pool.name, other.name, reason + shortage.reason)
+        for replica in _least_busy_first(view, pool):
+            spare = f"{home.name} could do with one replica less for {for_s:g} s"
+            reason = f"{spare}, while {other.name} is short: {shortage.reason}"
+            yield RoleAssignment(replica.replica_id, pool.name, other.name, reason)
             return
 
 
-def _fewest_streams_first(view: PolicyView, pool: PoolView) -> list[ReplicaSample]:
-    """Return the replicas of a pool in its own role, those with the fewest streams to move first."""
+def _least_busy_first(view: PolicyView, pool: PoolView) -> list[ReplicaSample]:
+    """Return the replicas of a pool in its own role, those with the fewest streams to move, or prompts left,
+    first."""
     assigned = {replica_id for replica_id, _ in pool.assigned}
     own = [
         each
         for each in view.latest.replicas
         if each.pool == pool.name and each.role == pool.role and each.replica_id not in assigned
     ]
-    own.sort(key=lambda each: (each.num_running, each.replica_id))
+    own.sort(key=lambda each: (each.num_running, each.num_backlog_tokens, each.replica_id))
     return [] if pool.is_pinned else own
 
 

@@ -56,6 +56,20 @@ def test_a_decode_replica_that_can_be_spared_computes_prompts_where_prefill_is_s
     assert lend.reason.startswith("decode could do with one replica less for 20 s, while prefill is short")
 
 
+def test_a_prefill_replica_that_can_be_spared_decodes_where_decode_is_short() -> None:
+    replicas = (
+        prefilling(0, num_running=1, num_backlog_tokens=900),
+        prefilling(1, num_running=1),
+        IDLE_PAIR[2],
+    )
+    (lend,) = decided(replicas, TWO_ONE, settings=LENDING).role_changes
+    assert isinstance(lend, RoleAssignment)
+    assert (lend.replica_id, lend.role) == ("prefill-1", "decode")
+    assert lend.reason.startswith("prefill could do with one replica less for 20 s, while decode is short")
+    busy = tuple(prefilling(number, num_running=4, num_backlog_tokens=9000) for number in range(2))
+    assert decided((*busy, IDLE_PAIR[2]), TWO_ONE, settings=LENDING).role_changes == ()
+
+
 def test_a_decode_replica_whose_blocks_are_needed_is_not_lent() -> None:
     replicas = (
         queueing(100_000),
@@ -74,12 +88,13 @@ def test_nobody_is_lent_without_leave() -> None:
     assert decided(IDLE_PAIR, pinned, settings=LENDING).role_changes == ()
 
 
-def test_who_worked_a_moment_ago_keeps_its_role() -> None:
+def test_who_worked_a_moment_ago_is_not_idle_and_may_be_spared() -> None:
     def replicas(at: float) -> Sequence[ReplicaSample]:
         busy = {"num_running": int(at == NOW - 18)}
         return prefilling(0, **busy), prefilling(1, **busy), decoding(0, **FULL)
 
-    assert decided(replicas, TWO_ONE, settings=LENDING).role_changes == ()
+    (lend,) = decided(replicas, TWO_ONE, settings=LENDING).role_changes
+    assert lend.reason.startswith("prefill could do with one replica less")
 
 
 def test_a_moment_of_shortage_lends_nobody() -> None:

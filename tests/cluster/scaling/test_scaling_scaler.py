@@ -312,7 +312,7 @@ async def test_replicas_are_lent_and_an_order_of_any_pool_recalls_them() -> None
         assert [(lease.role, lease.epoch > 1_002_000) for lease in view.leases] == [("prefill", True)]
 
 
-async def test_the_policys_recall_and_its_orders_recall_too() -> None:
+async def test_the_policy_recalls_replicas_and_its_moves_leave_the_others_lent() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
         harness = ScalerHarness(dashboard, change_roles=True, **AUTOSCALE)
@@ -326,7 +326,7 @@ async def test_the_policys_recall_and_its_orders_recall_too() -> None:
         assert [lease.role for lease in view.leases] == ["prefill", "decode"]
         harness.policy.plan = ScalingPlan(moves=(PoolMove("decode", 1, 2, "more"),))
         view = await harness.tick()
-        assert [lease.role for lease in view.leases] == ["prefill", "prefill"]
+        assert (view.desired["decode"], [lease.role for lease in view.leases]) == (2, ["prefill", "decode"])
 
 
 async def test_the_lease_of_a_lost_replica_ends_and_a_stray_goes_home() -> None:
