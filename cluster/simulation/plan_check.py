@@ -23,9 +23,11 @@ from cluster.simulation.simulation_result import SimulatedObjectives
 _SIGMA = math.sqrt(math.log(2))
 # More replicas are simulated in proportion: as many of each role, at as much of the rate.
 _MOST_REPLICAS = 8
-_LEAST_REQUESTS, _MOST_REQUESTS, _SPAN_S = 200, 600, 60.0
+_LEAST_REQUESTS, _MANY_REQUESTS, _SPAN_S = 200, 600, 60.0
+# Requests arrive for at least so many times as long as one takes, as far as these are not too many.
+_LIFETIMES, _MOST_REQUESTS = 4, 2000
 # The first part of the requests finds an empty cluster, and does not count.
-_WARM_UP_PART = 0.2
+_WARM_UP_PART = 0.25
 
 
 class PlanCheck(NamedTuple):
@@ -57,7 +59,7 @@ def check_plan(plan: Plan, rate: float, seed: int = 1) -> PlanCheck:
         for _ in range(count)
     ]
     load = plan.load
-    num_requests = min(max(_LEAST_REQUESTS, round(share * rate * _SPAN_S)), _MOST_REQUESTS)
+    num_requests = _num_requests(share * rate, load.ttft_s + load.output_tokens * load.tpot_s)
     lengths = DrawnLengths(load.input_tokens, load.output_tokens, _SIGMA)
     shared = int(load.hit_rate * load.input_tokens)
     objectives = SimulatedObjectives(load.ttft_s, load.tpot_s)
@@ -72,6 +74,13 @@ def check_plan(plan: Plan, rate: float, seed: int = 1) -> PlanCheck:
         len(counted),
         len(replicas),
     )
+
+
+def _num_requests(rate: float, lifetime_s: float) -> int:
+    """Return how many requests arrive: within a minute, but no fewer than tell shares from one another, no
+    more than do, and until decode replicas have as many streams as they will have."""
+    usual = min(max(_LEAST_REQUESTS, round(rate * _SPAN_S)), _MANY_REQUESTS)
+    return max(usual, min(_MOST_REQUESTS, round(_LIFETIMES * rate * lifetime_s)))
 
 
 def checked_plans(plans: list[Plan], rate: float | None) -> list[tuple[Plan, PlanCheck | None]]:
