@@ -13,7 +13,8 @@ class SlicedMap(Generic[V]):
 
     A dictionary of a million keys takes 100 ms to grow, and cannot be read in parts while it changes. Slices
     are dictionaries of their own. Loops over many keys take them from `slices`, by `hash(key)` modulo their
-    number.
+    number. That should be a prime: dictionaries find their places by the last bits of hashes, which all keys
+    of a slice would share if the number were a power of two.
     """
 
     __slots__ = ("slices",)
@@ -72,7 +73,7 @@ class SlicedMap(Generic[V]):
     def pop_some(self, most: int) -> list[tuple[bytes, V]]:
         """Remove and return keys with their values, `most` of them or all that there are."""
         taken: list[tuple[bytes, V]] = []
-        for each in self.slices:
+        for each in filter(None, self.slices):
             taken += [each.popitem() for _ in range(min(len(each), most - len(taken)))]
             if len(taken) == most:
                 break
