@@ -18,6 +18,7 @@ collector leaves out what was there before decisions are timed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapsh
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from kvtransfer.store.messages.engine_session import TierEvents
+from router.block_history import BlockHistory
 from router.config import RouterConfig
 from router.messages import RouteRequest
 from router.native import load_kernel
@@ -71,8 +73,8 @@ def line(what: str, figure: float, limit: float | None, unit: str, **more: objec
 
 
 def key_of(number: int) -> bytes:
-    """Return a key that is spread like a hash."""
-    return (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 & (1 << 128) - 1).to_bytes(16, "big")
+    """Return a hash, as keys are: those of consecutive numbers must not fill the parts of a table in turn."""
+    return hashlib.blake2b(number.to_bytes(16, "big"), digest_size=16).digest()
 
 
 def keys_from(first: int, count: int) -> tuple[bytes, ...]:
@@ -223,7 +225,7 @@ def _nexts(slices: Iterator[object]) -> Iterator[Callable[[], object]]:
 
 def measure_events(num_frames: int = 20_000) -> Iterator[Line]:
     """Measure how many blocks a second are stored and removed, from frames of 8 and 8 blocks."""
-    tree = PrefixTree(SystemClock(), 5.0, load_kernel())
+    tree = PrefixTree(SystemClock(), 5.0, load_kernel(), BlockHistory())
     identities = [ReplicaIdentity(f"r{index:04}", 1) for index in range(64)]
     for identity in identities:
         tree.add_replica(identity)
@@ -267,7 +269,7 @@ def measure_snapshot() -> Iterator[Line]:
 
 def _measure_parts(where: str, parts: SnapshotParts) -> Iterator[Line]:
     identity = ReplicaIdentity("r0", 1)
-    tree = PrefixTree(SystemClock(), 5.0, load_kernel())
+    tree = PrefixTree(SystemClock(), 5.0, load_kernel(), BlockHistory())
     tree.add_replica(identity)
     frames: list[bytes] = []
     numbers = [0]
@@ -293,11 +295,24 @@ def _measure_parts(where: str, parts: SnapshotParts) -> Iterator[Line]:
     applied_ms = slices_ms(partial(apply, frame) for frame in frames)
     yield longest("part applied p99", applied_ms, SNAPSHOT_LIMIT_MS, where=where, blocks=tree.num_keys)
     # Nothing is left: what was there is forgotten while the tree is used.
-    assert tree.apply_snapshot(KvSnapshot(identity, 1, ()))
-    forgotten_ms = []
+    assert tree.apply_snapshot(KvSnapshot(identity, 0, ()))
+    yield longest("forgetting p99", _forgetting_ms(tree), SNAPSHOT_LIMIT_MS, where=where)
+    for frame in frames:
+        apply(frame)
+    yield longest(
+        "removing a replica p99",
+        sorted(slices_ms(iter([partial(tree.remove_replica, "r0")])) + _forgetting_ms(tree)),
+        SNAPSHOT_LIMIT_MS,
+        where=where,
+    )
+
+
+def _forgetting_ms(tree: PrefixTree) -> list[float]:
+    """Match prompts until nothing is left in the tree; return the time of each, in order of the times."""
+    times_ms = []
     while tree.num_keys:
-        forgotten_ms += slices_ms(iter([partial(tree.match, ())]))
-    yield longest("forgetting p99", sorted(forgotten_ms), SNAPSHOT_LIMIT_MS, where=where)
+        times_ms += slices_ms(iter([partial(tree.match, ())]))
+    return sorted(times_ms)
 
 
 def measure_operations(num_operations: int) -> Iterator[Line]:

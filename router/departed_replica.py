@@ -10,7 +10,7 @@ from router.block_history import BlockHistory
 from router.block_holder import BlockHolder, StoreTier
 from router.holder_masks import HolderMasks
 
-KeyMaps = list[SlicedMap[Any] | dict[bytes, Any]]
+KeyMaps = list[SlicedMap[bytes, Any] | dict[bytes, Any]]
 
 
 class DepartedReplica:
@@ -81,7 +81,7 @@ class DepartedReplica:
             history.removed(self.replica_id, keys, tier, "left", self.left_at)
 
 
-def _popped(keys: SlicedMap[Any] | dict[bytes, Any], most: int) -> list[bytes]:
+def _popped(keys: SlicedMap[bytes, Any] | dict[bytes, Any], most: int) -> list[bytes]:
     """Remove keys, `most` of them or all that there are, and return them."""
     if isinstance(keys, SlicedMap):
         return [key for key, _ in keys.pop_some(most)]

@@ -38,7 +38,7 @@ class HolderMasks(Protocol):
         """Return the mask of each key; 0: nobody holds it."""
 
 
-class PlainMasks(SlicedMap[int]):
+class PlainMasks(SlicedMap[bytes, int]):
     """The masks as integers.
 
     Equal masks are one object, as far as they are remembered: with 1,000 replicas an integer takes up to 560

@@ -15,7 +15,7 @@ _NUM_SLICES = 251
 _MOST_IN_ONE_SLICE = 1 << 12
 
 
-class KeyMap(SlicedMap[V]):
+class KeyMap(SlicedMap[bytes, V]):
     """A map of block keys: one slice, and many from some thousands of keys on. `set_all` adds keys."""
 
     __slots__ = ()

@@ -218,10 +218,10 @@ def test_a_record_on_nvme_survives_its_eviction(harness: CatalogHarness) -> None
     assert held is not None
     assert (held.offset, held.nvme, held.tiers) == (None, REF, ("nvme",))
     assert harness.catalog.lease(record_id("a")) is None
-    assert harness.catalog.removed_nvme(record_id("a"), REF)
+    assert harness.catalog.removed_nvme(record_id("a"), REF, "corrupt")
     assert harness.listener.take()[-1] == ("gone", "a")
     assert harness.catalog.find(record_id("a")) is None
-    assert not harness.catalog.removed_nvme(record_id("a"), REF)
+    assert not harness.catalog.removed_nvme(record_id("a"), REF, "corrupt")
 
 
 def test_each_tier_has_the_sum_of_its_own_bytes(harness: CatalogHarness) -> None:
@@ -237,7 +237,7 @@ def test_each_tier_has_the_sum_of_its_own_bytes(harness: CatalogHarness) -> None
 def test_a_record_written_again_or_moved_is_where_it_was_last(harness: CatalogHarness) -> None:
     harness.catalog.added_nvme(info_of("a"), REF)
     assert harness.catalog.added_nvme(info_of("a"), NEWER) == REF
-    assert not harness.catalog.removed_nvme(record_id("a"), REF), "that one was replaced"
+    assert not harness.catalog.removed_nvme(record_id("a"), REF, "corrupt"), "that one was replaced"
     assert not harness.catalog.moved_nvme(record_id("a"), REF, NvmeRef(3, 0, 1))
     assert harness.catalog.moved_nvme(record_id("a"), NEWER, REF)
     assert harness.catalog.lookup(SPACE, b"a")[WHOLE].nvme == REF

@@ -21,6 +21,7 @@ from kvtransfer.store.messages.engine_session import (
     PutCommit,
     PutGrant,
     PutRequest,
+    TierPartRequest,
 )
 from kvtransfer.store.messages.owner_codec import FromOwner
 from kvtransfer.store.messages.records import Tier
@@ -54,12 +55,16 @@ class SessionDecisions:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Send all blocks of the node, and from now on their changes."""
-        self._view.watch(self.send)
+        """Send all blocks of the node, and from now on their changes. To an engine core that takes parts, do
+        so when it asks for them."""
+        self._view.open()
+        if not self._hello.takes_parts:
+            self.send(self._view.whole())
+            self._view.watch(self.send)
 
     def end(self) -> None:
         """Send nothing more, and end what is under way."""
-        self._view.unwatch(self.send)
+        self._view.close(self.send)
         self._node.forget(self._view)
         for task in self._finds:
             task.cancel()
@@ -80,6 +85,9 @@ class SessionDecisions:
                 self._fetch(message)
             case FetchRelease():
                 self._release(message)
+            case TierPartRequest(part):
+                self._view.watch(self.send)
+                self.send(self._view.part(part))
             case _:
                 raise WireError(f"an engine core sent {type(message).__name__}")
 
