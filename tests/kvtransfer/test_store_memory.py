@@ -19,6 +19,7 @@ from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.chain_lru import ChainKey
 from kvtransfer.store.messages.engine_session import (
     EngineHello,
     FetchedBlocks,
@@ -60,6 +61,12 @@ class Load:
     def num_held(self) -> int:
         """How many blocks are here; the others were evicted."""
         return sum(1 for _ in self._node.catalog.records())
+
+    def use_slices(self) -> None:
+        """Use every slice of the catalog: from its first block on, a dictionary is known to the collector."""
+        for each in self._node.catalog._table._blocks.slices:
+            each[ChainKey(b"", b"")] = {}
+            del each[ChainKey(b"", b"")]
 
     async def _put_and_fetch(self, number: int) -> None:
         key = number.to_bytes(16, "little")
@@ -122,6 +129,7 @@ async def test_blocks_and_fetches_that_are_over_leave_nothing_behind(tmp_path: P
 async def test_blocks_and_fetches_that_are_over_are_in_no_cycle(tmp_path: Path) -> None:
     async with serving(tmp_path) as load:
         await load.run()
+        load.use_slices()
         with without_collector():
             before = num_by_type()
             await load.run()

@@ -168,6 +168,7 @@ async def test_a_full_arena_gives_up_what_was_used_longest_ago(running: StoreHar
     await eventually(lambda: set(chains[-1].keys) <= set(replica.tiers), "told")
     gone = len(await replica.find(chains[1]))
     assert chains[1].keys[gone] not in replica.tiers, "its removal is told"
+    assert replica.reasons[chains[1].keys[gone]] == "space"
     assert (await running.stat("dram")).num_evictions > 0
     await running.check_nothing_leaked()
     await replica.close()

@@ -299,7 +299,7 @@ class SlotAllocator:
         its share, else one of a group that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.usage.would_exceed(group, num_bytes):
-            return self._chain.oldest(group), "share"
+            return self._chain.oldest(group), "share" if self.usage.has_limit(group) else "space"
         for other in self.usage.greediest():
             key = self._chain.oldest(other)
             if key is not None:
