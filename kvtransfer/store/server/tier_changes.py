@@ -16,7 +16,7 @@ LocalTier = Literal["dram", "nvme"]
 _LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
 # Blocks in one message of changes, and the least in a part where there are more.
 _EVENTS_BLOCKS = 4096
-PART_BLOCKS = 512
+PART_BLOCKS = 256
 # Of the map of the blocks that were sent.
 _NUM_SENT_SLICES = 251
 
@@ -110,9 +110,12 @@ class TierChanges:
 
 def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | None:
     """Return the cheapest tier that holds each of the shards; None when one is not held."""
+    needed = frozenset(shards)
+    if held.keys() == needed:  # the records of replicas of one shape
+        return "nvme" if any(each.offset is None for each in held.values()) else "dram"
     in_dram = [shard for shard, each in held.items() if each.offset is not None]
     slowest = 0
-    for shard in shards:
+    for shard in needed:
         if cover(shard, in_dram) is None:
             slowest = 1
             if cover(shard, held) is None:
