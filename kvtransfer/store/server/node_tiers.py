@@ -15,7 +15,7 @@ from itertools import islice
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupUsage
-from kvtransfer.common.tasks import Spawn
+from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.store.dram.arena_space import ArenaSpace
@@ -38,6 +38,8 @@ _log = logging.getLogger("tandem.store")
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
 
 
+# Engine cores are sent the content at the latest so long after they ask for it.
+_FILLED_WAIT_S = 20.0
 # Changes that are processed in a turn of the event loop, in some milliseconds.
 _SETTLED_AT_ONCE = 512
 # Engine cores are sent the rates again when one has changed by more than this part.
@@ -83,6 +85,7 @@ class NodeTiers:
         self._judged: deque[tuple[RecordInfo, bool]] = deque()
         self._has_news = asyncio.Event()
         self._sent_gb_s: dict[str, float] = {}
+        self._was_filled = asyncio.Event()
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -92,6 +95,7 @@ class NodeTiers:
         kept = [held.info for held in self.catalog.records() if held.offset is not None]
         self._judged = deque((info, True) for info in reversed(kept))
         self._has_news.set()
+        self._note_filled()
 
     def use(self, arena: ArenaSpace, exchange: RecordExchange | None) -> None:
         """Use this arena as the host tier, and exchange records with other nodes."""
@@ -100,6 +104,20 @@ class NodeTiers:
             self.exchange = exchange
             self.loader.attach(exchange)
         self._has_news.set()
+        self._note_filled()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the records that an owner before this one kept in the arena and on NVMe are in the catalog."""
+        return self._was_filled.is_set()
+
+    async def wait_filled(self) -> None:
+        """Return when that is so, or after `_FILLED_WAIT_S`: the host may refuse the memory of an arena."""
+        await wait_first(self._was_filled.wait(), self._clock.sleep(_FILLED_WAIT_S))
+
+    def _note_filled(self) -> None:
+        if self.catalog.arena is not None and self.disk.was_tried.is_set():
+            self._was_filled.set()
 
     async def run(self) -> None:
         """Process changes until cancelled."""
