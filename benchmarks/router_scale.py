@@ -81,7 +81,7 @@ def line(what: str, figure: float, limit: float | None, unit: str, **more: objec
 
 def key_of(number: int) -> bytes:
     """Return a hash, as keys are: those of consecutive numbers must not fill the parts of a table in turn."""
-    return hashlib.blake2b(number.to_bytes(16, "big"), digest_size=16).digest()
+    return hashlib.blake2b(number.to_bytes(16, "big", signed=True), digest_size=16).digest()
 
 
 def keys_from(first: int, count: int) -> tuple[bytes, ...]:

@@ -26,9 +26,12 @@ from router.prefix_match import Counts, Match
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
 
-# Outdated blocks, and those of departed replicas, that are forgotten when a report comes and when a request
-# is placed: in about a millisecond, and in some tenths of one. The rest follows when the tree is used again.
-_FORGOTTEN_BY_REPORT = 1024
+# Outdated blocks, and those of departed replicas, that are forgotten when a part of a snapshot comes, events
+# come, or a prompt is matched: in one to two milliseconds, and in some tenths of one. The rest follows when
+# the tree is used again. Parts forget more blocks than they bring, so that replicas that come and go do not
+# leave more and more.
+_FORGOTTEN_BY_PART = 1024
+_FORGOTTEN_BY_EVENTS = 256
 _FORGOTTEN_BY_MATCH = 128
 
 # Keys that are looked up before it is asked whether anybody has the last of them.
@@ -141,7 +144,7 @@ class PrefixTree:
         self._id_to_slot = {name: it.slot for name, it in self._holders.items()}
         self._note_marks()
         self._departed[holder.slot] = DepartedReplica(holder, self._clock.now())
-        self._forget(_FORGOTTEN_BY_REPORT)
+        self._forget(_FORGOTTEN_BY_PART)
 
     def slot(self, replica_id: str) -> int:
         """Return where a `Match` counts a known replica, until it is removed."""
@@ -153,7 +156,7 @@ class PrefixTree:
         Until the snapshot arrives events are ignored, and False is repeated only every `SNAPSHOT_WAIT_S`.
         A key both removed and stored in one batch counts as stored. Parents are not needed (see the class).
         """
-        self._forget(_FORGOTTEN_BY_REPORT)
+        self._forget(_FORGOTTEN_BY_EVENTS)
         holder = self._holders.get(events.publisher.replica_id)
         if holder is None or holder.identity.epoch != events.publisher.epoch:
             return False
@@ -184,7 +187,7 @@ class PrefixTree:
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
         """Replace the blocks that the replica held, part by part. Return False, and ignore the snapshot, for
         another epoch, an older sequence, or a part that is not the next one."""
-        self._forget(_FORGOTTEN_BY_REPORT)
+        self._forget(_FORGOTTEN_BY_PART)
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
@@ -207,7 +210,7 @@ class PrefixTree:
         holder.next_part = snapshot.next_part
         if holder.outdated and not holder.next_part:
             self._to_forget[holder.identity.replica_id] = holder
-            self._forget(_FORGOTTEN_BY_REPORT)
+            self._forget(_FORGOTTEN_BY_PART)
         return True
 
     def needs_snapshot(self, replica_id: str) -> bool:

@@ -362,7 +362,7 @@ def test_no_use_of_the_tree_forgets_more_than_a_part_of_a_replica(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replica comes back, and leaves again, before it is forgotten."""
-    monkeypatch.setattr(radix, "_FORGOTTEN_BY_REPORT", 10)
+    monkeypatch.setattr(radix, "_FORGOTTEN_BY_PART", 10)
     monkeypatch.setattr(radix, "_FORGOTTEN_BY_MATCH", 2)
     tree = PrefixTree(ManualClock(), TTL_S, kernel_of(is_compiled), BlockHistory(64))
     keys = tuple(number.to_bytes(16, "big") for number in range(90))

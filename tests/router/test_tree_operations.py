@@ -32,7 +32,8 @@ def test_a_tree_stays_valid(num_operations: int, is_compiled: bool) -> None:
         operations = TreeOperations(1, num_replicas=40, num_prompts=50, prompt_blocks=30)
     most_departed = 0
     with (
-        mock.patch.object(radix, "_FORGOTTEN_BY_REPORT", 2),
+        mock.patch.object(radix, "_FORGOTTEN_BY_PART", 2),
+        mock.patch.object(radix, "_FORGOTTEN_BY_EVENTS", 2),
         mock.patch.object(radix, "_FORGOTTEN_BY_MATCH", 1),
     ):
         for _ in range(20):

@@ -36,8 +36,6 @@ _log = logging.getLogger("tandem.store")
 # When other nodes' records arrive too slowly, they are fetched in the first second of each period only, to
 # notice when that changes.
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
-
-
 # Engine cores are sent the content at the latest so long after they ask for it.
 _FILLED_WAIT_S = 20.0
 # Changes that are processed in a turn of the event loop, in some milliseconds.
