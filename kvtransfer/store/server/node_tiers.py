@@ -106,11 +106,11 @@ class NodeTiers:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the records that an owner before this one kept in the arena and on NVMe are in the catalog."""
+        """Whether the catalog has the records that an owner before this one kept in the arena and on NVMe."""
         return self._was_filled.is_set()
 
     async def wait_filled(self) -> None:
-        """Return when that is so, or after `_FILLED_WAIT_S`: the host may refuse the memory of an arena."""
+        """Return when it has them, or after `_FILLED_WAIT_S`: the host may refuse the memory of an arena."""
         await wait_first(self._was_filled.wait(), self._clock.sleep(_FILLED_WAIT_S))
 
     def _note_filled(self) -> None:
