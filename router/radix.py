@@ -88,6 +88,7 @@ class PrefixTree:
 
     Memory is bounded by what replicas report, plus the predictions of the last `prediction_ttl_s`; a key
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
+    What is outdated by a snapshot, and what a removed replica had, is forgotten in parts, with every use.
     """
 
     def __init__(

@@ -290,6 +290,7 @@ class Replica:
         compatibility: CompatibilityRecord = COMPATIBILITY,
         trust: Trust = TRUST,
         faults: Faults | None = None,
+        takes_parts: bool = True,
     ) -> None:
         self.session = secrets.token_bytes(16)
         self.shards = shards or (MODEL,)
@@ -317,7 +318,7 @@ class Replica:
         ]
         self._trust = trust
         self._hello = EngineHello(
-            STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards, takes_parts=True
+            STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards, takes_parts
         )
         self.errors: list[BaseException] = []
         self.client = self._new_client()
@@ -469,7 +470,7 @@ class Replica:
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
         self.welcomes.append(welcome)
-        if not self._up.is_set():
+        if not self._up.is_set() and self._hello.takes_parts:
             self.client.send(TierPartRequest(0))
         if not self._up.is_set() and not self._attaching:
             self._attaching = set(range(len(self.ranks)))
