@@ -56,8 +56,9 @@ class TierView:
     def apply(self, events: TierEvents) -> None:
         """Take in changes of the store. An owner of an older version sends no parts: its first message is the
         whole content."""
-        reasons = events.reasons or ("",) * len(events.removed)
-        for key, reason in zip(events.removed, reasons, strict=False):
+        has_reasons = len(events.reasons) == len(events.removed)
+        reasons = events.reasons if has_reasons else ("",) * len(events.removed)
+        for key, reason in zip(events.removed, reasons, strict=True):
             self._named.pop(key)
             self._remove(key, reason)
         self._add(events.stored)
