@@ -86,9 +86,9 @@ def test_a_large_set_of_keys_has_slices() -> None:
 
 
 def test_a_large_map_of_keys_keeps_their_values() -> None:
-    keys = [number.to_bytes(16, "big") for number in range(9000)]
+    keys = [number.to_bytes(16, "big") for number in range(20_000)]
     made: KeyMap[str] = KeyMap()
-    made.set_all(keys[:4000], "a")
+    made.set_all(keys[:10_000], "a")
     assert len(made.slices) == 1
     made.set_all(keys[3000:], "b")
     assert len(made.slices) > 1
