@@ -5,8 +5,9 @@ replicas. Decisions: with 64 replicas, a prompt of 8,192 tokens and a million bl
 a limit with 1,000 replicas and 10 million blocks. Keys: the longest that a gateway's event loop stands still
 for the keys of a prompt of 100,000 tokens. Events: blocks that are stored and removed, decoded from their
 frames, one after the other. Snapshots: the longest that a replica and a gateway stand still for a part of a
-snapshot of a million blocks, on the device and in the store, and for forgetting as many. With `--operations`
-a tree checks its invariants after so many random operations.
+snapshot of a million blocks, on the device and in the store, for forgetting as many, and for removing a
+replica that has as many; and the longest that the owner of a store and an engine core stand still for a part
+of what the store holds. With `--operations` a tree checks its invariants after so many random operations.
 
 All times are the thread's processor time, which other processes disturb least. As in a gateway, the garbage
 collector leaves out what was there before decisions are timed.
@@ -18,6 +19,7 @@ collector leaves out what was there before decisions are timed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -30,10 +32,17 @@ from benchmarks.tree_operations import TreeOperations
 from cluster.serve.collector import leave_out_started
 from kvtransfer.blocks.keys import TOKEN_BYTES, key_slices
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
-from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.request_facts import RequestFacts
-from kvtransfer.store.messages.engine_session import TierEvents
+from kvtransfer.store.dram.catalog import Catalog
+from kvtransfer.store.messages.engine_session import TierPart
+from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC
+from kvtransfer.store.messages.records import RecordId, RecordInfo
+from kvtransfer.store.nvme.segment import NvmeRef
+from kvtransfer.store.server.tier_changes import TierChanges
+from router.block_history import BlockHistory
 from router.config import RouterConfig
 from router.messages import RouteRequest
 from router.native import load_kernel
@@ -71,8 +80,8 @@ def line(what: str, figure: float, limit: float | None, unit: str, **more: objec
 
 
 def key_of(number: int) -> bytes:
-    """Return a key that is spread like a hash."""
-    return (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 & (1 << 128) - 1).to_bytes(16, "big")
+    """Return a hash, as keys are: those of consecutive numbers must not fill the parts of a table in turn."""
+    return hashlib.blake2b(number.to_bytes(16, "big", signed=True), digest_size=16).digest()
 
 
 def keys_from(first: int, count: int) -> tuple[bytes, ...]:
@@ -223,7 +232,7 @@ def _nexts(slices: Iterator[object]) -> Iterator[Callable[[], object]]:
 
 def measure_events(num_frames: int = 20_000) -> Iterator[Line]:
     """Measure how many blocks a second are stored and removed, from frames of 8 and 8 blocks."""
-    tree = PrefixTree(SystemClock(), 5.0, load_kernel())
+    tree = PrefixTree(SystemClock(), 5.0, load_kernel(), BlockHistory())
     identities = [ReplicaIdentity(f"r{index:04}", 1) for index in range(64)]
     for identity in identities:
         tree.add_replica(identity)
@@ -249,7 +258,6 @@ def measure_events(num_frames: int = 20_000) -> Iterator[Line]:
 def measure_snapshot() -> Iterator[Line]:
     """Time the parts of a snapshot of a million blocks of the device, and of as many in the store."""
     pool = BlockPool(NUM_SNAPSHOT_BLOCKS, BLOCK_TOKENS)
-    view = TierView()
     for first in range(0, NUM_SNAPSHOT_BLOCKS, CHAIN_BLOCKS):
         keys = keys_from(first, min(CHAIN_BLOCKS, NUM_SNAPSHOT_BLOCKS - first))
         parent = b""
@@ -257,17 +265,88 @@ def measure_snapshot() -> Iterator[Line]:
             pool.register(block, parent, key, "")
             parent = key
     yield from _measure_parts("device", SnapshotParts(pool, BlockMarks((), BLOCK_TOKENS), None))
-    stored = [
-        BlocksStored(b"", keys_from(first, CHAIN_BLOCKS), "nvme")
-        for first in range(0, NUM_SNAPSHOT_BLOCKS, CHAIN_BLOCKS)
-    ]
-    view.apply(TierEvents(tuple(stored), ()))
+    del pool
+    view = TierView()
+    yield from _measure_owner(view)
     yield from _measure_parts("store", SnapshotParts(BlockPool(1, 1), BlockMarks((), 1), view))
+
+
+class _Unheard:
+    """Hears the changes of a catalog (`CatalogEvents`) that has no session."""
+
+    def committed(self, info: RecordInfo) -> None: ...
+
+    def touched(self, info: RecordInfo) -> None: ...
+
+    def evicted(self, info: RecordInfo) -> None: ...
+
+    def gone(self, record_id: RecordId, reason: str) -> None: ...
+
+
+def _measure_owner(view: TierView) -> Iterator[Line]:
+    """Time the parts of what the store of a node holds, from its owner to an engine core, and what the engine
+    core does when an owner comes back with a million other blocks."""
+    space, shard = bytes(16), Shard(0, 32, 0, 8)
+    for first in (NUM_SNAPSHOT_BLOCKS, 0):
+        catalog = Catalog(None, SystemClock(), Faults(), _Unheard())
+        parent = chain = b""
+        for number, key in enumerate(keys_from(first, NUM_SNAPSHOT_BLOCKS)):
+            if number % CHAIN_BLOCKS == 0:
+                parent, chain = b"", key
+            info = RecordInfo(RecordId(space, key, shard), parent, chain, "", space, 1 << 20, 0)
+            catalog.added_nvme(info, NvmeRef(number, 0, 1 << 20))
+            parent = key
+        yield from _measure_owner_parts(catalog, space, shard, view)
+
+
+def _measure_owner_parts(catalog: Catalog, space: bytes, shard: Shard, view: TierView) -> Iterator[Line]:
+    def slice_of(index: int) -> Iterator[bytes]:
+        return (each.key for each in catalog.slice(index))
+
+    changes = TierChanges([shard], lambda key: catalog.lookup(space, key), slice_of)
+    frames: list[bytes] = []
+    numbers = [0]
+
+    def serve() -> None:
+        part = changes.part(numbers[-1])
+        frames.append(FROM_OWNER_CODEC.encode(part))
+        numbers.append(part.next_part)
+
+    served_ms = []
+    while numbers[-1] or not frames:
+        served_ms += slices_ms(iter([serve]))
+
+    def publish() -> None:
+        """Take the changes, as for KV events."""
+        view.take_changed()
+        view.take_events()
+
+    def take(frame: bytes) -> None:
+        message = FROM_OWNER_CODEC.decode_known(frame)
+        assert isinstance(message, TierPart)
+        view.apply_part(message)
+        publish()
+
+    taken_ms = slices_ms(partial(take, frame) for frame in frames)
+    yield longest("owner's part served p99", sorted(served_ms), SNAPSHOT_LIMIT_MS, where="store")
+    yield longest("owner's part taken p99", taken_ms, SNAPSHOT_LIMIT_MS, where="store", blocks=len(view))
+    lost_ms = []
+    is_left = True
+
+    def compare() -> None:
+        nonlocal is_left
+        is_left = view.forget_some()
+        publish()
+
+    while is_left:
+        lost_ms += slices_ms(iter([compare]))
+    assert len(view) == NUM_SNAPSHOT_BLOCKS
+    yield longest("lost blocks removed p99", sorted(lost_ms), SNAPSHOT_LIMIT_MS, where="store")
 
 
 def _measure_parts(where: str, parts: SnapshotParts) -> Iterator[Line]:
     identity = ReplicaIdentity("r0", 1)
-    tree = PrefixTree(SystemClock(), 5.0, load_kernel())
+    tree = PrefixTree(SystemClock(), 5.0, load_kernel(), BlockHistory())
     tree.add_replica(identity)
     frames: list[bytes] = []
     numbers = [0]
@@ -293,11 +372,24 @@ def _measure_parts(where: str, parts: SnapshotParts) -> Iterator[Line]:
     applied_ms = slices_ms(partial(apply, frame) for frame in frames)
     yield longest("part applied p99", applied_ms, SNAPSHOT_LIMIT_MS, where=where, blocks=tree.num_keys)
     # Nothing is left: what was there is forgotten while the tree is used.
-    assert tree.apply_snapshot(KvSnapshot(identity, 1, ()))
-    forgotten_ms = []
+    assert tree.apply_snapshot(KvSnapshot(identity, 0, ()))
+    yield longest("forgetting p99", _forgetting_ms(tree), SNAPSHOT_LIMIT_MS, where=where)
+    for frame in frames:
+        apply(frame)
+    yield longest(
+        "removing a replica p99",
+        sorted(slices_ms(iter([partial(tree.remove_replica, "r0")])) + _forgetting_ms(tree)),
+        SNAPSHOT_LIMIT_MS,
+        where=where,
+    )
+
+
+def _forgetting_ms(tree: PrefixTree) -> list[float]:
+    """Match prompts until nothing is left in the tree; return the time of each, in order of the times."""
+    times_ms = []
     while tree.num_keys:
-        forgotten_ms += slices_ms(iter([partial(tree.match, ())]))
-    yield longest("forgetting p99", sorted(forgotten_ms), SNAPSHOT_LIMIT_MS, where=where)
+        times_ms += slices_ms(iter([partial(tree.match, ())]))
+    return sorted(times_ms)
 
 
 def measure_operations(num_operations: int) -> Iterator[Line]:

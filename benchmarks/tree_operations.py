@@ -66,8 +66,8 @@ class TreeOperations:
             self._lose_event: 0.3,
             self._begin_snapshot: 0.2,
             self._advance: 10,
-            self._join: 0.1,
-            self._leave: 0.02,
+            self._join: 0.3,
+            self._leave: 0.1,
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
 

@@ -28,11 +28,14 @@ class BlocksStored(Part, frozen=True):
 class BlocksRemoved(Part, frozen=True):
     """These blocks are no longer held on the device, or in no tier of the node's store, all for one reason:
 
-    - "space": blocks were needed, and these were the least recently used
+    - "space": space was needed, and these were the least recently used, or on NVMe not used since they were
+      written
     - "share": their sharing group had more than its share
     - "offloaded": a sequence that has to wait was moved to host memory with them
     - "purged": by an order of an operator
-    - "": not known, such as of a store
+    - "corrupt": a copy in the store could not be read, or had a wrong checksum
+    - "lost": the store had them when the connection to its owner ended, and not when it was there again
+    - "": not known
     """
 
     keys: tuple[bytes, ...]

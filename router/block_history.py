@@ -28,6 +28,13 @@ class RemovalCause(NamedTuple):
     reason: str
 
 
+class Removal(NamedTuple):
+    """Why a block was removed, and when, by the clock."""
+
+    cause: RemovalCause
+    at: float
+
+
 class BlockHistory:
     """Remembers blocks by a hash of their keys.
 
@@ -65,29 +72,26 @@ class BlockHistory:
             for key in each.keys:
                 self._slot(key)
 
-    def removed(self, replica_id: str, keys: Iterable[bytes], tier: str, reason: str, now: float) -> None:
-        """Note blocks that a replica has no more."""
+    def removed(self, replica_id: str, keys: Iterable[bytes], tier: str, reason: str, at: float) -> None:
+        """Note blocks that a replica has had no more since then, unless they were removed later elsewhere."""
         cause = self._number_of(RemovalCause(replica_id, tier, reason))
+        removed_at, slot_to_cause = self._removed_at, self._slot_to_cause
         for key in keys:
             slot = self._slot(key)
-            self._removed_at[slot] = now
-            self._slot_to_cause[slot] = cause
+            if removed_at[slot] <= at or not slot_to_cause[slot]:
+                removed_at[slot] = at
+                slot_to_cause[slot] = cause
 
     def was_seen(self, key: bytes) -> bool:
         """Return whether a replica is remembered to have had the block."""
         return self._find(_hash_of(key)) is not None
 
-    def last_removal(self, key: bytes) -> tuple[int, float] | None:
-        """Return the number of the cause for which the block was removed last, and when; None: no removal is
-        remembered."""
+    def last_removal(self, key: bytes) -> Removal | None:
+        """Return the last removal of the block; None: none is remembered."""
         slot = self._find(_hash_of(key))
         if slot is None or not self._slot_to_cause[slot]:
             return None
-        return self._slot_to_cause[slot], self._removed_at[slot]
-
-    def cause(self, number: int) -> RemovalCause:
-        """Return the cause with this number, which is valid until the next removal."""
-        return self._causes[number]
+        return Removal(self._causes[self._slot_to_cause[slot]], self._removed_at[slot])
 
     def _find(self, hashed: int) -> int | None:
         start = hashed & self._bucket_mask

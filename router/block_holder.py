@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvtransfer.common.sliced_map import SlicedMap
 from kvtransfer.messages import ReplicaIdentity
-from router.holder_masks import KeySet
+from router.key_map import KeyMap, KeySet
 
 StoreTier = Literal["dram", "nvme"]
 
@@ -16,19 +15,13 @@ StoreTier = Literal["dram", "nvme"]
 SLOT_BITS = 4
 MARK_BIT = 3
 TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
-# Of the map of the blocks in one store.
-_NUM_STORE_SLICES = 64
-
-
-def _stored_blocks() -> SlicedMap[StoreTier]:
-    return SlicedMap(_NUM_STORE_SLICES)
 
 
 class OutdatedBlocks(NamedTuple):
     """Blocks that a replica had reported before a snapshot began: on its device, in the store, and marked."""
 
     held: KeySet
-    stored: SlicedMap[StoreTier]
+    stored: KeyMap[StoreTier]
     marked: KeySet
 
 
@@ -49,7 +42,7 @@ class BlockHolder:
     # The block keys on its device.
     held: KeySet = field(default_factory=KeySet)
     # The block keys in the store of its node, with their tier.
-    stored: SlicedMap[StoreTier] = field(default_factory=_stored_blocks)
+    stored: KeyMap[StoreTier] = field(default_factory=KeyMap)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.
     num_expecting: dict[bytes, int] = field(default_factory=dict)
@@ -72,7 +65,7 @@ class BlockHolder:
         """Set aside all that the replica has reported."""
         if self.held or self.stored or self.marked:
             self.outdated.append(OutdatedBlocks(self.held, self.stored, self.marked))
-            self.held, self.stored, self.marked = KeySet(), _stored_blocks(), KeySet()
+            self.held, self.stored, self.marked = KeySet(), KeyMap(), KeySet()
 
     def foreseen(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """Return the blocks of a prompt that the replica will mark when it has computed it. What windows have

@@ -1,20 +1,26 @@
 // Block keys and, for each, the mask of the replicas that hold it (router/holder_masks.py).
 //
-// Keys have 16 bytes and are hashes already, so their bits choose their places. The table is cut into segments, each
-// with open addressing and linear probing: a segment of a table of a million keys grows in a fraction of a millisecond.
-// An entry has the number of a mask, of which there are far fewer than keys, so most keys take one cache line to find.
+// The table is cut into segments, each with open addressing and linear probing. A directory finds the segment of a key
+// by the last bits of its hash (extendible hashing). A full segment is split by one bit more, so however many keys there
+// are, and in whatever order they come, a key moves at most `MOST_CAPACITY` others, in about 50 microseconds. An entry
+// has the number of a mask, of which there are far fewer than keys, so most keys take one cache line to find.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <utility>
 #include <vector>
 
 namespace block_table {
 
 constexpr int64_t KEY_BYTES = 16;
-constexpr int SEGMENT_BITS = 8;
-constexpr int64_t NUM_SEGMENTS = 1 << SEGMENT_BITS;
-constexpr uint64_t LEAST_CAPACITY = 8;
+// Of a segment. It is split when it has the most.
+constexpr uint64_t LEAST_CAPACITY = 8, MOST_CAPACITY = 4096;
+// Last bits of hashes that choose segments; only if they are used up do full segments grow further.
+constexpr int MOST_DEPTH = 24;
+// The bits of a hash from here on choose the place in a segment.
+constexpr int POSITION_SHIFT = 32;
 // Keys that are looked up ahead, so that their cache lines come at the same time.
 constexpr int64_t NUM_AHEAD = 16;
 // The number of the mask without bits, and of no mask.
@@ -24,6 +30,12 @@ constexpr uint32_t NONE = 0xFFFFFFFFu;
 struct Key {
   uint64_t low, high;
   bool operator==(const Key& other) const { return low == other.low && high == other.high; }
+  // Keys are hashes already, but those of tests may differ in few bits.
+  uint64_t hash() const {
+    uint64_t mixed = (low ^ high >> 32 ^ high << 32) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 32) * 0x94D049BB133111EBull;
+    return mixed ^ mixed >> 32;
+  }
 };
 
 // Masks of `num_words` words by number, each once, with the number of entries that have it.
@@ -132,31 +144,28 @@ class MaskPool {
 // Keys with the numbers of their masks; places without a mask are free.
 class Segment {
  public:
-  uint64_t size() const { return size_; }
+  // The keys have hashes that end with the `depth` bits of `suffix`.
+  Segment(int depth, uint64_t suffix, uint64_t capacity)
+      : depth_(depth), suffix_(suffix), keys_(capacity), masks_(capacity, EMPTY) {}
 
-  void prefetch(const Key& key) const {
-    if (keys_.empty()) return;
-    const uint64_t at = key.high & (keys_.size() - 1);
+  int depth() const { return depth_; }
+  uint64_t suffix() const { return suffix_; }
+  uint64_t capacity() const { return keys_.size(); }
+  bool is_full() const { return 8 * (size_ + 1) > 7 * keys_.size(); }
+
+  void prefetch(uint64_t hash) const {
+    const uint64_t at = home_of(hash);
     __builtin_prefetch(&keys_[at]);
     __builtin_prefetch(&masks_[at]);
   }
 
-  uint32_t find(const Key& key) const {
-    if (keys_.empty()) return EMPTY;
-    const uint64_t most = keys_.size() - 1;
-    for (uint64_t at = key.high & most; masks_[at] != EMPTY; at = (at + 1) & most)
-      if (keys_[at] == key) return masks_[at];
-    return EMPTY;
-  }
+  uint32_t find(const Key& key, uint64_t hash) const { return masks_[at(key, hash)]; }
 
-  // Return where the key has its mask, or would have one.
-  uint32_t& place(const Key& key) {
-    if (8 * (size_ + 1) > 7 * keys_.size()) grow();
-    const uint64_t most = keys_.size() - 1;
-    uint64_t at = key.high & most;
-    while (masks_[at] != EMPTY && !(keys_[at] == key)) at = (at + 1) & most;
-    if (masks_[at] == EMPTY) keys_[at] = key;
-    return masks_[at];
+  // Return where the key has its mask, or would have one. The segment must not be full.
+  uint32_t& place(const Key& key, uint64_t hash) {
+    const uint64_t found = at(key, hash);
+    if (masks_[found] == EMPTY) keys_[found] = key;
+    return masks_[found];
   }
 
   void added() { size_++; }
@@ -166,7 +175,7 @@ class Segment {
     const uint64_t most = keys_.size() - 1;
     uint64_t gap = place - masks_.data();
     for (uint64_t at = (gap + 1) & most; masks_[at] != EMPTY; at = (at + 1) & most) {
-      const uint64_t home = keys_[at].high & most;
+      const uint64_t home = home_of(keys_[at].hash());
       if (((at - home) & most) < ((at - gap) & most)) continue;
       keys_[gap] = keys_[at];
       masks_[gap] = masks_[at];
@@ -176,45 +185,69 @@ class Segment {
     size_--;
   }
 
- private:
   void grow() {
-    std::vector<Key> keys(keys_.empty() ? LEAST_CAPACITY : 2 * keys_.size());
-    std::vector<uint32_t> masks(keys.size(), EMPTY);
-    const uint64_t most = keys.size() - 1;
-    for (size_t i = 0; i < keys_.size(); i++) {
-      if (masks_[i] == EMPTY) continue;
-      uint64_t at = keys_[i].high & most;
-      while (masks[at] != EMPTY) at = (at + 1) & most;
-      keys[at] = keys_[i];
-      masks[at] = masks_[i];
-    }
-    keys_.swap(keys);
-    masks_.swap(masks);
+    Segment larger(depth_, suffix_, 2 * keys_.size());
+    for (size_t i = 0; i < keys_.size(); i++)
+      if (masks_[i] != EMPTY) larger.add(keys_[i], masks_[i]);
+    *this = std::move(larger);
   }
 
-  uint64_t size_ = 0;
+  // Move the keys with the next bit of their hashes set into a segment of their own.
+  std::unique_ptr<Segment> split() {
+    const uint64_t bit = 1ull << depth_;
+    auto other = std::make_unique<Segment>(depth_ + 1, suffix_ | bit, keys_.size());
+    Segment kept(depth_ + 1, suffix_, keys_.size());
+    for (size_t i = 0; i < keys_.size(); i++) {
+      if (masks_[i] == EMPTY) continue;
+      Segment& target = keys_[i].hash() & bit ? *other : kept;
+      target.add(keys_[i], masks_[i]);
+    }
+    *this = std::move(kept);
+    return other;
+  }
+
+ private:
+  uint64_t home_of(uint64_t hash) const { return hash >> POSITION_SHIFT & (keys_.size() - 1); }
+
+  uint64_t at(const Key& key, uint64_t hash) const {
+    const uint64_t most = keys_.size() - 1;
+    uint64_t at = home_of(hash);
+    while (masks_[at] != EMPTY && !(keys_[at] == key)) at = (at + 1) & most;
+    return at;
+  }
+
+  void add(const Key& key, uint32_t mask) {
+    place(key, key.hash()) = mask;
+    size_++;
+  }
+
+  int depth_;
+  uint64_t suffix_, size_ = 0;
   std::vector<Key> keys_;
   std::vector<uint32_t> masks_;
 };
 
 class Table {
  public:
-  int64_t size() const {
-    int64_t sum = 0;
-    for (const Segment& segment : segments_) sum += segment.size();
-    return sum;
+  Table() {
+    segments_.push_back(std::make_unique<Segment>(0, 0, LEAST_CAPACITY));
+    directory_.push_back(segments_.back().get());
   }
+
+  int64_t size() const { return size_; }
 
   void change(const uint8_t* keys, int64_t num_keys, int64_t bit, bool is_set) {
     pool_.reach(bit);
     // Most keys of one call have the same mask. Both are kept while they are remembered.
     uint32_t last = NONE, last_changed = NONE;
     for (int64_t i = 0; i < num_keys; i++) {
-      if (i + NUM_AHEAD < num_keys) prefetch(keys + (i + NUM_AHEAD) * KEY_BYTES);
+      if (i + NUM_AHEAD < num_keys) look_ahead(keys + (i + NUM_AHEAD) * KEY_BYTES);
       const Key key = key_at(keys + i * KEY_BYTES);
-      Segment& segment = segment_of(key);
-      if (!is_set && segment.find(key) == EMPTY) continue;
-      uint32_t& mask = segment.place(key);
+      const uint64_t hash = key.hash();
+      if (!is_set && segment_of(hash).find(key, hash) == EMPTY) continue;
+      if (is_set) make_room(hash);
+      Segment& segment = segment_of(hash);
+      uint32_t& mask = segment.place(key, hash);
       const uint32_t before = mask;
       if (before != last) {
         forget(last, last_changed);
@@ -224,11 +257,16 @@ class Table {
       }
       if (last_changed == before) continue;
       pool_.keep(last_changed);
-      if (before == EMPTY) segment.added();
-      if (last_changed == EMPTY)
+      if (before == EMPTY) {
+        segment.added();
+        size_++;
+      }
+      if (last_changed == EMPTY) {
         segment.remove(&mask);
-      else
+        size_--;
+      } else {
         mask = last_changed;
+      }
       if (before != EMPTY) pool_.release(before);
     }
     forget(last, last_changed);
@@ -237,11 +275,12 @@ class Table {
   // Write the masks of keys, up to the first one without a mask where it `stops`; return how many.
   int64_t masks(const uint8_t* keys, int64_t num_keys, bool stops, uint64_t* out, int64_t num_words) const {
     const int64_t num_known = pool_.num_words() < num_words ? pool_.num_words() : num_words;
-    for (int64_t i = 0; i < num_keys && i < NUM_AHEAD; i++) prefetch(keys + i * KEY_BYTES);
+    Ahead ahead[NUM_AHEAD];
+    for (int64_t i = 0; i < num_keys && i < NUM_AHEAD; i++) ahead[i] = look_ahead(keys + i * KEY_BYTES);
     for (int64_t i = 0; i < num_keys; i++) {
-      if (i + NUM_AHEAD < num_keys) prefetch(keys + (i + NUM_AHEAD) * KEY_BYTES);
-      const Key key = key_at(keys + i * KEY_BYTES);
-      const uint32_t number = segment_of(key).find(key);
+      const Ahead here = ahead[i % NUM_AHEAD];
+      if (i + NUM_AHEAD < num_keys) ahead[i % NUM_AHEAD] = look_ahead(keys + (i + NUM_AHEAD) * KEY_BYTES);
+      const uint32_t number = here.segment->find(key_at(keys + i * KEY_BYTES), here.hash);
       if (number == EMPTY && stops) return i;
       std::memset(out + i * num_words, 0, num_words * 8);
       std::memcpy(out + i * num_words, pool_.words(number), num_known * 8);
@@ -250,18 +289,44 @@ class Table {
   }
 
  private:
+  // What is known of a key before it is looked up.
+  struct Ahead {
+    uint64_t hash;
+    const Segment* segment;
+  };
+
   static Key key_at(const uint8_t* bytes) {
     Key key;
     std::memcpy(&key, bytes, KEY_BYTES);
     return key;
   }
 
-  const Segment& segment_of(const Key& key) const { return segments_[key.low & (NUM_SEGMENTS - 1)]; }
-  Segment& segment_of(const Key& key) { return segments_[key.low & (NUM_SEGMENTS - 1)]; }
+  Segment& segment_of(uint64_t hash) const { return *directory_[hash & (directory_.size() - 1)]; }
 
-  void prefetch(const uint8_t* bytes) const {
-    const Key key = key_at(bytes);
-    segment_of(key).prefetch(key);
+  Ahead look_ahead(const uint8_t* bytes) const {
+    const uint64_t hash = key_at(bytes).hash();
+    const Segment& segment = segment_of(hash);
+    segment.prefetch(hash);
+    return {hash, &segment};
+  }
+
+  // Make sure that a key with this hash can be added to its segment.
+  void make_room(uint64_t hash) {
+    while (segment_of(hash).is_full()) {
+      Segment& segment = segment_of(hash);
+      if (segment.capacity() < MOST_CAPACITY || segment.depth() == MOST_DEPTH) {
+        segment.grow();
+        continue;
+      }
+      const uint64_t step = 2ull << segment.depth();
+      if (step > directory_.size()) {
+        const std::vector<Segment*> half = directory_;
+        directory_.insert(directory_.end(), half.begin(), half.end());
+      }
+      segments_.push_back(segment.split());
+      Segment* const other = segments_.back().get();
+      for (uint64_t i = other->suffix(); i < directory_.size(); i += step) directory_[i] = other;
+    }
   }
 
   void forget(uint32_t last, uint32_t last_changed) {
@@ -270,7 +335,10 @@ class Table {
     pool_.release(last_changed);
   }
 
-  Segment segments_[NUM_SEGMENTS];
+  int64_t size_ = 0;
+  std::vector<std::unique_ptr<Segment>> segments_;
+  // The segment of each key, by the last bits of its hash.
+  std::vector<Segment*> directory_;
   MaskPool pool_;
 };
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import filterfalse
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.common.sliced_map import SlicedMap
 from router.native import RouterKernel
 
-# 10 million keys make slices that grow in some milliseconds, and a million keys of one replica some that grow
-# in less.
-_NUM_SLICES = 256
-_NUM_SET_SLICES = 64
-_MOST_IN_ONE_SLICE = 1 << 14
+# Of the masks without compiled code. 10 million keys make slices that grow in some milliseconds. The number
+# is a prime (`SlicedMap`).
+_NUM_SLICES = 251
 # Masks that are remembered so that equal ones are one object; then they are forgotten, and begun again.
 _NUM_REMEMBERED = 1 << 16
 _WORD_BITS = 64
@@ -41,7 +38,7 @@ class HolderMasks(Protocol):
         """Return the mask of each key; 0: nobody holds it."""
 
 
-class PlainMasks(SlicedMap[int]):
+class PlainMasks(SlicedMap[bytes, int]):
     """The masks as integers.
 
     Equal masks are one object, as far as they are remembered: with 1,000 replicas an integer takes up to 560
@@ -116,29 +113,6 @@ class CompiledMasks:
         return [
             int.from_bytes(data[start : start + stride], "little") for start in range(0, len(data), stride)
         ]
-
-
-class KeySet(SlicedMap[None]):
-    """A set of block keys: one slice, and many from some thousands of keys on."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def set_all(self, keys: Iterable[bytes], value: None) -> None:
-        """Add all of these keys."""
-        super().set_all(keys, value)
-        if len(self.slices) == 1 and len(self.slices[0]) > _MOST_IN_ONE_SLICE:
-            (slice_,) = self.slices
-            self.slices = tuple({} for _ in range(_NUM_SET_SLICES))
-            super().set_all(slice_, value)
-
-    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return those of these keys that are not there."""
-        if len(self.slices) == 1:
-            return list(filterfalse(self.slices[0].__contains__, keys))
-        return super().missing(keys)
 
 
 def _packed(keys: Sequence[bytes]) -> bytes:

@@ -198,7 +198,7 @@ class MissedBlocks(Part, frozen=True):
 
     - "new": nobody is remembered to have had them
     - "removed": nobody has them any more. They were last removed from the place, for the `reason` of
-      `kvtransfer.kv_events.BlocksRemoved`, or since the replica has "left"; "": not known
+      `kvtransfer.kv_events.BlocksRemoved`, or because the replica has "left"; "": not known
     - "forgotten": somebody had them, and no removal is remembered
     - "elsewhere": other replicas have them, the first of which are the places
     - "expected": other replicas are to compute them

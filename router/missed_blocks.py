@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.block_history import BlockHistory
+from router.block_history import BlockHistory, RemovalCause
 from router.messages import BlockPlace, MissedBlocks
 from router.radix import PrefixTree
 
@@ -88,7 +88,7 @@ class _Fates:
         self._history = history
         self._compute_id = compute_id
         self._by_places: dict[tuple[int, int], _Fate] = {}
-        self._by_cause: dict[int, _Fate] = {}
+        self._by_cause: dict[RemovalCause, _Fate] = {}
 
     def of(self, key: bytes) -> tuple[_Fate, float]:
         """Return the fate of a block, and when it was removed; 0: it was not."""
@@ -99,14 +99,15 @@ class _Fates:
             if state not in self._by_places:
                 self._by_places[state] = _by_place(self._tree.places(key, self._compute_id))
             return self._by_places[state], 0.0
-        found = self._history.last_removal(key)
+        found, left = self._history.last_removal(key), self._tree.left_with(key)
+        if found is None or (left is not None and left.at >= found.at):
+            found = left
         if found is None:
             return (_FORGOTTEN if self._history.was_seen(key) else _NEW), 0.0
-        cause, at = found
-        if cause not in self._by_cause:
-            replica_id, tier, reason = self._history.cause(cause)
-            self._by_cause[cause] = _Fate("removed", (BlockPlace(replica_id, tier),), reason)
-        return self._by_cause[cause], at
+        if found.cause not in self._by_cause:
+            replica_id, tier, reason = found.cause
+            self._by_cause[found.cause] = _Fate("removed", (BlockPlace(replica_id, tier),), reason)
+        return self._by_cause[found.cause], found.at
 
 
 def _by_place(places: Sequence[BlockPlace]) -> _Fate:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
-from router.block_history import BlockHistory
+from router.block_history import BlockHistory, Removal, RemovalCause
 from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, StoreTier
+from router.departed_replica import DepartedReplica
 from router.holder_masks import CompiledMasks, HolderMasks, PlainMasks
 from router.messages import BlockPlace
 from router.native import RouterKernel
@@ -25,8 +26,13 @@ from router.prefix_match import Counts, Match
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
 
-# Outdated blocks that are forgotten at a time, in about a millisecond; the rest when the tree is used again.
-_FORGOTTEN_AT_ONCE = 1024
+# Outdated blocks, and those of departed replicas, that are forgotten when a part of a snapshot comes, events
+# come, or a prompt is matched: in one to two milliseconds, and in some tenths of one. The rest follows when
+# the tree is used again. Parts forget more blocks than they bring, so that replicas that come and go do not
+# leave more and more.
+_FORGOTTEN_BY_PART = 1024
+_FORGOTTEN_BY_EVENTS = 256
+_FORGOTTEN_BY_MATCH = 128
 
 # Keys that are looked up before it is asked whether anybody has the last of them.
 _MATCHED_AT_ONCE = 256
@@ -82,6 +88,7 @@ class PrefixTree:
 
     Memory is bounded by what replicas report, plus the predictions of the last `prediction_ttl_s`; a key
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
+    What is outdated by a snapshot, and what a removed replica had, is forgotten in parts, with every use.
     """
 
     def __init__(
@@ -102,6 +109,8 @@ class PrefixTree:
         self._id_to_slot: Mapping[str, int] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
+        # The removed replicas that are not forgotten yet, by slot, in the order in which they left.
+        self._departed: dict[int, DepartedReplica] = {}
         self._predictions: deque[_Prediction] = deque()
         # The replicas of which outdated blocks are left to be forgotten.
         self._to_forget: dict[str, BlockHolder] = {}
@@ -126,34 +135,17 @@ class PrefixTree:
         self._note_marks()
 
     def remove_replica(self, replica_id: str) -> None:
-        """Wipe everything of the replica. Afterwards no mask has its bit, so the bit may be reused."""
+        """Count nothing of the replica any more. Its blocks are forgotten in parts, while the tree is used.
+        Then no mask has its bits, and its slot is free."""
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
-        if self._history is not None:
-            now = self._clock.now()
-            self._history.removed(replica_id, holder.stored, "store", "left", now)
-            self._history.removed(replica_id, holder.held, "device", "left", now)
-        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.held))
-        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.predicted_until))
-        self._key_to_mask.clear_bit(holder.device_bit, tuple(holder.num_expecting))
-        self._unstore(holder, tuple(holder.stored))
-        self._key_to_mask.clear_bit(holder.mark_bit, (*holder.marked, *holder.num_foreseen))
         self._to_forget.pop(replica_id, None)
-        for outdated in holder.outdated:
-            self._key_to_mask.clear_bit(holder.device_bit, tuple(outdated.held))
-            self._clear_store(holder, tuple(outdated.stored.items()))
-            self._key_to_mask.clear_bit(holder.mark_bit, tuple(outdated.marked))
-        holder.outdated.clear()
-        holder.marked.clear()
-        holder.num_foreseen.clear()
-        holder.held.clear()
-        holder.predicted_until.clear()
-        holder.num_expecting.clear()
         self._slot_to_id[holder.slot] = ""
-        self._free_slots.append(holder.slot)
         self._id_to_slot = {name: it.slot for name, it in self._holders.items()}
         self._note_marks()
+        self._departed[holder.slot] = DepartedReplica(holder, self._clock.now())
+        self._forget(_FORGOTTEN_BY_PART)
 
     def slot(self, replica_id: str) -> int:
         """Return where a `Match` counts a known replica, until it is removed."""
@@ -165,6 +157,7 @@ class PrefixTree:
         Until the snapshot arrives events are ignored, and False is repeated only every `SNAPSHOT_WAIT_S`.
         A key both removed and stored in one batch counts as stored. Parents are not needed (see the class).
         """
+        self._forget(_FORGOTTEN_BY_EVENTS)
         holder = self._holders.get(events.publisher.replica_id)
         if holder is None or holder.identity.epoch != events.publisher.epoch:
             return False
@@ -195,6 +188,7 @@ class PrefixTree:
     def apply_snapshot(self, snapshot: KvSnapshot) -> bool:
         """Replace the blocks that the replica held, part by part. Return False, and ignore the snapshot, for
         another epoch, an older sequence, or a part that is not the next one."""
+        self._forget(_FORGOTTEN_BY_PART)
         holder = self._holders.get(snapshot.publisher.replica_id)
         if holder is None or holder.identity.epoch != snapshot.publisher.epoch:
             return False
@@ -217,7 +211,7 @@ class PrefixTree:
         holder.next_part = snapshot.next_part
         if holder.outdated and not holder.next_part:
             self._to_forget[holder.identity.replica_id] = holder
-            self._forget_outdated()
+            self._forget(_FORGOTTEN_BY_PART)
         return True
 
     def needs_snapshot(self, replica_id: str) -> bool:
@@ -291,6 +285,8 @@ class PrefixTree:
             if needed is not None:
                 most = min(most, num_found)
                 kernel.limit_to_marks(words, num_words, most, counts, needed, len(needed))
+        for slot in self._departed:
+            counts[slot] = counts[num_slots + slot] = counts[2 * num_slots + slot] = 0
         return Match(self._id_to_slot, counts, num_slots)
 
     def reports(self, replica_id: str, key: bytes) -> bool:
@@ -328,13 +324,21 @@ class PrefixTree:
             bit = mask & -mask
             mask ^= bit
             slot, kind = divmod(bit.bit_length() - 1, SLOT_BITS)
-            if kind != MARK_BIT and slot != own:
+            if kind != MARK_BIT and slot != own and slot not in self._departed:
                 num_found += 1
                 yield slot, bit
 
+    def left_with(self, key: bytes) -> Removal | None:
+        """Return the removal of a block by the departure of a replica that is not in the history yet; None:
+        there is none."""
+        for departed in reversed(self._departed.values()):
+            if tier := departed.where(key):
+                return Removal(RemovalCause(departed.replica_id, tier, "left"), departed.left_at)
+        return None
+
     @property
     def num_keys(self) -> int:
-        """Number of distinct block keys that any replica holds."""
+        """Number of distinct block keys that any replica holds, or that are to be forgotten."""
         return len(self._key_to_mask)
 
     def num_held(self, replica_id: str) -> int:
@@ -357,9 +361,9 @@ class PrefixTree:
         return 0 if holder is None else len(holder.marked)
 
     def check(self) -> None:
-        """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
+        """Assert that masks, holders and slots agree, and that no forgotten replica left a trace."""
         expected: dict[bytes, int] = {}
-        # Bits of outdated blocks may be there still, and may be cleared already.
+        # Bits of outdated blocks and departed replicas may be there still, and may be cleared already.
         allowed: dict[bytes, int] = {}
 
         def add(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
@@ -382,6 +386,11 @@ class PrefixTree:
                 add(allowed, holder.mark_bit, outdated.marked)
                 for key, tier in outdated.stored.items():
                     add(allowed, holder.store_bits[tier], (key,))
+        for departed in self._departed.values():
+            assert departed.slot not in self._free_slots
+            assert not self._slot_to_id[departed.slot]
+            for bit, its_keys in departed.bits():
+                add(allowed, bit, its_keys)
         known = tuple({**expected, **allowed})
         num_found = 0
         for start in range(0, len(known), _MATCHED_AT_ONCE):
@@ -391,9 +400,9 @@ class PrefixTree:
                 assert mask & wanted == wanted
                 assert not mask & ~(wanted | allowed.get(key, 0))
                 num_found += mask > 0
-        assert num_found == len(self._key_to_mask), "a removed replica left a trace"
+        assert num_found == len(self._key_to_mask), "a forgotten replica left a trace"
         assert self._id_to_slot.keys() == self._holders.keys()
-        assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
+        assert len(self._slot_to_id) == len(self._holders) + len(self._departed) + len(self._free_slots)
 
     def _masks(self, keys: Sequence[bytes]) -> list[int]:
         """Return the masks of the leading keys, without those behind one that no replica has."""
@@ -440,7 +449,7 @@ class PrefixTree:
             self._key_to_mask.clear_bit(bit, [key for key, its in blocks if its == tier])
 
     def _expire(self) -> None:
-        self._forget_outdated()
+        self._forget(_FORGOTTEN_BY_MATCH)
         now = self._clock.now()
         while self._predictions and self._predictions[0].until <= now:
             prediction = self._predictions.popleft()
@@ -451,20 +460,28 @@ class PrefixTree:
             self._clear_device(prediction.holder, over)
             self._unforesee(prediction.holder, prediction.marks)
 
-    def _forget_outdated(self) -> None:
-        """Forget some of the blocks that replicas had before a snapshot and not after it."""
-        if not self._to_forget:
-            return
-        holder = next(iter(self._to_forget.values()))
+    def _forget(self, most: int) -> None:
+        """Forget `most` of the blocks that replicas had before a snapshot and not after it, which count until
+        then; and where there are none, of the blocks of departed replicas."""
+        if self._to_forget:
+            self._forget_outdated(next(iter(self._to_forget.values())), most)
+        elif self._departed:
+            slot, departed = next(iter(self._departed.items()))
+            if departed.forget(most, self._key_to_mask, self._history):
+                del self._departed[slot]
+                self._free_slots.append(slot)
+
+    def _forget_outdated(self, holder: BlockHolder, most: int) -> None:
+        """Forget `most` of the blocks on the device, as many in the store, and as many marks."""
         held, stored, marked = holder.outdated[-1]
-        forgotten = [key for key, _ in held.pop_some(_FORGOTTEN_AT_ONCE)]
+        forgotten = [key for key, _ in held.pop_some(most)]
         if self._history is not None and (gone_from_device := holder.held.missing(forgotten)):
             name, now = holder.identity.replica_id, self._clock.now()
             self._history.removed(name, gone_from_device, "device", "", now)
         self._clear_device(holder, forgotten)
-        gone = stored.pop_some(_FORGOTTEN_AT_ONCE)
+        gone = stored.pop_some(most)
         self._clear_store(holder, [(key, tier) for key, tier in gone if holder.stored.get(key) != tier])
-        self._clear_mark(holder, [key for key, _ in marked.pop_some(_FORGOTTEN_AT_ONCE)])
+        self._clear_mark(holder, [key for key, _ in marked.pop_some(most)])
         if held or stored or marked:
             return
         holder.outdated.pop()

@@ -12,10 +12,12 @@ from cluster.cli.terminal import made_table
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _REASONS = {
-    "space": "evicted: blocks were needed, and these were used least recently",
+    "space": "evicted: space was needed, and these were used least recently",
     "share": "evicted: their sharing group had more than its share",
     "offloaded": "moved to host memory with a sequence that had to wait",
     "purged": "purged by an operator",
+    "corrupt": "dropped: the copy could not be read, or had a wrong checksum",
+    "lost": "lost: the store of the node came back without them",
     "left": "gone with the replica",
     "": "removed",
 }

@@ -46,7 +46,7 @@ class RecordedRequest(Part, frozen=True):
     # From arrival to the first token (0: there was none), and to the end.
     ttft_s: float
     e2e_s: float
-    # The shortened keys of the prompt's full blocks, `SHORT_KEY_BYTES` each. None where no other request may
+    # The shortened keys of the prompt's full blocks, `SHORT_KEY_BYTES` each. Empty where no other request may
     # reuse the prompt.
     short_keys: bytes
 

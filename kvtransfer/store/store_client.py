@@ -27,6 +27,7 @@ from kvtransfer.store.messages.engine_session import (
     PutGrant,
     StoreWelcome,
     TierEvents,
+    TierPart,
 )
 from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, TO_OWNER_CODEC, FromOwner, expect
 
@@ -63,6 +64,8 @@ class StoreEvents(Protocol):
     def on_fetched(self, fetched: FetchedBlocks) -> None: ...
 
     def on_tiers(self, events: TierEvents) -> None: ...
+
+    def on_tier_part(self, part: TierPart) -> None: ...
 
 
 class OwnerClient(Protocol):
@@ -230,5 +233,7 @@ def deliver(message: FromOwner, events: StoreEvents) -> None:
             events.on_fetched(message)
         case TierEvents():
             events.on_tiers(message)
+        case TierPart():
+            events.on_tier_part(message)
         case _:
             raise WireError(f"the owner sent {type(message).__name__}")

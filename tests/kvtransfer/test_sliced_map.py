@@ -15,7 +15,7 @@ operations = st.lists(
 
 @given(operations, st.sampled_from([1, 4, 64]))
 def test_it_is_a_dictionary(drawn: list[tuple[str, list[bytes]]], num_slices: int) -> None:
-    made: SlicedMap[int] = SlicedMap(num_slices)
+    made: SlicedMap[bytes, int] = SlicedMap(num_slices)
     model: dict[bytes, int] = {}
     for number, (name, named) in enumerate(drawn):
         if name == "set all":

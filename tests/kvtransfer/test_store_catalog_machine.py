@@ -289,7 +289,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(name=names)
     def drop_from_nvme(self, name: Name) -> None:
         _, ref, _ = self.on_nvme.pop(name, (None, NvmeRef(0, 0, 0), None))
-        assert self.harness.catalog.removed_nvme(record_id(*name), ref) == (ref.segment > 0)
+        assert self.harness.catalog.removed_nvme(record_id(*name), ref, "corrupt") == (ref.segment > 0)
 
     @rule(name=names)
     def begin_read(self, name: Name) -> None:

@@ -26,6 +26,7 @@ from catalog_harness import (
 from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.messages.engine_session import HELD
 from kvtransfer.store.messages.records import HEADER_BYTES, PurgeOrder, RecordInfo
@@ -218,10 +219,35 @@ def test_a_record_on_nvme_survives_its_eviction(harness: CatalogHarness) -> None
     assert held is not None
     assert (held.offset, held.nvme, held.tiers) == (None, REF, ("nvme",))
     assert harness.catalog.lease(record_id("a")) is None
-    assert harness.catalog.removed_nvme(record_id("a"), REF)
+    assert harness.catalog.removed_nvme(record_id("a"), REF, "corrupt")
     assert harness.listener.take()[-1] == ("gone", "a")
     assert harness.catalog.find(record_id("a")) is None
-    assert not harness.catalog.removed_nvme(record_id("a"), REF)
+    assert not harness.catalog.removed_nvme(record_id("a"), REF, "corrupt")
+
+
+def test_a_record_that_is_gone_has_the_reason_for_which_it_left_the_last_tier() -> None:
+    shares = GroupShares(by_group={"greedy": 0.25})
+    harness = CatalogHarness(shares=shares, nvme_shares=shares, nvme_bytes=4 * GRANULE_BYTES)
+    catalog, reasons = harness.catalog, harness.listener.reasons
+    harness.put("corrupt")
+    assert catalog.bad(catalog.lease(record_id("corrupt")) or 0) is not None
+    harness.put("unreadable")
+    catalog.added_nvme(info_of("unreadable"), REF)
+    catalog.added_nvme(info_of("greedy0", group="greedy"), NvmeRef(5, 0, 2 * GRANULE_BYTES))
+    assert catalog.make_nvme_space(info_of("greedy1", group="greedy"))
+    harness.put("purged", group="purged")
+    catalog.purge(PurgeOrder("purged", None))
+    for number in range(NUM_SLOTS // 4 + 1):
+        harness.put(f"share{number}", group="greedy")
+    harness.put_chain(*(f"b{n:02}" for n in range(NUM_SLOTS)))
+    assert record_id("unreadable") not in reasons, "it is on NVMe"
+    catalog.removed_nvme(record_id("unreadable"), REF, "corrupt")
+    names = ("corrupt", "unreadable", "greedy0", "purged", "share0")
+    assert [reasons[record_id(name)] for name in names] == ["corrupt", "corrupt", "share", "purged", "share"]
+    for number in range(3):
+        harness.put(f"last{number}")
+    assert {reason for gone, reason in reasons.items() if gone.key.startswith(b"b")} == {"space"}
+    harness.close()
 
 
 def test_each_tier_has_the_sum_of_its_own_bytes(harness: CatalogHarness) -> None:
@@ -237,7 +263,7 @@ def test_each_tier_has_the_sum_of_its_own_bytes(harness: CatalogHarness) -> None
 def test_a_record_written_again_or_moved_is_where_it_was_last(harness: CatalogHarness) -> None:
     harness.catalog.added_nvme(info_of("a"), REF)
     assert harness.catalog.added_nvme(info_of("a"), NEWER) == REF
-    assert not harness.catalog.removed_nvme(record_id("a"), REF), "that one was replaced"
+    assert not harness.catalog.removed_nvme(record_id("a"), REF, "corrupt"), "that one was replaced"
     assert not harness.catalog.moved_nvme(record_id("a"), REF, NvmeRef(3, 0, 1))
     assert harness.catalog.moved_nvme(record_id("a"), NEWER, REF)
     assert harness.catalog.lookup(SPACE, b"a")[WHOLE].nvme == REF

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from store_harness import COMPATIBILITY, StoreHarness, eventually
 from trust_files import TRUST
 
@@ -16,16 +17,26 @@ from kvtransfer.codec import framed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError
+from kvtransfer.kv_events import BlocksStored
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.messages.engine_session import EngineHello, FetchRequest, NewRecord, PutCommit
-from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL, TO_OWNER_CODEC
-from kvtransfer.store.messages.records import RecordId
+from kvtransfer.store.messages.engine_session import (
+    EngineHello,
+    FetchRequest,
+    NewRecord,
+    PutCommit,
+    TierEvents,
+    TierPart,
+    TierPartRequest,
+)
+from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL, TO_OWNER_CODEC, FromOwner
+from kvtransfer.store.messages.records import PurgeOrder, RecordId
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.arena_manager import ArenaManager
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
+from kvtransfer.store.server.session_decisions import SessionDecisions
 
 SPACE, KEY, SHARD, SESSION = b"thespace", bytes(16), Shard(0, 2, 0, 2), b"s" * 16
 
@@ -112,6 +123,42 @@ async def test_what_a_newer_engine_core_has_added_is_skipped(tmp_path: Path) -> 
     engine_cores.close()
     with pytest.raises(PeerGoneError):
         await serving
+    await node.release()
+
+
+async def test_the_content_is_sent_when_the_records_of_an_earlier_owner_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that has not asked yet, or waits, keeps its view when another session of its shape ends."""
+    node, session, _, engine_cores = await connected(tmp_path)
+    sent: list[FromOwner] = []
+    monkeypatch.setattr(session, "_hello", replace(session._hello, takes_parts=True))
+    monkeypatch.setattr(session, "send", sent.append)
+    session.begin()
+    node.catalog.session_opened(SESSION)
+    session.handle(TierPartRequest(0))
+    other = SessionDecisions(replace(session._hello, session=b"o" * 16), lambda rank: None, node, spawn)
+    other.begin()
+    other.end()
+    await node.open_disk()  # there is none
+    await asyncio.sleep(0)
+    assert sent == []
+    node.use(Arena.create(2 << 20, 4096, False), None)
+    new = NewRecord(KEY, b"", SHARD, 1000)
+    space = session._view.space
+    offset = node.catalog.allocate(SESSION, "t", KEY, space, bytes(16), new, Writer(1, 1))
+    assert node.catalog.commit(SESSION, offset, 1) is not None
+    await eventually(lambda: bool(sent), "the part is sent")
+    node.settle_all()
+    assert sent == [TierPart((BlocksStored(b"", (KEY,), "dram"),), 0, 0)]
+    node.catalog.purge(PurgeOrder(None, None))
+    node.settle_all()
+    assert sent[1:] == [TierEvents((), (KEY,), ("purged",))]
+    session.end()
+    session.close()
+    assert not node._views
+    await asyncio.sleep(0)
+    engine_cores.close()
     await node.release()
 
 

@@ -80,6 +80,21 @@ async def test_what_is_put_is_found_and_read(running: StoreHarness) -> None:
     await running.stop()
 
 
+async def test_an_engine_core_of_an_older_version_is_sent_all_blocks_and_then_changes(
+    running: StoreHarness,
+) -> None:
+    first = await Replica(running).start()
+    chains = [Chain.of(f"prompt {number}", 3) for number in range(2)]
+    await first.put(chains[0])
+    older = await Replica(running, takes_parts=False).start()
+    await eventually(lambda: set(older.tiers) == set(chains[0].keys), "all blocks are told")
+    await first.put(chains[1])
+    both = {*chains[0].keys, *chains[1].keys}
+    await eventually(lambda: set(older.tiers) == both == set(first.tiers), "the changes are told")
+    await first.close()
+    await older.close()
+
+
 async def test_a_block_missing_in_the_middle_ends_what_can_be_had(running: StoreHarness) -> None:
     replica = await Replica(running).start()
     chain = Chain.of("prompt", 5)
@@ -168,6 +183,7 @@ async def test_a_full_arena_gives_up_what_was_used_longest_ago(running: StoreHar
     await eventually(lambda: set(chains[-1].keys) <= set(replica.tiers), "told")
     gone = len(await replica.find(chains[1]))
     assert chains[1].keys[gone] not in replica.tiers, "its removal is told"
+    assert replica.reasons[chains[1].keys[gone]] == "space"
     assert (await running.stat("dram")).num_evictions > 0
     await running.check_nothing_leaked()
     await replica.close()

@@ -248,6 +248,7 @@ async def test_a_disk_that_fails_costs_what_it_held_only(
     if damage is not _remove:  # a file that is open is still there
         assert got == ()
         await eventually(lambda: chain.keys[0] not in replica.tiers, "what is lost is told")
+        assert replica.reasons[chain.keys[0]] == "corrupt"
     for number in range(3):
         more = Chain.of(f"more {number}", 20)
         assert await replica.put(more) == list(range(20))

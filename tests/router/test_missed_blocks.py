@@ -13,8 +13,9 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts
 from router.block_history import BlockHistory, RemovalCause
 from router.config import RouterConfig
+from router.departed_replica import DepartedReplica
 from router.messages import BlockPlace, Decision, MissedBlocks, RouteRequest
-from router.missed_blocks import MAX_RUNS
+from router.missed_blocks import MAX_RUNS, find_misses
 from router.service import RouterService
 
 BLOCK_TOKENS = 16
@@ -89,6 +90,32 @@ def test_what_the_store_lost_and_what_left_with_a_replica() -> None:
     )
 
 
+def test_blocks_that_left_have_one_fate_before_and_after_they_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget = DepartedReplica.forget
+    monkeypatch.setattr(DepartedReplica, "forget", lambda it, most, *to: forget(it, min(most, 1), *to))
+    cluster = Cluster("a", "b", "c")
+    cluster.report("b", stored=(BlocksStored(b"", KEYS[:4], "dram"), BlocksStored(b"", KEYS[4:8])))
+    cluster.router.remove_replica("b")
+    cluster.join("b")
+    cluster.store("b", *KEYS[7:8])
+    tree = cluster.router.tree
+    num_uses = 0
+    while tree._departed:
+        found = find_misses(tree, cluster.history, "a", KEYS, 0, cluster.clock.now())
+        assert found.num_achievable == 8
+        assert found.runs == (
+            MissedBlocks(0, 4, "removed", (BlockPlace("b", "store"),), "left"),
+            MissedBlocks(4, 3, "removed", (BlockPlace("b", "device"),), "left"),
+            MissedBlocks(7, 1, "elsewhere", (BlockPlace("b", "device"),)),
+            MissedBlocks(8, 2, "new"),
+        )
+        tree.match(())
+        num_uses += 1
+    assert num_uses > 4
+
+
 def test_what_another_request_computes_is_expected_and_the_own_prompt_is_not() -> None:
     cluster = Cluster("a", "b")
     other = RouteRequest("other", RequestFacts(), KEYS[:6], 100, 8, pinned_prefill="b", pinned_decode="b")
@@ -156,9 +183,12 @@ def test_many_fates_end_in_few_runs() -> None:
 # ------------------------------------------------------------------------------------------ the history
 
 
-def removal(history: BlockHistory, key: bytes) -> tuple[RemovalCause, float] | None:
-    found = history.last_removal(key)
-    return None if found is None else (history.cause(found[0]), found[1])
+def test_a_departure_that_is_noted_late_does_not_hide_a_later_removal() -> None:
+    history = BlockHistory(64)
+    history.removed("b", [b"k"], "device", "space", 7.0)
+    history.removed("a", [b"k", b"l"], "device", "left", 5.0)
+    assert history.last_removal(b"k") == (RemovalCause("b", "device", "space"), 7.0)
+    assert history.last_removal(b"l") == (RemovalCause("a", "device", "left"), 5.0)
 
 
 def test_the_latest_removal_counts_and_a_block_that_came_back_keeps_it() -> None:
@@ -166,7 +196,7 @@ def test_the_latest_removal_counts_and_a_block_that_came_back_keeps_it() -> None
     history.removed("a", [b"k"], "device", "space", 5.0)
     history.removed("b", [b"k"], "store", "", 7.0)
     history.stored([BlocksStored(b"", (b"k", b"l"))])
-    assert removal(history, b"k") == (RemovalCause("b", "store", ""), 7.0)
+    assert history.last_removal(b"k") == (RemovalCause("b", "store", ""), 7.0)
     assert history.last_removal(b"l") is None
     assert history.was_seen(b"l")
     assert not history.was_seen(b"m")
@@ -178,8 +208,8 @@ def test_causes_run_out_and_are_numbered_anew(monkeypatch: pytest.MonkeyPatch) -
     history = BlockHistory(1 << 16)
     for number in range(6):
         history.removed(f"p{number}", [b"%d" % number], "device", "space", float(number))
-    found = [removal(history, b"%d" % number) for number in range(6)]
-    names = [each and each[0].replica_id for each in found]
+    found = [history.last_removal(b"%d" % number) for number in range(6)]
+    names = [each and each.cause.replica_id for each in found]
     assert names == [None, None, None, "p3", "p4", "p5"]
     assert all(history.was_seen(b"%d" % number) for number in range(6))
 
@@ -209,10 +239,10 @@ def test_the_history_says_nothing_wrong(changes: list[tuple[int, bool]]) -> None
             history.stored([BlocksStored(b"", (key,))])
         assert history.was_seen(key)
         if is_removed:
-            assert removal(history, key) == (RemovalCause(f"p{number}", "device", "space"), float(at))
+            assert history.last_removal(key) == (RemovalCause(f"p{number}", "device", "space"), float(at))
     seen = {number for number, _ in changes}
     for number in range(401):
         key = number.to_bytes(8, "little")
         assert number in seen or not history.was_seen(key)
-        found = removal(history, key)
-        assert found is None or found[1] == removals[number]
+        found = history.last_removal(key)
+        assert found is None or found.at == removals[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, get_args
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,10 @@ from slow_cases import examples
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
+from router import radix
+from router.block_history import BlockHistory
+from router.departed_replica import DepartedReplica
+from router.holder_masks import HolderMasks
 from router.native import RouterKernel, load_kernel
 from router.prefix_match import InStore, Match
 from router.radix import SNAPSHOT_WAIT_S, Expectation, PrefixTree
@@ -43,6 +48,7 @@ def keys_of(path: tuple[int, ...]) -> tuple[bytes, ...]:
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 tiers = st.sampled_from(("device", "device", "dram", "nvme"))
 chains = st.tuples(paths, tiers)
+forget = DepartedReplica.forget
 ALL_PATHS = [tuple(map(int, f"{number:b}"[1:])) for number in range(16, 32)]
 
 
@@ -60,6 +66,12 @@ class ReplicaModel:
     expected: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
+def forget_one(
+    departed: DepartedReplica, most: int, masks: HolderMasks, history: BlockHistory | None
+) -> bool:
+    return forget(departed, min(most, 1), masks, history)
+
+
 def kernel_of(is_compiled: bool) -> RouterKernel | None:
     kernel = load_kernel() if is_compiled else None
     assert (kernel is not None) == is_compiled
@@ -67,10 +79,14 @@ def kernel_of(is_compiled: bool) -> RouterKernel | None:
 
 
 class TreeAgainstModel(RuleBasedStateMachine):
+    """Replicas that leave are forgotten a block at a time, so that others come and go meanwhile."""
+
     is_compiled = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.forgetting = mock.patch.object(DepartedReplica, "forget", forget_one)
+        self.forgetting.start()
         # What was expected, also of replicas that are gone, with the model of that epoch.
         self.expectations: list[tuple[Expectation, ReplicaModel]] = []
         self.clock = ManualClock()
@@ -84,6 +100,13 @@ class TreeAgainstModel(RuleBasedStateMachine):
             self.models[replica] = ReplicaModel(epoch)
         if with_snapshot:
             self.snapshot(replica, 0, 1, [((0, 1), "device"), ((0, 1, 0), "nvme")])
+
+    def teardown(self) -> None:
+        """Forget all that is left of replicas."""
+        while self.tree._departed:
+            self.tree.match(())
+        self.nothing_leaks()
+        self.forgetting.stop()
 
     @rule(replica=st.sampled_from(REPLICAS))
     def leave(self, replica: str) -> None:
@@ -215,7 +238,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
             for key in (*model.held, *model.predicted_until, *model.stored, *chain(*model.expected))
             if self._counts(model, key) or key in model.stored
         }
-        assert self.tree.num_keys == len(alive)
+        leaving = {key for each in self.tree._departed.values() for _, keys in each.bits() for key in keys}
+        assert len(alive) <= self.tree.num_keys <= len(alive | leaving)
         for replica in REPLICAS:
             model = self.models.get(replica)
             assert self.tree.num_held(replica) == (len(model.held) if model else 0)
@@ -326,6 +350,46 @@ def test_a_recycled_bit_inherits_nothing() -> None:
         "the old replica's expiry must not touch the new one's"
     )
     tree.check()
+
+
+def num_departed(tree: PrefixTree) -> int:
+    """Return the number of bits that departed replicas may still have."""
+    return sum(len(list(keys)) for each in tree._departed.values() for _, keys in each.bits())
+
+
+@kernels
+def test_no_use_of_the_tree_forgets_more_than_a_part_of_a_replica(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica comes back, and leaves again, before it is forgotten."""
+    monkeypatch.setattr(radix, "_FORGOTTEN_BY_PART", 10)
+    monkeypatch.setattr(radix, "_FORGOTTEN_BY_MATCH", 2)
+    tree = PrefixTree(ManualClock(), TTL_S, kernel_of(is_compiled), BlockHistory(64))
+    keys = tuple(number.to_bytes(16, "big") for number in range(90))
+    for epoch in (1, 2, 3):
+        identity = ReplicaIdentity("p0", epoch)
+        tree.add_replica(identity)
+        chains = (BlocksStored(b"", keys[:50]), BlocksStored(b"", keys[50:], "nvme"))
+        assert tree.apply_snapshot(KvSnapshot(identity, 0, chains))
+        assert both(tree.match(keys)) == ({"p0": 50}, {"p0": InStore(0, 40)})
+        tree.predict("p0", (keys[-1], b"another"))
+        tree.remove_replica("p0")
+        assert tree.match(keys).most_blocks == 0
+        assert tree.places(keys[0], "") == []
+    assert len(tree._departed) == 3
+    tree.add_replica(ReplicaIdentity("p1", 1))
+    tree.apply_snapshot(KvSnapshot(ReplicaIdentity("p1", 1), 0, (BlocksStored(b"", keys[:10]),)))
+    num_uses, num_left = 0, num_departed(tree)
+    assert num_left > 200
+    while tree._departed:
+        assert both(tree.match(keys)) == ({"p1": 10}, {})
+        num_uses += 1
+        assert num_left - num_departed(tree) <= 2
+        num_left = num_departed(tree)
+    assert num_uses > 100
+    assert tree.num_keys == 10
+    tree.check()
+    assert len(tree._free_slots) == 3
 
 
 def test_a_confirmed_prediction_outlives_its_time() -> None:

@@ -10,7 +10,9 @@ from optional_programs import needs_compiler
 
 from benchmarks import tree_operations
 from benchmarks.tree_operations import TreeOperations
-from router.holder_masks import CompiledMasks, KeySet, PlainMasks
+from router import radix
+from router.holder_masks import CompiledMasks, PlainMasks
+from router.key_map import KeyMap, KeySet
 from router.native import load_kernel
 
 
@@ -23,14 +25,23 @@ from router.native import load_kernel
     ],
 )
 def test_a_tree_stays_valid(num_operations: int, is_compiled: bool) -> None:
+    """Little is forgotten at a time, so that replicas leave and come back while others are forgotten."""
     kernel = load_kernel() if is_compiled else None
     assert (kernel is not None) == is_compiled
     with mock.patch.object(tree_operations, "load_kernel", return_value=kernel):
         operations = TreeOperations(1, num_replicas=40, num_prompts=50, prompt_blocks=30)
-    for _ in range(5):
-        operations.run(num_operations // 5)
-        operations.tree.check()
-    operations.check()
+    most_departed = 0
+    with (
+        mock.patch.object(radix, "_FORGOTTEN_BY_PART", 2),
+        mock.patch.object(radix, "_FORGOTTEN_BY_EVENTS", 2),
+        mock.patch.object(radix, "_FORGOTTEN_BY_MATCH", 1),
+    ):
+        for _ in range(20):
+            operations.run(num_operations // 20)
+            operations.tree.check()
+            most_departed = max(most_departed, len(operations.tree._departed))
+        operations.check()
+    assert most_departed > 1
 
 
 @needs_compiler
@@ -72,3 +83,13 @@ def test_a_large_set_of_keys_has_slices() -> None:
     assert made.missing([*keys[:10], b"other"]) == [b"other"]
     assert made.discard_all(keys[:39_990]) == keys[:39_990]
     assert sorted(made) == keys[39_990:]
+
+
+def test_a_large_map_of_keys_keeps_their_values() -> None:
+    keys = [number.to_bytes(16, "big") for number in range(20_000)]
+    made: KeyMap[str] = KeyMap()
+    made.set_all(keys[:10_000], "a")
+    assert len(made.slices) == 1
+    made.set_all(keys[3000:], "b")
+    assert len(made.slices) > 1
+    assert dict(made.items()) == dict.fromkeys(keys[:3000], "a") | dict.fromkeys(keys[3000:], "b")

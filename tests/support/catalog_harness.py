@@ -39,6 +39,8 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
         self.in_dram: dict[RecordId, RecordInfo] = {}
+        # The last reasons for which records are gone.
+        self.reasons: dict[RecordId, str] = {}
 
     def committed(self, info: RecordInfo) -> None:
         self.in_dram[info.id] = info
@@ -52,7 +54,8 @@ class Listener:
         assert self.in_dram.pop(info.id) == info
         self.heard.append(("evicted", info.id.key.decode()))
 
-    def gone(self, record_id: RecordId) -> None:
+    def gone(self, record_id: RecordId, reason: str) -> None:
+        self.reasons[record_id] = reason
         self.in_dram.pop(record_id, None)
         self.heard.append(("gone", record_id.key.decode()))
 

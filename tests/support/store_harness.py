@@ -53,6 +53,8 @@ from kvtransfer.store.messages.engine_session import (
     Source,
     StoreWelcome,
     TierEvents,
+    TierPart,
+    TierPartRequest,
 )
 from kvtransfer.store.messages.owner_codec import FROM_OWNER_CODEC, STORE_PROTOCOL, TO_OWNER_CODEC
 from kvtransfer.store.messages.records import Tier
@@ -288,14 +290,16 @@ class Replica:
         compatibility: CompatibilityRecord = COMPATIBILITY,
         trust: Trust = TRUST,
         faults: Faults | None = None,
+        takes_parts: bool = True,
     ) -> None:
         self.session = secrets.token_bytes(16)
         self.shards = shards or (MODEL,)
         self.identity = ReplicaIdentity(f"replica-{self.session.hex()[:6]}", 1)
         self.welcomes: list[StoreWelcome] = []
         self.losses: list[str] = []
-        # The tiers as reported by `TierEvents`.
+        # The tiers as reported by `TierPart` and `TierEvents`, and the last reasons of removals.
         self.tiers: dict[bytes, str] = {}
+        self.reasons: dict[bytes, str] = {}
         self._harness = harness
         self._loop = asyncio.get_running_loop()
         self._up = asyncio.Event()
@@ -313,7 +317,9 @@ class Replica:
             for rank, shard in enumerate(self.shards)
         ]
         self._trust = trust
-        self._hello = EngineHello(STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards)
+        self._hello = EngineHello(
+            STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards, takes_parts
+        )
         self.errors: list[BaseException] = []
         self.client = self._new_client()
 
@@ -464,6 +470,8 @@ class Replica:
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
         self.welcomes.append(welcome)
+        if not self._up.is_set() and self._hello.takes_parts:
+            self.client.send(TierPartRequest(0))
         if not self._up.is_set() and not self._attaching:
             self._attaching = set(range(len(self.ranks)))
             for rank in self.ranks:
@@ -489,8 +497,15 @@ class Replica:
     def on_tiers(self, events: TierEvents) -> None:
         for stored in events.stored:
             self.tiers |= dict.fromkeys(stored.keys, stored.tier)
-        for key in events.removed:
-            del self.tiers[key]
+        for key, reason in zip(events.removed, events.reasons, strict=True):
+            self.tiers.pop(key, None)
+            self.reasons[key] = reason
+
+    def on_tier_part(self, part: TierPart) -> None:
+        for stored in part.stored:
+            self.tiers |= dict.fromkeys(stored.keys, stored.tier)
+        if part.next_part:
+            self.client.send(TierPartRequest(part.next_part))
 
     # -------------------------------------------------------------------------------------------- inside
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from kvtransfer.common.sliced_map import SlicedMap
 from workers.scheduler.group_pool import GroupPool
 from workers.store_connector.tier_view import NUM_SLICES, TierView
 
 # The blocks of the first group with a window or states in a slice.
 _SLICE_BLOCKS = 512
+# Of the set of marked blocks. A prime (`SlicedMap`).
+_NUM_MARKED_SLICES = 251
 
 
 class BlockMarks:
@@ -19,7 +22,7 @@ class BlockMarks:
         """Take the blocks of each group of layers with a window or states; none: nothing is ever marked."""
         self._pools = pools
         self._view = view
-        self._marked: set[bytes] = set()
+        self._marked: SlicedMap[bytes, None] = SlicedMap(_NUM_MARKED_SLICES)
         # How many blocks without a gap are to be marked for a prompt to be continued behind the last.
         self.num_needed = max((-(-(pool.window - 1) // block_tokens) for pool in pools), default=0)
 
@@ -32,8 +35,8 @@ class BlockMarks:
             return (), ()
         marked = [key for key in changed if key not in self._marked and self._is_marked(key)]
         unmarked = [key for key in changed if key in self._marked and not self._is_marked(key)]
-        self._marked.update(marked)
-        self._marked.difference_update(unmarked)
+        self._marked.set_all(marked, None)
+        self._marked.discard_all(unmarked)
         return tuple(marked), tuple(unmarked)
 
     def snapshot(self) -> tuple[bytes, ...]:

@@ -15,7 +15,7 @@ from workers.store_connector.tier_view import NUM_SLICES, TierView
 # The blocks of the device in a slice, how many a part has at least where there are more, and how many slices
 # it has at most: most may be empty.
 SLICE_BLOCKS = 512
-LEAST_PART_BLOCKS = 512
+LEAST_PART_BLOCKS = 256
 _MOST_SLICES = 256
 
 

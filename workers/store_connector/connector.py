@@ -29,6 +29,8 @@ from kvtransfer.store.messages.engine_session import (
     PutGrant,
     StoreWelcome,
     TierEvents,
+    TierPart,
+    TierPartRequest,
 )
 from kvtransfer.store.messages.owner_codec import STORE_PROTOCOL
 from kvtransfer.store.messages.store_orders import (
@@ -88,6 +90,8 @@ class StoreConnector:
         self._ranks = engine.ranks
         self._control = engine.control
         self._is_answering = True
+        # Whether the owner has sent its welcome on this connection.
+        self._is_welcome = False
         # The arena that each rank has mapped; a rank without one is missing.
         self._arenas: dict[int, bytes] = {}
         # The time at which ranks without an arena are ordered again to map it.
@@ -97,7 +101,9 @@ class StoreConnector:
         self._clock = clock
         self._quiet = asyncio.Event()
         self._quiet.set()
-        hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
+        hello = EngineHello(
+            STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards), takes_parts=True
+        )
         self._client = connect(hello, self)
         block_bytes = {shard: BlockLayout.of(compatibility, shard).block_bytes for shard in shards}
         state_bytes = {shard: _state_bytes(compatibility, shard) for shard in shards}
@@ -189,6 +195,8 @@ class StoreConnector:
 
     def pump(self) -> None:
         """Write finished blocks, and load the wanted ones."""
+        if self.view.forget_some():
+            self._control.wake()
         is_open = self.is_open
         finished = self._scheduler.life.tables.take_finished()
         if is_open:
@@ -284,11 +292,15 @@ class StoreConnector:
 
     def on_welcome(self, welcome: StoreWelcome) -> None:
         self._heard()
+        if not self._is_welcome:
+            self._is_welcome = True
+            self._client.send(TierPartRequest(0))
         self.costs.set_store_rates(welcome.gb_s)
         if not self._arenas:
             self._attach()
 
     def on_lost(self, reason: str) -> None:
+        self._is_welcome = False
         self._arenas.clear()
         self.view.restart()
         self.saver.lost()
@@ -316,6 +328,13 @@ class StoreConnector:
     def on_tiers(self, events: TierEvents) -> None:
         self._heard()
         self.view.apply(events)
+        self._control.wake()
+
+    def on_tier_part(self, part: TierPart) -> None:
+        self._heard()
+        self.view.apply_part(part)
+        if part.next_part:
+            self._client.send(TierPartRequest(part.next_part))
         self._control.wake()
 
     def _heard(self) -> None:

@@ -7,7 +7,7 @@ others. It alone divides the arena. One thread (the owner's event loop) calls it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -72,7 +72,7 @@ class Catalog:
         before this)."""
         for slot in self._allocator.attach(arena):
             if self._is_kept(slot.info.id):
-                self._forget(self._table.enter(slot.info))  # an older one of the same name
+                self._forget(self._table.enter(slot.info), "")  # an older one of the same name
             self._found(slot)
 
     # ---------------------------------------------------------------------------------------- sessions
@@ -188,6 +188,10 @@ class Catalog:
         """Return the findable records of a block: a live view, to be used at once."""
         return self._table.block(ChainKey(space, key))
 
+    def slice(self, index: int) -> Iterable[ChainKey]:
+        """Return the blocks in one of the `record_table.NUM_SLICES` slices of the catalog."""
+        return self._table.slice(index)
+
     def find(self, record_id: RecordId) -> Held | None:
         """Return the record, if it is in any tier of this node."""
         return self.lookup(record_id.space, record_id.key).get(record_id.shard)
@@ -241,7 +245,7 @@ class Catalog:
         held = self._table.enter(info)
         nvme = held.nvme
         self._table.clear_nvme(held)
-        self._forget(held)
+        self._forget(held, "corrupt")
         return Dropped(info, nvme)
 
     # --------------------------------------------------------------------------------------------- NVMe
@@ -263,14 +267,15 @@ class Catalog:
         held.nvme = after
         return True
 
-    def removed_nvme(self, record_id: RecordId, nvme: NvmeRef) -> bool:
-        """Note that a record is not at `nvme` any more. False: the catalog did not have it there."""
+    def removed_nvme(self, record_id: RecordId, nvme: NvmeRef, reason: str) -> bool:
+        """Note that a record is not at `nvme` any more, for a reason of `BlocksRemoved`. False: the catalog
+        did not have it there."""
         held = self.find(record_id)
         if held is None or held.nvme != nvme:
             return False
         self._table.clear_nvme(held)
         if held.offset is None:
-            self._remove(held)
+            self._remove(held, reason)
         return True
 
     def make_nvme_space(self, info: RecordInfo) -> list[Dropped] | None:
@@ -288,7 +293,7 @@ class Catalog:
                 if held.nvme is not None and held.nvme_info is not None:
                     dropped.append(Dropped(held.nvme_info, held.nvme))
                     num_freed += held.nvme.num_bytes
-                    self.removed_nvme(held.info.id, held.nvme)
+                    self.removed_nvme(held.info.id, held.nvme, "share")
         return dropped
 
     def exceeding_nvme(self) -> frozenset[str]:
@@ -317,7 +322,7 @@ class Catalog:
                 erase.append(held.nvme)
                 self._table.clear_nvme(held)
             if held.offset is None:
-                self._remove(held)
+                self._remove(held, "purged")
                 continue
             slot = self._allocator.slots[held.offset]
             num_records["dram"] += 1
@@ -326,7 +331,7 @@ class Catalog:
             if keeps_slots and not slot.num_leases:
                 self._allocator.lease(slot)
                 kept.append(slot.offset)
-            self._forget(held)
+            self._forget(held, "purged")
         num_pending, own = 0, frozenset(kept)
         for slot in self._allocator.slots.values():
             if slot.state != "kept" and slot.offset not in own and order.includes(slot.info):
@@ -432,15 +437,15 @@ class Catalog:
         self._allocator.touch(self._allocator.slots[held.offset])
         self._table.touch_nvme(held)
 
-    def _evict(self, key: ChainKey) -> None:
+    def _evict(self, key: ChainKey, reason: str) -> None:
         """Drop the records of a block from the host tier."""
         self._faults.at("store.evict")
         for held in [held for held in self._table.block(key).values() if held.offset is not None]:
             self._num_evictions += 1
             self._listener.evicted(held.info)
-            self._forget(held)
+            self._forget(held, reason)
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: Held, reason: str) -> None:
         """Drop a record from the host tier."""
         assert held.offset is not None
         slot = self._allocator.slots[held.offset]
@@ -448,14 +453,14 @@ class Catalog:
         self._num_kept -= 1
         self._allocator.drop(slot)
         if held.nvme_info is None:
-            self._remove(held)
+            self._remove(held, reason)
         else:
             held.info = held.nvme_info
 
-    def _remove(self, held: Held) -> None:
+    def _remove(self, held: Held, reason: str) -> None:
         """Remove a record that is in no tier any more."""
         self._table.remove(held)
-        self._listener.gone(held.info.id)
+        self._listener.gone(held.info.id, reason)
 
 
 class Dropped(NamedTuple):
@@ -490,5 +495,6 @@ class CatalogEvents(Protocol):
     def evicted(self, info: RecordInfo) -> None:
         """Note that a record is evicted from the host tier; if it is in no other tier, `gone` follows."""
 
-    def gone(self, record_id: RecordId) -> None:
-        """Note that a record is in no tier of this node any more."""
+    def gone(self, record_id: RecordId, reason: str) -> None:
+        """Note that a record is in no tier of this node any more, and why it left the last one: a reason of
+        `kvtransfer.kv_events.BlocksRemoved`."""

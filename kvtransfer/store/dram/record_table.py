@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvtransfer.common.group_shares import GroupUsage
+from kvtransfer.common.sliced_map import SlicedMap
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages.records import RecordId, RecordInfo, Tier
 from kvtransfer.store.nvme.segment import NvmeRef
 from kvtransfer.store.record import image_bytes
+
+# The slices in which blocks can be read: of a million blocks each has some 250. A prime (`SlicedMap`).
+NUM_SLICES = 4093
 
 
 class Held:
@@ -47,18 +51,25 @@ class RecordTable:
         self.nvme_usage = nvme_usage
         # Blocks on NVMe of groups that have a limit.
         self._nvme_chain = ChainLru()
-        self._blocks: dict[ChainKey, dict[Shard, Held]] = {}
+        self._blocks: SlicedMap[ChainKey, dict[Shard, Held]] = SlicedMap(NUM_SLICES)
         self._nothing: Mapping[Shard, Held] = {}
 
     def __iter__(self) -> Iterator[Held]:
         return (held for block in self._blocks.values() for held in block.values())
 
+    def slice(self, index: int) -> Iterable[ChainKey]:
+        """Return the blocks of one of the `NUM_SLICES` slices. A block that stays is always in the same."""
+        return self._blocks.slice(index)
+
     def block(self, key: ChainKey) -> Mapping[Shard, Held]:
-        return self._blocks.get(key, self._nothing)
+        return self._blocks.get(key) or self._nothing
 
     def enter(self, info: RecordInfo) -> Held:
         """Return the entry of a record; a new one is in no tier yet."""
-        block = self._blocks.setdefault(_chain_key(info), {})
+        key = _chain_key(info)
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = {}
         held = block.get(info.id.shard)
         if held is None:
             held = block[info.id.shard] = Held(info)
@@ -67,9 +78,10 @@ class RecordTable:
     def remove(self, held: Held) -> None:
         """Remove a record that is in no tier any more."""
         key = _chain_key(held.info)
-        del self._blocks[key][held.info.id.shard]
-        if not self._blocks[key]:
-            del self._blocks[key]
+        block = self._blocks[key]
+        del block[held.info.id.shard]
+        if not block:
+            self._blocks.pop(key)
 
     def put_on_nvme(self, held: Held, info: RecordInfo, nvme: NvmeRef) -> None:
         self.clear_nvme(held)

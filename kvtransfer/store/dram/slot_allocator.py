@@ -69,10 +69,11 @@ class ArenaSlot:
 
 
 class SlotAllocator:
-    """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block,
-    when no lease or pin holds any of them."""
+    """All slots of one arena (none at first). `evict(key, reason)` is called to drop every kept slot of that
+    block, when no lease or pin holds any of them. The reason is "space", or "share" where its group has more
+    than its share."""
 
-    def __init__(self, clock: Clock, shares: GroupShares, evict: Callable[[ChainKey], None]) -> None:
+    def __init__(self, clock: Clock, shares: GroupShares, evict: Callable[[ChainKey, str], None]) -> None:
         self.arena: ArenaSpace | None = None
         self.slots: dict[int, ArenaSlot] = {}
         self.usage = GroupUsage(shares)
@@ -287,23 +288,23 @@ class SlotAllocator:
             return None
         least_free = self.arena.num_free_bytes + MAX_EVICTED_RATIO * num_bytes
         while (offset := self.arena.allocate(info.num_bytes)) is None:
-            key = self._victim(info.sharing_group, num_bytes)
+            key, reason = self._victim(info.sharing_group, num_bytes)
             if key is None or self.arena.num_free_bytes >= least_free:
                 return None
-            self._evict(key)
+            self._evict(key, reason)
         return offset
 
-    def _victim(self, group: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to evict for `num_bytes` bytes of this group: its own when it has its share, else
-        one of a group that exceeds its share, else the least recently used of all."""
+    def _victim(self, group: str, num_bytes: int) -> tuple[ChainKey | None, str]:
+        """Return the block to evict for `num_bytes` bytes of this group, and the reason: its own when it has
+        its share, else one of a group that exceeds its share, else the least recently used of all."""
         self._end_pins()
         if self.usage.would_exceed(group, num_bytes):
-            return self._chain.oldest(group)
+            return self._chain.oldest(group), "share" if self.usage.has_limit(group) else "space"
         for other in self.usage.greediest():
             key = self._chain.oldest(other)
             if key is not None:
-                return key
-        return self._chain.oldest()
+                return key, "share"
+        return self._chain.oldest(), "space"
 
     def _write_header(self, slot: ArenaSlot, state: State) -> None:
         assert self.arena is not None

@@ -22,6 +22,8 @@ class EngineHello(Message, frozen=True):
     replica: ReplicaIdentity
     compatibility: CompatibilityRecord
     shards: tuple[Shard, ...]
+    # Whether it asks for the content of the tiers (`TierPartRequest`). Else all is sent after the welcome.
+    takes_parts: bool = False
 
 
 class StoreWelcome(Message, frozen=True):
@@ -139,13 +141,34 @@ class FetchRelease(Message, frozen=True):
     bad: tuple[int, ...] = ()
 
 
+class TierPartRequest(Message, frozen=True):
+    """Engine core to owner: send a part of what this node's tiers hold for the session's space and shards.
+    Part 0 begins with all, and from then on changes are sent (`TierEvents`). Answered by `TierPart`."""
+
+    part: int
+
+
+class TierPart(Message, frozen=True):
+    """Owner to engine core: what part `part` holds as it is made; a block is listed in its cheapest tier
+    only. The engine core asks for `next_part` next; 0: this is the last one. Whatever neither a part nor an
+    event has named by then is in no tier of the node."""
+
+    stored: tuple[BlocksStored, ...]
+    part: int
+    next_part: int
+
+
 class TierEvents(Message, frozen=True):
-    """Owner to engine core: changes of this node's tiers for the session's space and shards. The first one
-    after the welcome lists all blocks. A block is listed in its cheapest tier only; `removed` blocks are in
-    no tier of the node any more."""
+    """Owner to engine core: changes of this node's tiers for the session's space and shards. To an engine
+    core that does not take parts, the first one after the welcome lists all blocks. A block is listed in its
+    cheapest tier only; `removed` blocks are in no tier of the node any more, each for one of the `reasons` of
+    `kvtransfer.kv_events.BlocksRemoved`. An owner of an older version sends no reasons."""
 
     stored: tuple[BlocksStored, ...]
     removed: tuple[bytes, ...]
+    reasons: tuple[str, ...] = ()
 
 
-EngineRequest = EngineHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease
+EngineRequest = (
+    EngineHello | PutRequest | PutCommit | FindRequest | FetchRequest | FetchRelease | TierPartRequest
+)

@@ -15,6 +15,7 @@ from kvtransfer.store.messages.engine_session import (
     PutGrant,
     StoreWelcome,
     TierEvents,
+    TierPart,
 )
 from kvtransfer.store.messages.record_exchange import OwnerHello, RecordsSent, SendRecords, StopSending
 
@@ -38,6 +39,7 @@ FromOwner = (
     | FindAnswer
     | FetchedBlocks
     | TierEvents
+    | TierPart
     | ArenaGrant
     | OwnerHello
     | RecordsSent

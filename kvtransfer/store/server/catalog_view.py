@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtransfer.blocks.layout import BlockLayout
@@ -11,6 +11,7 @@ from kvtransfer.messages import CompatibilityRecord, Shard
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.holder_reader import Holder
+from kvtransfer.store.messages.engine_session import TierEvents, TierPart
 from kvtransfer.store.messages.owner_codec import FromOwner
 from kvtransfer.store.messages.records import RecordId, Tier
 from kvtransfer.store.record import space_id
@@ -61,29 +62,43 @@ class CatalogView:
         self._index = index
         self._usable = usable
         self._learned: OrderedDict[bytes, tuple[Holder, ...]] = OrderedDict()
+        self._num_sessions = 0
         self._watchers: list[Callable[[FromOwner], None]] = []
-        keys = [each.info.id.key for each in catalog.records() if each.info.id.space == self.space]
-        self._changes = TierChanges(self.shards, self._held, keys)
+        self._changes = TierChanges(self.shards, self._held, self._slice)
 
     # ------------------------------------------------------------------------------------------ events
 
-    def watch(self, send: Callable[[FromOwner], None]) -> None:
-        """Send all blocks, and their changes from now on."""
-        for events in self._changes.snapshot():
-            send(events)
-        self._watchers.append(send)
+    def open(self) -> None:
+        """Note that a session uses the view."""
+        self._num_sessions += 1
 
-    def unwatch(self, send: Callable[[FromOwner], None]) -> None:
-        """Send no more changes."""
-        self._watchers.remove(send)
+    def close(self, send: Callable[[FromOwner], None]) -> None:
+        """Note that a session does not use the view any more, and send it no more changes."""
+        self._num_sessions -= 1
+        if send in self._watchers:
+            self._watchers.remove(send)
+
+    def watch(self, send: Callable[[FromOwner], None]) -> None:
+        """Send a session the changes from now on."""
+        if send not in self._watchers:
+            self._watchers.append(send)
+
+    def part(self, number: int) -> TierPart:
+        """Return a part of the blocks, for a watcher."""
+        return self._changes.part(number)
+
+    def whole(self) -> TierEvents:
+        """Return all blocks, for a watcher that takes no parts."""
+        return self._changes.whole()
 
     @property
-    def is_watched(self) -> bool:
-        return bool(self._watchers)
+    def is_open(self) -> bool:
+        """Whether a session uses the view."""
+        return self._num_sessions > 0
 
-    def changed(self, record: RecordId) -> None:
-        """Note that a record of this space was added, removed or moved."""
-        self._changes.changed(record.key)
+    def changed(self, record: RecordId, reason: str) -> None:
+        """Note that a record of this space was added, moved or, for this reason, removed."""
+        self._changes.changed(record.key, reason)
 
     def publish(self) -> None:
         """Send the changes since the last call."""
@@ -158,6 +173,9 @@ class CatalogView:
         num_groups = len(self._compatibility.groups) or 1
         layouts = (BlockLayout.of(self._compatibility, shard, group) for group in range(num_groups))
         return sum(layout.block_bytes for layout in layouts if layout.is_state == is_state)
+
+    def _slice(self, index: int) -> Iterator[bytes]:
+        return (each.key for each in self._catalog.slice(index) if each.space == self.space)
 
     def _held(self, key: bytes) -> Mapping[Shard, Held]:
         return self._catalog.lookup(self.space, key)

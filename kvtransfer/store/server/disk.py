@@ -26,6 +26,8 @@ from kvtransfer.store.policy.nvme_admission import Admission
 from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 _RETRY_OPEN_S = 10.0
+# Records of the folder that are entered in the catalog in a turn of the event loop.
+_ADDED_AT_ONCE = 512
 
 _log = logging.getLogger("tandem.store")
 
@@ -57,6 +59,7 @@ class Disk:
         self._nvme = nvme
         # Whether its records are known; never without such a tier.
         self.is_open = False
+        self._has_opened = False
         self._note = ""
         self._is_compacting = False
         # Set when it is known whether the folder can be used.
@@ -78,16 +81,19 @@ class Disk:
                 self.was_tried.set()
                 await self._clock.sleep(_RETRY_OPEN_S)
                 continue
-            self.is_open, self._note = True, ""
-            for info, ref in found:
+            self._has_opened = True
+            for number, (info, ref) in enumerate(found, 1):
                 self._added(info, ref)
+                if number % _ADDED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            self.is_open, self._note = True, ""
         self.was_tried.set()
 
     async def close(self) -> None:
         """Make everything durable and close the tier. No read or write may be under way."""
-        was_open, self.is_open = self.is_open, False
+        self.is_open = False
         await asyncio.to_thread(self._threads.shutdown)
-        if self._nvme is not None and was_open:
+        if self._nvme is not None and self._has_opened:
             await self._call(self._upkeep, self._nvme.close)
         self._upkeep.shutdown()
 
@@ -190,7 +196,7 @@ class Disk:
         except StoreError as error:
             _log.warning("the NVMe tier could not be compacted: %s", error)
         else:
-            self._take_over(compacted)
+            self._take_over(compacted, "share" if exceeding else "space")
         finally:
             self._is_compacting = False
 
@@ -276,7 +282,8 @@ class Disk:
             self._nvme.drop(before)
         self._on_changed(info)
 
-    def _take_over(self, compacted: Compacted) -> None:
+    def _take_over(self, compacted: Compacted, reason: str) -> None:
+        """Note where a compaction moved records, and which it dropped, for this reason."""
         assert self._nvme is not None
         stale: list[NvmeRef] = []
         for info, old, new in compacted.moved:
@@ -286,7 +293,7 @@ class Disk:
         for ref in stale:
             self._nvme.drop(ref)
         for info, ref in compacted.dropped:
-            if self._catalog.removed_nvme(info.id, ref):
+            if self._catalog.removed_nvme(info.id, ref, reason):
                 self._admission.dropped(info.id)
                 self._hit.discard(info.id)
                 self._on_changed(info)
@@ -294,7 +301,7 @@ class Disk:
     def _lost(self, record: RecordId, ref: NvmeRef) -> bool:
         """Drop a record that cannot be read; False when it has been moved or dropped since."""
         held = self._catalog.find(record)
-        if held is None or not self._catalog.removed_nvme(record, ref):
+        if held is None or not self._catalog.removed_nvme(record, ref, "corrupt"):
             return False
         self.drop(record, ref)
         self._on_changed(held.info)

@@ -63,11 +63,11 @@ class StoreNode(NodeTiers):
 
     async def close(self, flush_s: float) -> None:
         """Write admitted records to NVMe for at most `flush_s`, and leave the index."""
-        self._settle()
+        self.settle_all()
         try:
             async with asyncio.timeout(flush_s):
                 await self.disk.was_tried.wait()  # records from before are judged only then
-                self._settle()
+                self.settle_all()
                 await self.writes.flush()
         except TimeoutError:
             _log.warning("%d records were not written to NVMe in time", self.writes.num_waiting)

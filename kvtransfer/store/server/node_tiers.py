@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupUsage
-from kvtransfer.common.tasks import Spawn
+from kvtransfer.common.tasks import Spawn, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.store.dram.arena_space import ArenaSpace
@@ -34,8 +36,10 @@ _log = logging.getLogger("tandem.store")
 # When other nodes' records arrive too slowly, they are fetched in the first second of each period only, to
 # notice when that changes.
 _SLOW_PERIOD_S, _SLOW_TRIAL_S = 30.0, 1.0
-
-
+# Engine cores are sent the content at the latest so long after they ask for it.
+_FILLED_WAIT_S = 20.0
+# Changes that are processed in a turn of the event loop, in some milliseconds.
+_SETTLED_AT_ONCE = 512
 # Engine cores are sent the rates again when one has changed by more than this part.
 _RATE_CHANGE = 0.1
 
@@ -43,7 +47,8 @@ _RATE_CHANGE = 0.1
 class NodeTiers:
     """All tiers of one node. Implements `CatalogEvents` for the catalog and `LocalRecords` for the exchange.
 
-    `run` processes changes together, at the end of the event loop's turn.
+    `run` processes changes together, at the end of the event loop's turn; where there are very many, some in
+    each turn.
     """
 
     def __init__(
@@ -70,11 +75,15 @@ class NodeTiers:
         self.index: HolderIndex | None = None
         self.exchange: RecordExchange | None = None
         self._views: dict[tuple[bytes, tuple[Shard, ...]], CatalogView] = {}
-        self._changed: dict[RecordId, None] = {}
+        # The records that were added, removed or moved; for those that were removed, the reason.
+        self._changed: dict[RecordId, str] = {}
+        # Those of an earlier time that are left to be processed.
+        self._settling: Iterator[tuple[RecordId, str]] = iter(())
         self._announced: dict[RecordId, RecordInfo] = {}
-        self._judged: list[tuple[RecordInfo, bool]] = []
+        self._judged: deque[tuple[RecordInfo, bool]] = deque()
         self._has_news = asyncio.Event()
         self._sent_gb_s: dict[str, float] = {}
+        self._was_filled = asyncio.Event()
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -82,8 +91,9 @@ class NodeTiers:
         """Open NVMe; return when the records there are known."""
         await self.disk.open()
         kept = [held.info for held in self.catalog.records() if held.offset is not None]
-        self._judged = [(info, True) for info in reversed(kept)]
+        self._judged = deque((info, True) for info in reversed(kept))
         self._has_news.set()
+        self._note_filled()
 
     def use(self, arena: ArenaSpace, exchange: RecordExchange | None) -> None:
         """Use this arena as the host tier, and exchange records with other nodes."""
@@ -92,6 +102,20 @@ class NodeTiers:
             self.exchange = exchange
             self.loader.attach(exchange)
         self._has_news.set()
+        self._note_filled()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the catalog has the records that an owner before this one kept in the arena and on NVMe."""
+        return self._was_filled.is_set()
+
+    async def wait_filled(self) -> None:
+        """Return when it has them, or after `_FILLED_WAIT_S`: the host may refuse the memory of an arena."""
+        await wait_first(self._was_filled.wait(), self._clock.sleep(_FILLED_WAIT_S))
+
+    def _note_filled(self) -> None:
+        if self.catalog.arena is not None and self.disk.was_tried.is_set():
+            self._was_filled.set()
 
     async def run(self) -> None:
         """Process changes until cancelled."""
@@ -99,9 +123,12 @@ class NodeTiers:
             await self._has_news.wait()
             self._has_news.clear()
             self._turn()
+            if self._has_news.is_set():
+                await asyncio.sleep(0)
 
     def _turn(self) -> None:
-        self._settle()
+        if self._settle():
+            self._has_news.set()
         self.compact_if_needed()
 
     def compact_if_needed(self) -> None:
@@ -134,8 +161,8 @@ class NodeTiers:
         return view
 
     def forget(self, view: CatalogView) -> None:
-        """Drop a view that no session watches any more."""
-        if not view.is_watched:
+        """Drop a view that no session uses any more."""
+        if not view.is_open:
             del self._views[view.space, view.shards]
 
     # -------------------------------------------------------------------------------------------- blocks
@@ -203,8 +230,8 @@ class NodeTiers:
     def evicted(self, info: RecordInfo) -> None:
         self._moved(info)
 
-    def gone(self, record_id: RecordId) -> None:
-        self._changed[record_id] = None
+    def gone(self, record_id: RecordId, reason: str) -> None:
+        self._changed[record_id] = reason
         self._has_news.set()
 
     def _judge(self, info: RecordInfo, *, is_put: bool) -> None:
@@ -213,24 +240,33 @@ class NodeTiers:
             self._has_news.set()
 
     def _moved(self, info: RecordInfo) -> None:
-        self._changed[info.id] = None
+        self._changed.setdefault(info.id, "")
         self._has_news.set()
 
-    def _settle(self) -> None:
-        """Process all changes since the last call."""
-        changed, self._changed = self._changed, {}
+    def _settle(self) -> bool:
+        """Process `_SETTLED_AT_ONCE` changes of records, and judge as many; return whether some are left."""
+        changed = list(islice(self._settling, _SETTLED_AT_ONCE))
+        if len(changed) < _SETTLED_AT_ONCE and self._changed:
+            self._settling, self._changed = iter(self._changed.items()), {}
+            changed += islice(self._settling, _SETTLED_AT_ONCE - len(changed))
         for view in self._views.values():
-            for record in changed:
+            for record, reason in changed:
                 if record.space == view.space:
-                    view.changed(record)
+                    view.changed(record, reason)
             view.publish()
         if self.index is not None:
-            for record in changed:
+            for record, _ in changed:
                 self._announce(self.index, record)
-        judged, self._judged = self._judged, []
-        for info, is_put in judged:
+        for _ in range(min(len(self._judged), _SETTLED_AT_ONCE)):
+            info, is_put = self._judged.popleft()
             if self.disk.is_worth(info, is_put=is_put):
                 self.writes.offer(info)
+        return len(changed) == _SETTLED_AT_ONCE or bool(self._changed or self._judged)
+
+    def settle_all(self) -> None:
+        """Process all changes."""
+        while self._settle():
+            pass
 
     def _announce(self, index: HolderIndex, record: RecordId) -> None:
         held = self.catalog.find(record)

@@ -6,7 +6,8 @@ It has no connection: `kvtransfer.store.server.session.EngineSession` runs it be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Coroutine
+from typing import Any
 
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import WireError
@@ -21,6 +22,7 @@ from kvtransfer.store.messages.engine_session import (
     PutCommit,
     PutGrant,
     PutRequest,
+    TierPartRequest,
 )
 from kvtransfer.store.messages.owner_codec import FromOwner
 from kvtransfer.store.messages.records import Tier
@@ -47,21 +49,25 @@ class SessionDecisions:
         self._spawn = spawn
         self._view = node.view(hello.compatibility, hello.shards)
         self._fetches: dict[int, Fetch] = {}
-        self._finds: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, message: FromOwner) -> None:
         """Send a message to the engine core, later."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Send all blocks of the node, and from now on their changes."""
-        self._view.watch(self.send)
+        """Send all blocks of the node, and from now on their changes. To an engine core that takes parts, do
+        so when it asks for them."""
+        self._view.open()
+        if not self._hello.takes_parts:
+            self.send(self._view.whole())
+            self._view.watch(self.send)
 
     def end(self) -> None:
         """Send nothing more, and end what is under way."""
-        self._view.unwatch(self.send)
+        self._view.close(self.send)
         self._node.forget(self._view)
-        for task in self._finds:
+        for task in self._tasks:
             task.cancel()
         for fetch in self._fetches.values():
             fetch.end()
@@ -80,8 +86,31 @@ class SessionDecisions:
                 self._fetch(message)
             case FetchRelease():
                 self._release(message)
+            case TierPartRequest(part):
+                if part or self._node.is_filled:
+                    self._send_part(part)
+                else:
+                    self._run(self._send_first_part(), "store-first-part")
             case _:
                 raise WireError(f"an engine core sent {type(message).__name__}")
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run this until the session ends."""
+        task = self._spawn(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------------------------------- tiers
+
+    def _send_part(self, part: int) -> None:
+        self._view.watch(self.send)
+        self.send(self._view.part(part))
+
+    async def _send_first_part(self) -> None:
+        """Send it once the records of the owner before are known: else the engine core would report all of
+        them as lost, and then as stored again."""
+        await self._node.wait_filled()
+        self._send_part(0)
 
     # -------------------------------------------------------------------------------------------- puts
 
@@ -126,9 +155,7 @@ class SessionDecisions:
         if is_all or self._node.index is None:
             self.send(FindAnswer(request.number, tiers, states))
             return
-        task = self._spawn(self._find_remote(request, len(tiers), states), "store-find")
-        self._finds.add(task)
-        task.add_done_callback(self._finds.discard)
+        self._run(self._find_remote(request, len(tiers), states), "store-find")
 
     async def _find_remote(self, request: FindRequest, num_local: int, here: Container[int]) -> None:
         states = tuple(key for place, key in enumerate(request.states) if place not in here)

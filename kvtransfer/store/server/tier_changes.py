@@ -1,20 +1,24 @@
-"""Tell engine cores in which tier of the node the blocks of their replica lie, by differences."""
+"""Report to engine cores in which tier of the node the blocks of their replica lie: in parts, and changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
+from kvtransfer.common.sliced_map import SlicedMap
 from kvtransfer.kv_events import BlocksStored
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.record_table import Held
-from kvtransfer.store.messages.engine_session import TierEvents
+from kvtransfer.store.dram.record_table import NUM_SLICES, Held
+from kvtransfer.store.messages.engine_session import TierEvents, TierPart
 from kvtransfer.store.server.shard_cover import cover
 
 LocalTier = Literal["dram", "nvme"]
 _LOCAL_TIERS: tuple[LocalTier, ...] = ("dram", "nvme")
-# Blocks in one message.
+# Blocks in one message of changes, and the least in a part where there are more.
 _EVENTS_BLOCKS = 4096
+PART_BLOCKS = 256
+# Of the map of the blocks that were sent.
+_NUM_SENT_SLICES = 251
 
 
 class BlockLocation(NamedTuple):
@@ -25,42 +29,76 @@ class BlockLocation(NamedTuple):
 
 
 class TierChanges:
-    """Changes of one space for replicas of one shape: a tier holds a block when it covers all their
-    shards."""
+    """What replicas of one shape are sent of one space: a tier holds a block when it covers all their shards.
+
+    Each engine core asks for the parts, which are slices of the catalog as they are then. Whether a change
+    is sent depends on what all of them know: `_sent` has the blocks that were in a part or in an event.
+    """
 
     def __init__(
-        self, shards: Iterable[Shard], lookup: Callable[[bytes], Mapping[Shard, Held]], keys: Iterable[bytes]
+        self,
+        shards: Iterable[Shard],
+        lookup: Callable[[bytes], Mapping[Shard, Held]],
+        slice_of: Callable[[int], Iterable[bytes]],
     ) -> None:
-        """`lookup(key)` returns the records of a block; `keys` are the blocks of now."""
+        """`lookup(key)` returns the records of a block, and `slice_of(index)` the blocks in one of the
+        `NUM_SLICES` slices of the catalog."""
         self._shards = frozenset(shards)
         self._lookup = lookup
-        self._sent: dict[bytes, BlockLocation] = {}
-        self._changed: dict[bytes, None] = dict.fromkeys(keys)
-        self.take()
+        self._slice_of = slice_of
+        self._sent: SlicedMap[bytes, LocalTier] = SlicedMap(_NUM_SENT_SLICES)
+        # The slices before this one were in a part.
+        self._num_sent_slices = 0
+        # The blocks that may have changed, with the reason of a removal.
+        self._changed: dict[bytes, str] = {}
 
-    def changed(self, key: bytes) -> None:
-        """Note that a record of this block was added, removed or moved."""
-        self._changed[key] = None
+    def changed(self, key: bytes, reason: str = "") -> None:
+        """Note that a record of this block was added, moved or, for this reason, removed."""
+        if reason or key not in self._changed:
+            self._changed[key] = reason
 
     def take(self) -> list[TierEvents]:
         """Return the changes since the last call; [] when there are none."""
         stored: dict[bytes, BlockLocation] = {}
-        removed: list[bytes] = []
-        for key in self._changed:
-            now = self._find(key)
-            if now == self._sent.get(key):
-                continue
+        removed: dict[bytes, str] = {}
+        for key, reason in self._changed.items():
+            now, sent = self._find(key), self._sent.get(key)
             if now is None:
-                removed.append(key)
-                del self._sent[key]
-            else:
-                stored[key] = self._sent[key] = now
+                if sent is not None:
+                    removed[key] = reason
+                    self._sent.pop(key)
+            elif now.tier != sent:
+                stored[key] = now
+                self._sent[key] = now.tier
         self._changed.clear()
         return _messages(stored, removed)
 
-    def snapshot(self) -> list[TierEvents]:
-        """Return all blocks, as sent so far; at least one message."""
-        return _messages(self._sent, []) or [TierEvents((), ())]
+    def part(self, number: int) -> TierPart:
+        """Return what some slices hold, from this one on."""
+        first = number = min(max(number, 0), NUM_SLICES)
+        stored: list[BlocksStored] = []
+        while number < NUM_SLICES and len(stored) < PART_BLOCKS:
+            for key in self._slice_of(number):
+                now, sent = self._find(key), self._sent.get(key)
+                if now is None:
+                    continue
+                stored.append(BlocksStored(now.parent, (key,), now.tier))
+                # A slice that was in a part before is known to others, who are sent its changes by `take`.
+                if sent is None and number >= self._num_sent_slices:
+                    self._sent[key] = now.tier
+            number += 1
+            self._num_sent_slices = max(self._num_sent_slices, number)
+        return TierPart(tuple(stored), first, number % NUM_SLICES)
+
+    def whole(self) -> TierEvents:
+        """Return all blocks in one message, for an engine core that takes no parts."""
+        stored: list[BlocksStored] = []
+        number = 0
+        while True:
+            part = self.part(number)
+            stored += part.stored
+            if not (number := part.next_part):
+                return TierEvents(tuple(stored), ())
 
     def _find(self, key: bytes) -> BlockLocation | None:
         held = self._lookup(key)
@@ -72,9 +110,12 @@ class TierChanges:
 
 def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | None:
     """Return the cheapest tier that holds each of the shards; None when one is not held."""
+    needed = frozenset(shards)
+    if held.keys() == needed:  # the records of replicas of one shape
+        return "nvme" if any(each.offset is None for each in held.values()) else "dram"
     in_dram = [shard for shard, each in held.items() if each.offset is not None]
     slowest = 0
-    for shard in shards:
+    for shard in needed:
         if cover(shard, in_dram) is None:
             slowest = 1
             if cover(shard, held) is None:
@@ -82,7 +123,7 @@ def tier_of(shards: Iterable[Shard], held: Mapping[Shard, Held]) -> LocalTier | 
     return _LOCAL_TIERS[slowest]
 
 
-def _messages(stored: Mapping[bytes, BlockLocation], removed: list[bytes]) -> list[TierEvents]:
+def _messages(stored: Mapping[bytes, BlockLocation], removed: Mapping[bytes, str]) -> list[TierEvents]:
     messages: list[TierEvents] = []
     chains: list[BlocksStored] = []
     num_blocks = 0
@@ -93,7 +134,7 @@ def _messages(stored: Mapping[bytes, BlockLocation], removed: list[bytes]) -> li
             messages.append(TierEvents(tuple(chains), ()))
             chains, num_blocks = [], 0
     if chains or removed:
-        messages.append(TierEvents(tuple(chains), tuple(removed)))
+        messages.append(TierEvents(tuple(chains), tuple(removed), tuple(removed.values())))
     return messages
 
 

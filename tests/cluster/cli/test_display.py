@@ -280,7 +280,7 @@ def test_why_blocks_were_computed_is_said_in_words() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "161 tokens, 16 cached (10%); 64 (40%) with a cache without a limit" in text
     assert "earlier, 90 tokens; 64 are the same, and they part between tokens 64 and 80" in text
-    assert "evicted: blocks were needed" in text
+    assert "evicted: space was needed" in text
     assert "p0 (device), 2.0 to 9.5 s before" in text
     assert "64 to 160" in text
     assert "never seen" in text
