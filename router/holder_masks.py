@@ -96,11 +96,13 @@ class CompiledMasks:
 
     def set_bit(self, bit: int, keys: Sequence[bytes]) -> None:
         """Set a bit, by its number, in the mask of each key."""
-        self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, True)
+        if keys:
+            self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, True)
 
     def clear_bit(self, bit: int, keys: Sequence[bytes]) -> None:
         """Clear a bit in the mask of each key."""
-        self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, False)
+        if keys:
+            self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, False)
 
     def leading(self, keys: Sequence[bytes], num_words: int) -> tuple[Words, int]:
         """Return the masks of the leading keys that anybody holds, as words, and the number of these keys."""
@@ -128,9 +130,12 @@ class KeySet(SlicedMap[None]):
 
     def set_all(self, keys: Iterable[bytes], value: None) -> None:
         """Add all of these keys."""
-        super().set_all(keys, value)
-        if len(self.slices) == 1 and len(self.slices[0]) > _MOST_IN_ONE_SLICE:
-            (slice_,) = self.slices
+        if len(self.slices) > 1:
+            super().set_all(keys, value)
+            return
+        (slice_,) = self.slices
+        slice_.update(dict.fromkeys(keys))
+        if len(slice_) > _MOST_IN_ONE_SLICE:
             self.slices = tuple({} for _ in range(_NUM_SET_SLICES))
             super().set_all(slice_, value)
 
