@@ -150,6 +150,8 @@ class CompatibilityRecord(Part, frozen=True):
     @property
     def moved_bytes(self) -> MovedBytes:
         """What a sequence that moves to another replica takes along."""
+        if not self.groups:  # asked for with every report of a load
+            return MovedBytes(self.token_bytes, 0, 0, 0)
         groups = list(zip(self.groups, self.group_bytes, strict=True))
         windows = [(group.window, size) for group, size in groups if group.window and not group.state_size]
         window_token_bytes = sum(size for _, size in windows)

@@ -93,11 +93,13 @@ class CompiledMasks:
 
     def set_bit(self, bit: int, keys: Sequence[bytes]) -> None:
         """Set a bit, by its number, in the mask of each key."""
-        self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, True)
+        if keys:
+            self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, True)
 
     def clear_bit(self, bit: int, keys: Sequence[bytes]) -> None:
         """Clear a bit in the mask of each key."""
-        self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, False)
+        if keys:
+            self._kernel.change_masks(self._table, _packed(keys), len(keys), bit, False)
 
     def leading(self, keys: Sequence[bytes], num_words: int) -> tuple[Words, int]:
         """Return the masks of the leading keys that anybody holds, as words, and the number of these keys."""

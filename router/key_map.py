@@ -26,9 +26,12 @@ class KeyMap(SlicedMap[bytes, V]):
 
     def set_all(self, keys: Iterable[bytes], value: V) -> None:
         """Give all of these keys one value."""
-        super().set_all(keys, value)
-        if len(self.slices) == 1 and len(self.slices[0]) > _MOST_IN_ONE_SLICE:
-            (before,) = self.slices
+        if len(self.slices) > 1:
+            super().set_all(keys, value)
+            return
+        (before,) = self.slices
+        before.update(dict.fromkeys(keys, value))
+        if len(before) > _MOST_IN_ONE_SLICE:
             self.slices = tuple({} for _ in range(_NUM_SLICES))
             for key, its in before.items():
                 self.slices[hash(key) % _NUM_SLICES][key] = its

@@ -174,8 +174,9 @@ class PrefixTree:
                     else:
                         self._unstore(holder, removal.keys)
                 self._take(holder, events.stored)
-                self._unmark(holder, events.unmarked)
-                self._mark(holder, events.marked)
+                if events.unmarked or events.marked:
+                    self._unmark(holder, events.unmarked)
+                    self._mark(holder, events.marked)
                 return True
             holder.in_step = False
             holder.next_part = 0

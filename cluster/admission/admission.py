@@ -207,7 +207,7 @@ class RequestAdmission:
             is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
                 self._pumped_at = now
-            for name, queue in self.waiting.queues.busy():
+            for name, queue in self.waiting.queues.busy() if self.waiting else ():
                 if is_for_all or not queue.waits_for or replica_id in queue.waits_for:
                     self._pump_queue(name, queue, now)
             if is_for_all:

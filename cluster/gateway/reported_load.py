@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import asdict
@@ -11,7 +12,12 @@ from workers.messages.link import LoadReport, QueueReport, ReplicaHello
 from workers.stats_record import ReplicaStats
 
 # The statistics that the router reads.
-_ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
+_ROUTED = tuple(
+    name
+    for name in ReplicaLoad.__struct_fields__
+    if name in ReplicaStats.__struct_fields__ and name != "num_running"
+)
+_routed_values = attrgetter(*_ROUTED)
 
 
 def routed_load(load: LoadReport, hello: ReplicaHello | None, now: float) -> ReplicaLoad:
@@ -22,7 +28,8 @@ def routed_load(load: LoadReport, hello: ReplicaHello | None, now: float) -> Rep
         received_at=now,
         max_local_tokens=hello.max_context_tokens if hello else 0,
         **transfer_of(load, hello),
-        **{name: getattr(load, name) for name in _ROUTED} | {"num_running": num_running},
+        num_running=num_running,
+        **dict(zip(_ROUTED, _routed_values(load), strict=True)),
     )
 
 

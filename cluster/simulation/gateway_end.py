@@ -91,6 +91,9 @@ class GatewayEnd:
             self.send_kept()
             self._post(frame)
             return
+        if not frame.deltas:
+            self._post(frame)
+            return
         # The first token of an attempt comes with the report of its prompt.
         first = {report.request_id for report in frame.prefills}
         deltas = []

@@ -246,10 +246,9 @@ class SimulatedGateway:
         self._look()
 
     def _on_message(self, source: ReplicaIdentity, message: LinkUp) -> None:
-        if isinstance(message, ReplicaHello):
-            self._joined(message)
-        elif source not in self._hellos:
-            return
+        if source not in self._hellos:
+            if isinstance(message, ReplicaHello):
+                self._joined(message)
         elif isinstance(message, StepFrame):
             self._on_frame(source, message)
         elif isinstance(message, KvEvents):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from cluster.simulation.step_model import StepModel
@@ -51,25 +52,24 @@ class SimulatedRanks:
         model: StepModel,
         events: EventQueue,
         report: Callable[[int, RankUp], None],
-        catch_up: Callable[[], None],
+        passes_over: Callable[[], bool],
         block_bytes: int,
         shard: Shard,
         max_sequences: int,
         store: StoreCopies | None = None,
     ) -> None:
-        """`report` is called with the rank and each of its reports, when it is made, and `catch_up` before
-        that of a step: a run of steps may end there. A block has `block_bytes`, and is sent as one piece, the
-        whole `shard`. `store` copies to and from the node's store, if there is one."""
+        """`report` is called with the rank and each of its reports, when it is made. `passes_over` is called
+        before that of a step, and returns whether the step is one of a run: then it is not reported. A block
+        has `block_bytes`, and is sent as one piece, the whole `shard`. `store` copies to and from the node's
+        store, if there is one."""
         self._model = model
         self._events = events
         self._report = report
-        self._catch_up = catch_up
+        self._passes_over = passes_over
         self._block_bytes = block_bytes
         self._shard = shard
         self._store = store
         self._is_dead = False
-        # How many times as long steps take as the model says: disturbances.
-        self.slowness = 1.0
         # The time in which steps ran.
         self.busy_s = 0.0
         # Reports of plans that are computed, the oldest first, with what each took.
@@ -120,7 +120,7 @@ class SimulatedRanks:
     def _run(self, plan: StepPlan) -> None:
         """Run a plan behind those before it."""
         began_at = max(self._events.clock.now(), self._due[-1].finished_at if self._due else 0.0)
-        took_s = self.slowness * self._step_s(plan)
+        took_s = self._step_s(plan)
         tokens = b"".join([self._tokens[slot] for slot in plan.sample_slots])
         self._due.append(_DueReport(plan.step, tokens, began_at, began_at + took_s))
         if len(self._due) == 1:
@@ -128,14 +128,15 @@ class SimulatedRanks:
 
     def _arm(self) -> None:
         """Report the oldest plan when it is done."""
-        at = self._alarm_at = self._due[0].finished_at if self._due else math.inf
-        if self._due:
-            self._events.at(at, lambda: self._ring(at))
+        self.report_first_at(self._due[0].finished_at if self._due else math.inf)
 
     def _ring(self, at: float) -> None:
         if at != self._alarm_at or self._is_dead:
             return
-        self._catch_up()
+        self._alarm_at = math.inf
+        if self._passes_over():
+            return
+        self._alarm_at = math.inf
         due = self._due.popleft()
         assert due.finished_at == at, "a report is made when it is due"
         self.busy_s += due.finished_at - due.began_at
@@ -149,20 +150,19 @@ class SimulatedRanks:
 
     def report_first_at(self, at: float) -> None:
         """Make the next report at that time, not before."""
-        self._alarm_at = at
-        self._events.at(at, lambda: self._ring(at))
+        if at != self._alarm_at:
+            self._alarm_at = at
+            if at < math.inf:
+                self._events.at(at, lambda: self._ring(at))
 
     def run_of_steps(self, num_steps: int, num_decodes: int, num_context_tokens: int) -> list[float]:
         """Return when each of so many steps would be done, and then those that the plans out at a time would
         be by then: all of them of `num_decodes` decodes, the first behind so many tokens."""
         times = [it.finished_at for it in self._due]
-        num_tokens = num_context_tokens + len(times) * num_decodes
-        at = times[-1]
-        for _ in range(num_steps):
-            at += self.slowness * self._model.decode_s(num_decodes, num_tokens)
-            num_tokens += num_decodes
-            times.append(at)
-        return times
+        first = num_context_tokens + len(times) * num_decodes
+        last, decode_s = first + num_steps * num_decodes, self._model.decode_s
+        step_s = [decode_s(num_decodes, num_tokens) for num_tokens in range(first, last, num_decodes)]
+        return times[:-1] + list(accumulate(step_s, initial=times[-1]))
 
     def skip(self, num_steps: int, times: Sequence[float], slots: Sequence[int]) -> None:
         """Let the plans that are out be those of so many steps later; `times` are those of `run_of_steps`,

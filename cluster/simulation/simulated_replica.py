@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from cluster.simulation.simulated_peers import LinkedReplica, SimulatedPeers
 from cluster.simulation.simulated_ranks import SimulatedRanks
 from cluster.simulation.simulated_stores import NodeStore
 from cluster.simulation.step_model import KnownCosts, StepModel
+from cluster.simulation.step_runs import StepRuns
 from cluster.simulation.store_copies import StoreCopies
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.common.faults import Faults
@@ -85,15 +85,25 @@ class SimulatedEngine(NamedTuple):
         )
 
 
-class _StepRun(NamedTuple):
-    """Steps that are passed over, at most so many, and when each and those after them are done."""
-
-    num_steps: int
-    times: list[float]
-
-
 def _never() -> bool:
     return False
+
+
+def _ready(engine: SimulatedEngine, compatibility: CompatibilityRecord, shard: Shard) -> RankReady:
+    """Return the report of the one rank that it has loaded."""
+    return RankReady(
+        rank=0,
+        process_id=0,
+        host_id="",
+        num_blocks=engine.num_blocks,
+        vocab_size=_VOCABULARY,
+        max_context_tokens=engine.max_context_tokens,
+        eos_token_ids=(),
+        compatibility=compatibility,
+        endpoints=RankEndpoints(0, shard, "", ()),
+        load_s=0.0,
+        warm_up_s=0.0,
+    )
 
 
 def _as_it_is(message: LinkUp) -> LinkUp:
@@ -122,7 +132,6 @@ class SimulatedReplica(EngineDecisions):
         self._events = events
         self._pump_scheduled = False
         self._may_skip = may_skip
-        self._run: _StepRun | None = None
         self._ends: list[GatewayEnd] = []
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
@@ -130,7 +139,7 @@ class SimulatedReplica(EngineDecisions):
             engine.steps,
             events,
             self.on_rank_message,
-            self.catch_up,
+            self._passes_over,
             engine.block_bytes,
             shard,
             engine.max_sequences,
@@ -147,19 +156,7 @@ class SimulatedReplica(EngineDecisions):
             has_store=store is not None,
             costs=costs,
         )
-        ready = RankReady(
-            rank=0,
-            process_id=0,
-            host_id="",
-            num_blocks=engine.num_blocks,
-            vocab_size=_VOCABULARY,
-            max_context_tokens=engine.max_context_tokens,
-            eos_token_ids=(),
-            compatibility=compatibility,
-            endpoints=RankEndpoints(0, shard, "", ()),
-            load_s=0.0,
-            warm_up_s=0.0,
-        )
+        ready = _ready(engine, compatibility, shard)
         transfer = TransferConfig()
         peers = links[identity] = SimulatedPeers(
             identity, events, find, links, shard, self.catch_up, self.wake
@@ -186,7 +183,8 @@ class SimulatedReplica(EngineDecisions):
                 connect_store=None if store is None else self._store_connection(store, identity, ready),
             )
         )
-        self._decodes = DecodeRun(scheduler)
+        decodes = DecodeRun(scheduler)
+        self._runs = StepRuns(decodes, self.ranks, self.steps, self._gateways, self._ends, self.table, clock)
         self._gate: BatchGate | None = None
         if engine.batching != "continuous":
             self._gate = BatchGate(engine.batching, engine.max_sequences, events)
@@ -206,6 +204,14 @@ class SimulatedReplica(EngineDecisions):
             )
 
         return connect
+
+    @property
+    def _transfers(self) -> bool:
+        """Whether the looks at leases concern anything: landings, pushes or the store."""
+        return (
+            self.connector is not None
+            or self.kv_receiver.num_unfinished + self.kv_sender.sends.num_active > 0
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -295,58 +301,47 @@ class SimulatedReplica(EngineDecisions):
 
     def pump(self) -> None:
         self._pump_scheduled = False
+        runs = self._runs
+        if not (runs.is_intact and self._may_run):
+            runs.end()
         super().pump()
         if self._gate is not None:
             self._gate.review(self.table.__contains__)
-        if self._may_skip():
-            self._begin_run()
+        if not runs.is_on:
+            runs.begin(self._may_begin_run)
+        if runs.is_on:
+            runs.wait()
 
-    def _begin_run(self) -> None:
-        """Pass over the steps that change nothing but positions and tokens, up to the last one before more
-        happens: a step that ends or needs a block, or a report of the load that is due."""
-        num_steps = self._decodes.num_steps(self.steps.depth)
-        if num_steps < 2 or self._run is not None or self.kv_receiver.landings.num_waiting:
-            return
-        if self.connector is not None and not self.connector.is_idle:
-            return
-        if len(self.migration) or not self._gateways.have_seen(self.reports.queue()):
-            return
-        num_decodes = len(self._decodes.sequences)
-        times = self.ranks.run_of_steps(num_steps, num_decodes, self._decodes.num_context_tokens)
-        num_steps = min(num_steps, bisect_left(times, self._gateways.next_load_at))
-        if num_steps < 2:
-            return
-        self._run = _StepRun(num_steps, times)
-        self.ranks.report_first_at(times[num_steps])
+    def _may_begin_run(self) -> bool:
+        return self._may_run and self._gateways.have_seen(self.reports.queue())
+
+    @property
+    def _may_run(self) -> bool:
+        """Whether nothing waits, here or in a gateway, for which a step may make room."""
+        if not self._may_skip() or not (self.connector is None or self.connector.is_idle):
+            return False
+        landings = self.kv_receiver.landings
+        return not (landings.num_waiting or landings.has_claims or len(self.migration))
 
     def catch_up(self) -> None:
-        """Do the steps of the run that are over by now."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        num_steps = min(run.num_steps, bisect_right(run.times, self._clock.now()))
-        if not num_steps:
-            self.ranks.report_first_at(run.times[0])
-            return
-        sequences, began_at = self._decodes.sequences, self.ranks.began_at
-        slots = [sequence.slot for sequence in sequences]
-        deltas = self._decodes.repeat(num_steps, [self.ranks.token_of(slot) for slot in slots])
-        past = run.times[:num_steps]
-        for end in self._ends:
-            end.pass_over(past, deltas)
-        self.ranks.skip(num_steps, run.times, slots)
-        self.steps.skip(
-            [end - begin for begin, end in zip([began_at, *past], past, strict=False)], len(slots)
-        )
-        self._gateways.passed(past)
-        for delta in deltas:
-            self.table.post_delta(delta)
+        """Do the steps that are over by now, and those after them one by one until `pump` finds a run."""
+        self._runs.end()
+
+    def _passes_over(self) -> bool:
+        """Do the steps that are over by now. Return whether the one that is reported now was among them."""
+        is_passed = self._runs.passes_over()
+        if is_passed:
+            self.wake()
+        return is_passed
 
     def _tick(self) -> None:
-        if self.is_alive:
+        if not self.is_alive:
+            return
+        if self._transfers:
             self.catch_up()
+        if not self._runs.passes_look():
             self.tick()
-            self._events.after(_TICK_S, self._tick)
+        self._events.after(_TICK_S, self._tick)
 
     def _end_ranks(self) -> None:
         self.ranks.kill()

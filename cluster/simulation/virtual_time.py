@@ -36,11 +36,11 @@ class EventQueue:
         """Move to the time of the next call, and make it."""
         time_s, _, call = heapq.heappop(self._due)
         self.num_events += 1
-        self.clock.advance(max(0.0, time_s - self.clock.now()))
+        self.clock.advance_to(time_s)
         call()
 
     def run(self, until_s: float) -> None:
         """Let time pass until then."""
         while self._due and self.next_at <= until_s:
             self.step()
-        self.clock.advance(max(0.0, until_s - self.clock.now()))
+        self.clock.advance_to(until_s)

@@ -57,6 +57,17 @@ class ManualClock:
     def advance(self, delta_s: float) -> None:
         """Move time forward and wake every sleeper that is due, in order."""
         self._now += delta_s
+        if self._sleepers:
+            self._wake()
+
+    def advance_to(self, time_s: float) -> None:
+        """Move time forward to this moment, as `advance`; one that is past changes nothing."""
+        if time_s > self._now:
+            self._now = time_s
+        if self._sleepers:
+            self._wake()
+
+    def _wake(self) -> None:
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, future = heapq.heappop(self._sleepers)
             if not future.done():

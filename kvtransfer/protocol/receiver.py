@@ -102,11 +102,15 @@ class LandingTable:
 
     @property
     def num_waiting(self) -> int:
-        return sum(landing.state is _State.WAITING for landing in self._landings.values())
+        return self._num_in(_State.WAITING)
 
     @property
     def num_open(self) -> int:
-        return sum(landing.state is _State.OPEN for landing in self._landings.values())
+        return self._num_in(_State.OPEN)
+
+    def _num_in(self, state: _State) -> int:
+        landings = self._landings
+        return sum(landing.state is state for landing in landings.values()) if landings else 0
 
     def num_of(self, group: str | None) -> int:
         """Return the number of landings of this sharing group (None: all) that wait or are open."""

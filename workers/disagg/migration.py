@@ -87,7 +87,8 @@ class MigrationManager:
         self.num_failed = 0
 
     def __len__(self) -> int:
-        self._migrations = [migration for migration in self._migrations if migration.is_current]
+        if self._migrations:
+            self._migrations = [migration for migration in self._migrations if migration.is_current]
         return len(self._migrations)
 
     def start(self, move: Move) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages.link import MAX_MESSAGE_ENDS, Submission
 from workers.messages.sampling import MAX_PROMPT_LOGPROBS, Grammar, SamplingParams
@@ -72,7 +74,7 @@ def _pooling_problems(submission: Submission) -> Iterator[str]:
 def _token_problems(field: str, tokens: bytes, vocab_size: int) -> Iterator[str]:
     if len(tokens) % TOKEN_BYTES:
         yield f"{field}: {len(tokens)} bytes are no token ids"
-    elif max(memoryview(tokens).cast("I"), default=0) >= vocab_size:
+    elif np.frombuffer(tokens, "<u4").max(initial=0) >= vocab_size:
         yield f"{field}: a token id is not below {vocab_size}"
 
 

@@ -28,11 +28,11 @@ class BlockMarks:
 
     def take_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Return the blocks that are marked, and those that are not any more, since the last call."""
-        changed = dict.fromkeys(chain.from_iterable(pool.take_changed() for pool in self._pools))
-        if self._view is not None:
-            changed |= dict.fromkeys(self._view.take_changed())
+        of_view = () if self._view is None else self._view.take_changed()
         if not self._pools:
             return (), ()
+        changed = dict.fromkeys(chain.from_iterable(pool.take_changed() for pool in self._pools))
+        changed |= dict.fromkeys(of_view)
         marked = [key for key in changed if key not in self._marked and self._is_marked(key)]
         unmarked = [key for key in changed if key in self._marked and not self._is_marked(key)]
         self._marked.set_all(marked, None)

@@ -260,7 +260,9 @@ def _parted(news: list[News]) -> list[list[News]]:
 
 def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None) -> StepFrame:
     deltas = tuple([item for item in news if isinstance(item, TokenDelta)])
-    others = [item for item in news if not isinstance(item, TokenDelta)] if len(deltas) < len(news) else []
+    if len(deltas) == len(news):
+        return StepFrame(deltas=deltas, load=load, queue=queue)
+    others = [item for item in news if not isinstance(item, TokenDelta)]
     return StepFrame(
         deltas=deltas,
         prefills=tuple(item for item in others if isinstance(item, PrefillReport)),

@@ -188,10 +188,11 @@ class ReplicaReports:
     def _num_leaked_blocks(self) -> int:
         """References that nobody has, to blocks of every group of layers."""
         life = self._scheduler.life
-        of_groups = sum(pool.num_references for pool in life.tables.groups.pools)
-        num_known = life.num_group_references + sum(self._num_other_group_references)
         leaked = self._pool.num_references - life.num_references - self._num_other_references
-        return leaked + of_groups - num_known
+        if not (pools := life.tables.groups.pools):
+            return leaked
+        of_groups = sum(pool.num_references for pool in pools)
+        return leaked + of_groups - life.num_group_references - sum(self._num_other_group_references)
 
     @property
     def _num_other_references(self) -> int:

@@ -160,9 +160,10 @@ class Requests:
 
     def stalled(self, in_flight: Set[RequestKey]) -> None:
         """Report the requests of a step with which no rank progresses, once for each stall."""
-        for key in in_flight - self._stalled:
-            self._table.post(key, StallReport(*key))
-        self._stalled = in_flight
+        if in_flight or self._stalled:
+            for key in in_flight - self._stalled:
+                self._table.post(key, StallReport(*key))
+            self._stalled = in_flight
 
     def leave(self, reason: str) -> None:
         """Accept no more requests, and hand back those of which nothing is computed yet."""

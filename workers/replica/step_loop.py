@@ -131,9 +131,10 @@ class StepLoop:
             return None
         self.num_steps += 1
         rank_to_busy_s = {rank: it.finished_at - it.started_at for rank, it in rank_to_report.items()}
+        tp = self._tp
         stage_to_busy_s = [
-            max(rank_to_busy_s[stage * self._tp + tp_rank] for tp_rank in range(self._tp))
-            for stage in range(self._pp)
+            max([rank_to_busy_s[rank] for rank in range(first, first + tp)])
+            for first in range(0, tp * self._pp, tp)
         ]
         failed = _merged(rank_to_report)
         # The head at every position, or experts that were copied before, would make all chunks look slower.
@@ -155,18 +156,19 @@ class StepLoop:
         """The most plans that are unreported."""
         return self._depth
 
-    def skip(self, step_s: Sequence[float], num_decodes: int) -> None:
+    def pass_over(self, step_s: Sequence[float], num_decodes: int, settled_at: float) -> None:
         """Count steps of `num_decodes` decodes alone, of which each took so long, and which were settled at
-        once (`workers.scheduler.decode_run`): the unreported plans are later ones, of the same sequences."""
-        num_steps, now = len(step_s), self._clock.now()
-        self.num_steps += num_steps
-        self._last_settled_at = now
+        once (`workers.scheduler.decode_run`), the last of them then."""
+        self.num_steps += len(step_s)
+        self._last_settled_at = settled_at
         for each_s in step_s:
             self.rates.add_decode(each_s)
-        self.stats.skip(step_s, num_decodes)
+        self.stats.pass_over(step_s, num_decodes)
+
+    def skip(self, num_steps: int) -> None:
+        """Note that the unreported plans are by now those of so many steps later, of the same sequences."""
         for it in self._unreported:
             it.plan = replace(it.plan, step=it.plan.step + num_steps)
-            it.progressed_at = now
 
     def steps_under_way(self) -> set[int]:
         """Return the first step that each rank has not reported: the step that a rank that ends or hangs is

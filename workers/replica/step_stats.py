@@ -71,7 +71,7 @@ class StepStats:
         self._average_bytes = moving_average(self._average_bytes, work.read_bytes, _WEIGHT)
         self._average_busy_s = moving_average(self._average_busy_s, busy_s, _WEIGHT)
 
-    def skip(self, step_s: Sequence[float], num_decodes: int) -> None:
+    def pass_over(self, step_s: Sequence[float], num_decodes: int) -> None:
         """Count steps of so many decodes alone, of which each took so long, without their arithmetic."""
         num_steps = len(step_s)
         self.num_steps_by_batch[bisect.bisect_left(BATCH_BOUNDS, num_decodes)] += num_steps
@@ -95,7 +95,8 @@ class StepStats:
         totals: dict[str, Any] = dict(zip(_NAMES, _values_of(self), strict=True))
         totals["num_steps_by_batch"] = tuple(self.num_steps_by_batch)
         totals["num_hit_tokens"] = dict(self.num_hit_tokens)
-        return totals | self.experts.statistics()
+        totals.update(self.experts.statistics())
+        return totals
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:

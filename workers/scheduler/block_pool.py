@@ -46,13 +46,15 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._key_to_block: dict[bytes, int] = {}
         self._key_to_parent: dict[bytes, bytes] = {}
-        self._key_to_children: dict[bytes, dict[bytes, None]] = {}
+        # The registered children of each key that has some: most have one.
+        self._key_to_children: dict[bytes, bytes | dict[bytes, None]] = {}
         # The keys of the first block of each prompt; a chain is one sharing group's
         # (`kvtransfer.blocks.keys`).
         self._head_to_group: dict[bytes, str] = {}
         # A heap of cached leaves. `acquire` leaves the entries of blocks there, and `_evict` skips these:
         # with an `IndexedHeap`, allocating with eviction is 5 % slower.
         self._evictable: list[EvictableBlock] = []
+        self._most_entries = 2 * num_blocks + 64
         self.shares = shares
         self._groups = GroupBlocks(shares, num_blocks) if shares.is_limited else None
         self._num_cached = 0
@@ -189,11 +191,13 @@ class BlockPool:
         if self._groups is not None and num_blocks > self.num_left(group):
             left = f"{self.num_left(group)} are left of the share of {group!r}"
             raise OutOfBlocksError(f"{num_blocks} blocks are needed, {left}")
-        while len(self._free) < num_blocks:
+        free, refs = self._free, self._refs
+        while len(free) < num_blocks:
             self._evict(None if self._groups is None else self._groups.victim(group, num_blocks))
-        block_ids = [self._free.pop() for _ in range(num_blocks)]
+        block_ids = free[len(free) - num_blocks :][::-1]
+        del free[len(free) - num_blocks :]
         for block_id in block_ids:
-            self._refs[block_id] = 1
+            refs[block_id] = 1
         self._num_references += num_blocks
         if self._groups is not None:
             self._groups.own(block_ids, group)
@@ -202,20 +206,21 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block. Given in the order of a prompt, so the last counts as the
         oldest."""
+        refs, keys, groups = self._refs, self._keys, self._groups
         for block_id in reversed(block_ids):
             self._drop_reference(block_id)
-            if self._refs[block_id] > 0:
+            if refs[block_id] > 0:
                 continue
-            key = self._keys[block_id]
+            key = keys[block_id]
             if key is None:
                 self._free_block(block_id)
                 continue
             self._num_cached += 1
-            if self._groups is not None:
-                self._groups.cache(block_id)
+            if groups is not None:
+                groups.cache(block_id)
             self._tick += 1
             self._released_at[block_id] = self._tick
-            if not self._key_to_children.get(key):
+            if key not in self._key_to_children:
                 self._push_evictable(block_id)
 
     def begin_copies(self, block_ids: Sequence[int]) -> None:
@@ -267,11 +272,18 @@ class BlockPool:
             return True
         if key in self._key_to_block or (parent_key != ROOT and parent_key not in self._key_to_block):
             return False
-        self._drop_private(block_id)
+        if self._block_to_private_key:
+            self._drop_private(block_id)
         self._keys[block_id] = key
         self._key_to_block[key] = block_id
         self._key_to_parent[key] = parent_key
-        self._key_to_children.setdefault(parent_key, {})[key] = None
+        siblings = self._key_to_children.get(parent_key)
+        if siblings is None:
+            self._key_to_children[parent_key] = key
+        elif isinstance(siblings, dict):
+            siblings[key] = None
+        else:
+            self._key_to_children[parent_key] = {siblings: None, key: None}
         if parent_key == ROOT:
             self._head_to_group[key] = group
         if key in self._removed:
@@ -332,13 +344,15 @@ class BlockPool:
         if group is not None:
             assert self._groups is not None
             heap = self._groups.evictable(group)
+        refs, released_at, has_children = self._refs, self._released_at, self._key_to_children
         while heap:
-            entry = heapq.heappop(heap)
-            if self._is_evictable(entry):
-                key = self._keys[entry[1]]
-                assert key is not None
-                self._unregister(key, reason)
-                return
+            at, block_id = heapq.heappop(heap)
+            key = self._keys[block_id]
+            # As `_is_evictable`, without a call for each of many.
+            if key is None or refs[block_id] or released_at[block_id] != at or key in has_children:
+                continue
+            self._unregister(key, reason)
+            return
         # Every cached block has a referenced descendant (a holder of a duplicate registered the child): its
         # whole subtree leaves the index, so that every block that counts as free can be had.
         oldest = min(
@@ -357,22 +371,26 @@ class BlockPool:
         self._keys[block_id] = None
         self._head_to_group.pop(key, None)
         siblings = self._key_to_children[parent_key]
-        del siblings[key]
-        if not siblings:
+        if isinstance(siblings, dict):
+            del siblings[key]
+        if siblings == key or not siblings:
             del self._key_to_children[parent_key]
             parent = self._key_to_block.get(parent_key)
             if parent is not None and self._refs[parent] == 0:
                 self._push_evictable(parent)
         if self._refs[block_id] == 0:
-            self._uncache(block_id)
-            self._free_block(block_id)
+            self._num_cached -= 1
+            self._free.append(block_id)
+            if self._groups is not None:
+                self._groups.uncache(block_id)
+                self._groups.free(block_id)
         if key in self._stored:
             del self._stored[key]
         else:
             self._removed[key] = reason
 
     def _push_evictable(self, block_id: int) -> None:
-        if len(self._evictable) > 2 * self.num_total + 64:
+        if len(self._evictable) > self._most_entries:
             self._evictable = [entry for entry in set(self._evictable) if self._is_evictable(entry)]
             heapq.heapify(self._evictable)
         entry = self._released_at[block_id], block_id
@@ -394,7 +412,7 @@ class BlockPool:
         assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
         self._refs[block_id] -= 1
         self._num_references -= 1
-        if self._refs[block_id] == 0:
+        if self._block_to_private_key and self._refs[block_id] == 0:
             self._drop_private(block_id)
         if self._groups is not None and not self._groups.is_in_use(block_id, self._refs[block_id]):
             self._groups.disuse(block_id)
@@ -414,6 +432,11 @@ class BlockPool:
         if key is not None:
             del self._private_key_to_block[key]
 
+    def _children(self, key: bytes) -> Sequence[bytes]:
+        """Return the registered children of a key, in the order in which they were registered."""
+        children = self._key_to_children.get(key, {})
+        return tuple(children) if isinstance(children, dict) else (children,)
+
     def _subtree(self, key: bytes) -> Iterator[bytes]:
         """Yield the registered keys of the subtree of `key`, itself included, parents first."""
         stack = [key]
@@ -421,7 +444,7 @@ class BlockPool:
             key = stack.pop()
             if key != ROOT:
                 yield key
-            stack.extend(reversed(self._key_to_children.get(key, {})))
+            stack.extend(reversed(self._children(key)))
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -478,9 +501,9 @@ class BlockPool:
         assert self._key_to_parent.keys() == self._key_to_block.keys()
         for key, parent in self._key_to_parent.items():
             assert parent == ROOT or parent in self._key_to_block, "a registered block's parent is not"
-            assert key in self._key_to_children[parent]
-        assert sum(map(len, self._key_to_children.values())) == len(self._key_to_block)
-        assert self._head_to_group.keys() == self._key_to_children.get(ROOT, {}).keys()
+            assert key in self._children(parent)
+        assert sum(len(self._children(key)) for key in self._key_to_children) == len(self._key_to_block)
+        assert self._head_to_group.keys() == set(self._children(ROOT))
         private = {key: block for block, key in self._block_to_private_key.items()}
         assert private == self._private_key_to_block
         assert all(self._refs[block] > 0 and self._keys[block] is None for block in private.values())

@@ -158,14 +158,15 @@ class BlockTables:
         group = submission.facts.sharing_group
         keys = sequence.block_keys(num_full, self._block_tokens)
         is_snapshot = self.groups.register(sequence, keys, group)
+        has_host, register = self.host.num_total > 0, self.pool.register
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
-            if self.host.holds(block_id):
+            if has_host and self.host.holds(block_id):
                 continue
             parent_key = keys[index - 1] if index else ROOT
-            is_new = self.pool.register(block_id, parent_key, keys[index], group)
+            is_new = register(block_id, parent_key, keys[index], group)
             # Behind a block that was moved out none can be reached; the store gets it all the same.
-            is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
+            is_new = is_new or (has_host and self.pool.remember(block_id, keys[index]))
             has_state = is_snapshot and index == num_full - 1
             if (is_new or has_state) and self.has_store and self.groups.hold(sequence, index):
                 self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group, has_state))

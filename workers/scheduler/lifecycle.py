@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -341,18 +342,21 @@ class Lifecycle:
     @property
     def num_references(self) -> int:
         """The number of references of all sequences to blocks of the device."""
-        num_held = sum(len(sequence.block_ids) - sequence.num_offloaded for sequence in self._sequences())
+        num_held = sum([len(sequence.block_ids) - sequence.num_offloaded for sequence in self._sequences()])
         return num_held + self.tables.num_retired_references
 
     @property
     def num_group_references(self) -> int:
         """The number of references of all sequences to blocks of groups with a window."""
+        if not self.tables.groups.pools:
+            return 0
         num_held = sum(len(table.block_ids) for it in self._sequences() for table in it.group_tables)
         return num_held + sum(self.tables.groups.num_retired_references)
 
-    def _sequences(self) -> set[Sequence]:
-        here = {sequence for request in self.requests.values() for sequence in request.sequences}
-        return here.union(self.leaving)
+    def _sequences(self) -> Collection[Sequence]:
+        """Return all sequences that are here, each once."""
+        here = [sequence for request in self.requests.values() for sequence in request.sequences]
+        return {*here, *self.leaving} if self.leaving else here
 
     def check(self, num_other_references: int, num_other_group_references: Seq[int] = ()) -> None:
         """Assert that pools, sequences and slots agree, and that nobody but sequences and the holders of

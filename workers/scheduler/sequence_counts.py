@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause
+from workers.scheduler.sequence import Sequence
 
 
 class SequenceCounts:
@@ -39,29 +42,30 @@ class SequenceCounts:
     @property
     def num_context_tokens(self) -> int:
         """The KV of running sequences, that of plans that are out included."""
-        return sum(sequence.num_scheduled for sequence in self._life.running)
+        return sum([sequence.num_scheduled for sequence in self._life.running])
 
     @property
     def num_unfilled_tokens(self) -> int:
         """KV slots that running sequences have and that no token was planned into yet."""
-        return sum(
-            len(sequence.block_ids) * self._pool.block_tokens - sequence.num_scheduled
-            for sequence in self._life.running
-        )
+        block_tokens = self._pool.block_tokens
+        return sum([len(it.block_ids) * block_tokens - it.num_scheduled for it in self._life.running])
 
     @property
     def num_backlog_tokens(self) -> int:
         """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
         sequences excluded: nobody waits for these."""
-        life, pause, is_pausing = self._life, self._pause, self._pause.is_active
-        waiting = sum(
-            it.num_tokens - it.num_expected_cached_tokens
-            for it in life.waiting
-            if not (is_pausing and pause.is_paused(it))
-        )
-        return waiting + sum(
-            max(0, it.num_remaining - 1) for it in life.running if not (is_pausing and pause.is_paused(it))
-        )
+        waiting: Seq[Sequence] = self._life.waiting
+        running: Seq[Sequence] = self._life.running
+        if self._pause.is_active:
+            waiting = [it for it in waiting if not self._pause.is_paused(it)]
+            running = [it for it in running if not self._pause.is_paused(it)]
+        num_tokens = sum([it.num_tokens - it.num_expected_cached_tokens for it in waiting])
+        for it in running:
+            # `num_remaining`, of many sequences and with most steps.
+            target = it.request.num_prompt_tokens if it.forks else it.num_tokens + it.num_pending
+            if (num_later := target - it.num_scheduled - 1) > 0:
+                num_tokens += num_later
+        return num_tokens
 
     def num_blocks_awaited(self, group: str | None) -> int:
         """Return the most blocks that waiting sequences of this sharing group (None: of any) take."""
