@@ -140,10 +140,15 @@ class LoadTracker:
             self._observer.on_routed(placement)
 
     def on_prefilled(
-        self, request_id: str, gateway_id: str = "", prefilled_at: float | None = None
+        self,
+        request_id: str,
+        gateway_id: str = "",
+        prefilled_at: float | None = None,
+        *,
+        steps_s: float = 0.0,
     ) -> Placement | None:
-        """Note the first token (None: now): nothing is left to compute. Returns the placement at the first
-        call."""
+        """Note the first token (None: now): nothing is left to compute. The steps until then should have
+        taken `steps_s`; 0: not known. Returns the placement at the first call."""
         placement = self.find(request_id, gateway_id)
         if placement is None or placement.prefilled_at is not None:
             return None
@@ -152,7 +157,8 @@ class LoadTracker:
             replica.computing.drop(placement)
             replica.touch()
             if not gateway_id:
-                replica.correct(placement, placement.prefilled_at - placement.routed_at, self._clock.now())
+                took_s = placement.prefilled_at - placement.routed_at
+                replica.correct(placement, took_s, self._clock.now(), steps_s)
         if (replica := self._replicas.get(placement.decode_id)) is not None:
             if has_joined(placement, replica.covered_until):
                 replica.expected.drop(placement)

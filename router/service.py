@@ -259,9 +259,11 @@ class RouterService:
         """Note that the replica has refused a request. It counts as full until its next report."""
         self.members.on_refused(replica_id, self._clock.now())
 
-    def on_prefilled(self, request_id: str) -> None:
-        """Note the first token of a request: its prompt is computed, and the decode side has the KV."""
-        placement = self.loads.on_prefilled(request_id)
+    def on_prefilled(self, request_id: str, steps_s: float = 0.0) -> None:
+        """Note the first token of a request: its prompt is computed, and the decode side has the KV.
+        `steps_s` is how long the steps of the replica until then should have taken, as the replica says; 0:
+        not known."""
+        placement = self.loads.on_prefilled(request_id, steps_s=steps_s)
         if placement is None:
             return
         if placement.decode_id:

@@ -85,15 +85,24 @@ class TrackedReplica:
         correction = min(math.exp(kept * self.log_ratio), _MOST_CORRECTION)
         return correction if correction >= _LEAST_CORRECTION else 1.0
 
-    def correct(self, placement: Placement, took_s: float, now: float) -> None:
-        """Note when a request's first token came: after what lay before it, which the replica's rate of
-        tokens predicts, the rest is due to its own prefill. It counts by the part that this is of the whole.
+    def correct(self, placement: Placement, took_s: float, now: float, steps_s: float = 0.0) -> None:
+        """Note when a request's first token came: as late as what was computed there meanwhile explains, or
+        later.
+
+        What was computed meanwhile, for the request and for others before it and in the same steps, should
+        have taken `steps_s`, by the replica's own measurements. If it took longer, the replica is slower than
+        it measures itself. Where it does not say (0), what lay before the request is predicted by what was
+        known of it. The rest is then due to its own prefill, and counts by the part which that is of all.
         """
         if placement.prefill_s <= 0:
             return
-        ratio = (took_s - placement.wait_s) / placement.prefill_s
+        weight = _CORRECTION_WEIGHT
+        if steps_s > 0:
+            ratio = took_s / steps_s
+        else:
+            ratio = (took_s - placement.wait_s) / placement.prefill_s
+            weight *= placement.prefill_s / (placement.wait_s + placement.prefill_s)
         log_ratio = math.log(min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO))
-        weight = _CORRECTION_WEIGHT * placement.prefill_s / (placement.wait_s + placement.prefill_s)
         known = self.log_ratio * kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
         self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
         self.touch()

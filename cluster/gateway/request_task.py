@@ -295,8 +295,8 @@ class RequestTask:
     def move(self, replica: ReplicaIdentity, order: Move) -> None:
         self._connections.send(replica, order)
 
-    def confirm_placement(self) -> None:
-        self._router.on_prefilled(self._request_id)
+    def confirm_placement(self, steps_s: float = 0.0) -> None:
+        self._router.on_prefilled(self._request_id, steps_s)
 
     def release_placement(self) -> None:
         self._connections.release(self._request_id)

@@ -331,9 +331,8 @@ class SimulatedReplica(EngineDecisions):
         for end in self._ends:
             end.pass_over(past, deltas)
         self.ranks.skip(num_steps, run.times, slots)
-        self.steps.skip(
-            [end - begin for begin, end in zip([began_at, *past], past, strict=False)], len(slots)
-        )
+        took_s = [end - begin for begin, end in zip([began_at, *past], past, strict=False)]
+        self.steps.skip(took_s, len(slots), past[-1])
         self._gateways.passed(past)
         for delta in deltas:
             self.table.post_delta(delta)
