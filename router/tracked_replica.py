@@ -56,8 +56,6 @@ class TrackedReplica:
     measured_at: float = float("-inf")
     # The mean time from first tokens to ends; 0: not measured.
     residence_s: float = 0.0
-    # The mean of the sequences that it decodes, or decoded last.
-    context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self.touch()
@@ -143,8 +141,10 @@ def state_of(
     sums: tuple[PlacementSums, PlacementSums, PlacementSums],
     others: Callable[[], Iterable[ReplicaLoad]],
     now: float,
+    context_tokens: float,
 ) -> CurrentLoad:
-    """Add placements, to be computed, staying and expected there, to a report of the replica.
+    """Add placements, to be computed, staying and expected there, to a report of the replica. A sequence has
+    `context_tokens` where none runs.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
     before its hand-over), and no message identifies which are the same. The larger count is therefore taken
@@ -166,7 +166,7 @@ def state_of(
     backlog_tokens = report.num_backlog_tokens + computing.num_prefill_tokens
     num_queued_sequences = staying.num_queued_sequences + expected.num_queued_sequences
     num_sent = num_sequences - num_queued_sequences
-    rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
+    rates = rates_of(report, num_sent, replica.correction(now), others, context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
     # The arguments are positional, as those of `Rates`.
     return CurrentLoad(

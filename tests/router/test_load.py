@@ -162,6 +162,22 @@ def test_sequences_have_the_context_of_those_before_them_where_none_runs(bench: 
     assert bench.tracker.state("d").rates.step_s == pytest.approx(0.01 + 2 * 1000 * 1e-6)
 
 
+def test_idle_replicas_cost_the_same_whatever_they_decoded_last(bench: Bench) -> None:
+    """Or the one with the shortest sequence would get all, and they would not take turns."""
+    changed = {"decode_base_s": 0.01, "decode_context_s": 1e-6}
+    for name in ("a", "b"):
+        bench.tracker.add_replica(ReplicaIdentity(name, 1), "both")
+    for index in range(100):
+        for name, num_tokens in (("a", 1000), ("b", 1200 + 10 * index)):
+            bench.report(name)
+            report = bench.tracker.state(name).report
+            bench.tracker.on_load(replace(report, num_running=1, num_context_tokens=num_tokens, **changed))
+            bench.tracker.on_load(replace(report, num_running=0, num_context_tokens=0, **changed))
+        steps_s = [bench.tracker.state(name).rates.step_s for name in ("a", "b")]
+        assert steps_s[0] == steps_s[1]
+    assert 1e6 * (steps_s[0] - 0.01) == pytest.approx(1500, rel=0.5)
+
+
 def test_reports_of_another_epoch_or_time_are_ignored(bench: Bench) -> None:
     bench.clock.advance(10.0)
     bench.report("p", backlog=5)
