@@ -33,8 +33,9 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest, Released
 from cluster.gateway.fleet.peer_placements import PeerPlacements
-from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
+from cluster.gateway.fleet.placement_exchange import BATCH_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed
+from cluster.gateway.request_state import MOST_RETURNS
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvEvents, KvSnapshot
 from kvtransfer.request_facts import RequestFacts
@@ -101,7 +102,6 @@ class World:
             if to != source and is_exchanging
         }
         self.is_cut = True
-        self._sent_at = [float("-inf")] * num_gateways
         self._send_at = [float("inf")] * num_gateways
         for router in self.routers:
             router.set_shared(num_gateways > 1)
@@ -177,7 +177,7 @@ class World:
         self.gateways[virtual.request_id] = gateway
 
         def release(decision: Decision) -> None:
-            self._submit(virtual, request, decision, may_return=True)
+            self._submit(virtual, request, decision)
 
         if not self.admissions:
             release(self.routers[gateway].route(request))
@@ -194,21 +194,26 @@ class World:
         self._flush(gateway)
 
     def _submit(
-        self, virtual: VirtualRequest, request: RouteRequest, decision: Decision, *, may_return: bool
+        self, virtual: VirtualRequest, request: RouteRequest, decision: Decision, num_returns: int = 0
     ) -> None:
-        """Send a request; one that `may_return` is sent back, once, by a replica with more to do than the
-        decision allows."""
+        """Send a request, which a replica with more to do than the decision allows sends back, unless it was
+        sent back too often."""
         gateway = self.gateways[virtual.request_id]
         router, compute = self.routers[gateway], self.replicas[decision.compute_id]
         self._flush(gateway)
-        most = decision.most_backlog_tokens if may_return else None
+        most = decision.most_backlog_tokens if num_returns < MOST_RETURNS else None
+
+        state: QueueState
 
         def sent_back() -> None:
+            router.loads.on_queue(compute.identity, state, self.clock.now())
             router.on_finished(request.request_id)
-            self._submit(virtual, request, router.route(request), may_return=False)
+            self._submit(virtual, request, router.route(request), num_returns + 1)
 
         def submitted() -> None:
-            if most is not None and compute.queue_state().num_backlog_tokens > most:
+            nonlocal state
+            state = compute.queue_state()
+            if most is not None and state.num_backlog_tokens > most:
                 self.num_sent_back += 1
                 self.events.after(NETWORK_S, sent_back)
                 return
@@ -262,14 +267,14 @@ class World:
         feed, now = self.feeds[gateway], self.clock.now()
         if feed.changed.is_set():
             delay_s = 0.0 if feed.urgent.is_set() else BATCH_S
-            send_at = max(now + delay_s, self._sent_at[gateway] + FRAME_GAP_S)
+            send_at = now + delay_s
             if send_at < self._send_at[gateway]:
                 self._send_at[gateway] = send_at
                 self.events.at(send_at, lambda: self._take(gateway, send_at))
 
     def _take(self, gateway: int, send_at: float) -> None:
         if self._send_at[gateway] == send_at:  # nothing more urgent has come since
-            self._send_at[gateway], self._sent_at[gateway] = float("inf"), send_at
+            self._send_at[gateway] = float("inf")
             for frame in self.feeds[gateway].take():
                 self._send(gateway, frame)
 

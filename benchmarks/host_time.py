@@ -123,6 +123,7 @@ class EngineCoreHost:
             gateways=self._gateways,
             scheduler=self.scheduler,
             hand_overs=KvHandOvers(unused, unused, unused),
+            work=self.steps.work,
             clock=clock,
             vocab_size=1 << 17,
         )

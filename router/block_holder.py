@@ -43,7 +43,8 @@ class BlockHolder:
     held: KeySet = field(default_factory=KeySet)
     # The block keys in the store of its node, with their tier.
     stored: KeyMap[StoreTier] = field(default_factory=KeyMap)
-    predicted_until: dict[bytes, float] = field(default_factory=dict)
+    # The blocks that prompts are to leave there, with the newest prediction of each.
+    predicted: dict[bytes, Prediction] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.
     num_expecting: dict[bytes, int] = field(default_factory=dict)
     # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
@@ -73,3 +74,14 @@ class BlockHolder:
         if self.marks_needed == 1:
             return keys[-1:]
         return keys if self.marks_needed else ()
+
+
+class Prediction(NamedTuple):
+    """The keys of one routed prompt that its replica had not reported, in the queue of what expires next."""
+
+    until: float
+    holder: BlockHolder
+    keys: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
+    # Those of the keys that were predicted there already, by another prompt.
+    renewed: frozenset[bytes]

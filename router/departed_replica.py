@@ -30,7 +30,7 @@ class DepartedReplica:
         self._stored = [each.stored for each in outdated] + [holder.stored]
         self._held = [each.held for each in outdated] + [holder.held]
         # Blocks that the replica never had do not go into the history.
-        self._expected: KeyMaps = [holder.predicted_until, holder.num_expecting]
+        self._expected: KeyMaps = [holder.predicted, holder.num_expecting]
         self._marked: KeyMaps = [*(each.marked for each in outdated), holder.marked, holder.num_foreseen]
 
     def where(self, key: bytes) -> str:

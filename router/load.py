@@ -32,6 +32,10 @@ from router.tracked_replica import TrackedReplica, has_joined, state_of
 
 # The weight of the newest request in the mean time for which a sequence occupies a place.
 _RESIDENCE_WEIGHT = 0.1
+# The weight of the newest report in the mean context of a sequence, and by which factor this has to change
+# before other loads are computed by it.
+_CONTEXT_WEIGHT = 0.02
+_CONTEXT_CHANGE = 1.5
 # A request that was sent, and without news for this long, is stale and no longer counts as load: the message
 # of its end was lost.
 STALE_REQUEST_S = 300.0
@@ -57,6 +61,8 @@ class LoadTracker:
         self._on_dropped = on_dropped
         self._replicas: dict[str, TrackedReplica] = {}
         self._changed: set[str] = set()
+        # The mean tokens of a sequence that decodes, and the value that is used until that has changed.
+        self._context_tokens = self._used_context_tokens = 0.0
         # The placements by gateway id.
         self._own = GatewayPlacements()
         self._placements: dict[str, GatewayPlacements] = {"": self._own}
@@ -88,8 +94,8 @@ class LoadTracker:
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
         replica.report = load
-        if load.num_running:
-            replica.context_tokens = load.num_context_tokens / load.num_running
+        if load.num_running and replica.role != "prefill":
+            self._note_context(load.num_context_tokens / load.num_running)
         replica.touch()
         replica.cover()
 
@@ -140,10 +146,15 @@ class LoadTracker:
             self._observer.on_routed(placement)
 
     def on_prefilled(
-        self, request_id: str, gateway_id: str = "", prefilled_at: float | None = None
+        self,
+        request_id: str,
+        gateway_id: str = "",
+        prefilled_at: float | None = None,
+        *,
+        steps_s: float = 0.0,
     ) -> Placement | None:
-        """Note the first token (None: now): nothing is left to compute. Returns the placement at the first
-        call."""
+        """Note the first token (None: now): nothing is left to compute. The steps until then should have
+        taken `steps_s`; 0: not known. Returns the placement at the first call."""
         placement = self.find(request_id, gateway_id)
         if placement is None or placement.prefilled_at is not None:
             return None
@@ -152,7 +163,8 @@ class LoadTracker:
             replica.computing.drop(placement)
             replica.touch()
             if not gateway_id:
-                replica.correct(placement, placement.prefilled_at - placement.routed_at, self._clock.now())
+                took_s = placement.prefilled_at - placement.routed_at
+                replica.correct(placement, took_s, self._clock.now(), steps_s)
         if (replica := self._replicas.get(placement.decode_id)) is not None:
             if has_joined(placement, replica.covered_until):
                 replica.expected.drop(placement)
@@ -197,7 +209,9 @@ class LoadTracker:
         replica = self._replicas[replica_id]
         if replica.state is None:
             now = self._clock.now()
-            replica.state = state_of(replica, replica.report, replica.sums, self._reports, now)
+            replica.state = state_of(
+                replica, replica.report, replica.sums, self._reports, now, self._used_context_tokens
+            )
         return replica.state
 
     def state_with(
@@ -215,7 +229,8 @@ class LoadTracker:
         if report is not None and not counts_report:
             idle = QueueState(0, 0, 0, 0, report.num_total_blocks)
             report = replace(report, **asdict(idle))
-        return state_of(replica, report, sums, self._reports, self._clock.now())
+        now, context_tokens = self._clock.now(), self._used_context_tokens
+        return state_of(replica, report, sums, self._reports, now, context_tokens)
 
     def take_changed(self) -> Sequence[str]:
         """Return the replicas whose load has changed since the last call."""
@@ -250,6 +265,16 @@ class LoadTracker:
             placement.wait_s = max(state.queue(0.0), placement.load_s)
             if state.report.num_running:
                 placement.wait_s += state.rates.present_step_s / 2
+
+    def _note_context(self, num_tokens: float) -> None:
+        """Note the mean of the sequences that a replica decodes. Replicas that decode none are all taken to
+        get the same, or idle ones would cost unlike by what they did last, and not take turns."""
+        self._context_tokens = mean = moving_average(self._context_tokens, num_tokens, _CONTEXT_WEIGHT)
+        used = self._used_context_tokens
+        if not used / _CONTEXT_CHANGE <= mean <= used * _CONTEXT_CHANGE:
+            self._used_context_tokens = mean
+            for replica in self._replicas.values():
+                replica.touch()
 
     def _count(self, placement: Placement) -> None:
         for replica_id in (placement.compute_id, placement.decode_id):

@@ -16,7 +16,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory, Removal, RemovalCause
-from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, StoreTier
+from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, Prediction, StoreTier
 from router.departed_replica import DepartedReplica
 from router.holder_masks import CompiledMasks, HolderMasks, PlainMasks
 from router.messages import BlockPlace
@@ -42,15 +42,6 @@ _BIT_TO_TIER = ("device", "dram", "nvme")
 _MAX_PLACES = 8
 _WORD_BYTES = 8
 _SLOTS_PER_WORD = 8 * _WORD_BYTES // SLOT_BITS
-
-
-class _Prediction(NamedTuple):
-    """The keys of one routed prompt, in the queue of what expires next."""
-
-    until: float
-    holder: BlockHolder
-    keys: tuple[bytes, ...]
-    marks: tuple[bytes, ...]
 
 
 class Expectation(NamedTuple):
@@ -111,7 +102,7 @@ class PrefixTree:
         self._free_slots: list[int] = []
         # The removed replicas that are not forgotten yet, by slot, in the order in which they left.
         self._departed: dict[int, DepartedReplica] = {}
-        self._predictions: deque[_Prediction] = deque()
+        self._predictions: deque[Prediction] = deque()
         # The replicas of which outdated blocks are left to be forgotten.
         self._to_forget: dict[str, BlockHolder] = {}
         # The marks that each replica needs, by slot; None: no replica needs any.
@@ -220,21 +211,32 @@ class PrefixTree:
         holder = self._holders.get(replica_id)
         return holder is not None and not holder.in_step
 
-    def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> None:
-        """Count these blocks as held by the replica until confirmed, at most for `prediction_ttl_s`."""
+    def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> Prediction | None:
+        """Count these blocks as held by the replica until confirmed, at most for `prediction_ttl_s`. Return
+        None where all are confirmed, or the replica is not known."""
         holder = self._holders.get(replica_id)
         if holder is None:
-            return
+            return None
         self._expire()
         unconfirmed = tuple(holder.held.missing(keys))
         marks = holder.foreseen(keys)
         if not unconfirmed and not holder.marked.missing(marks):
-            return
+            return None
         until = self._clock.now() + self._prediction_ttl_s
-        holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
+        renewed = frozenset(holder.predicted.keys() & unconfirmed)
+        prediction = Prediction(until, holder, unconfirmed, marks, renewed)
+        holder.predicted.update(dict.fromkeys(unconfirmed, prediction))
         self._key_to_mask.set_bit(holder.device_bit, unconfirmed)
         self._foresee(holder, marks)
-        self._predictions.append(_Prediction(until, holder, unconfirmed, marks))
+        self._predictions.append(prediction)
+        return prediction
+
+    def retract(self, prediction: Prediction) -> None:
+        """Do not count the blocks of a prompt as held that will not be computed there after all. What another
+        prompt predicts, too, is kept, and marks mean nothing without their blocks."""
+        predicted = prediction.holder.predicted
+        keys = [key for key in prediction.keys if predicted.get(key) is prediction]
+        self._end(prediction, [key for key in keys if key not in prediction.renewed])
 
     def expect(self, replica_id: str, keys: tuple[bytes, ...]) -> Expectation | None:
         """Count these blocks as held by the replica until `withdraw`: a request waits that will compute them
@@ -374,11 +376,11 @@ class PrefixTree:
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
             assert self.slot(replica_id) == holder.slot
-            assert not any(key in holder.held for key in holder.predicted_until)
+            assert not any(key in holder.held for key in holder.predicted)
             assert all(number > 0 for number in holder.num_expecting.values())
             assert all(number > 0 for number in holder.num_foreseen.values())
             assert not holder.next_part or holder.in_step
-            add(expected, holder.device_bit, (*holder.held, *holder.predicted_until, *holder.num_expecting))
+            add(expected, holder.device_bit, (*holder.held, *holder.predicted, *holder.num_expecting))
             add(expected, holder.mark_bit, (*holder.marked, *holder.num_foreseen))
             for key, tier in holder.stored.items():
                 add(expected, holder.store_bits[tier], (key,))
@@ -424,9 +426,9 @@ class PrefixTree:
                 self._store(holder, keys, tier)
 
     def _hold(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
-        if predicted_until := holder.predicted_until:
+        if predicted := holder.predicted:
             for key in keys:
-                predicted_until.pop(key, None)
+                predicted.pop(key, None)
         holder.held.set_all(keys, None)
         self._key_to_mask.set_bit(holder.device_bit, keys)
 
@@ -454,12 +456,15 @@ class PrefixTree:
         now = self._clock.now()
         while self._predictions and self._predictions[0].until <= now:
             prediction = self._predictions.popleft()
-            predicted_until = prediction.holder.predicted_until
-            over = [key for key in prediction.keys if predicted_until.get(key, now + 1.0) <= now]
-            for key in over:
-                del predicted_until[key]
-            self._clear_device(prediction.holder, over)
+            predicted = prediction.holder.predicted
+            self._end(prediction, [key for key in prediction.keys if predicted.get(key) is prediction])
             self._unforesee(prediction.holder, prediction.marks)
+
+    def _end(self, prediction: Prediction, keys: Sequence[bytes]) -> None:
+        """Predict these of its keys no longer, of which no other prediction is newer."""
+        for key in keys:
+            del prediction.holder.predicted[key]
+        self._clear_device(prediction.holder, keys)
 
     def _forget(self, most: int) -> None:
         """Forget `most` of the blocks that replicas had before a snapshot and not after it, which count until
@@ -525,7 +530,7 @@ class PrefixTree:
 
     def _clear_device(self, holder: BlockHolder, keys: Sequence[bytes]) -> None:
         """Clear the device's bit of the keys that are known to be there from no other source."""
-        held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
+        held, predicted, expected = holder.held, holder.predicted, holder.num_expecting
         gone = [key for key in held.missing(keys) if not (key in predicted or key in expected)]
         self._key_to_mask.clear_bit(holder.device_bit, gone)
 

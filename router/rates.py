@@ -8,8 +8,8 @@ of the other replicas' or the defaults below, so that a replica that has just co
 
 What is behind others waits for them by the average rate of tokens, which is measured in the steps that
 compute them and so contains their decodes. What a request computes itself is predicted by the coefficients,
-and these alone are corrected by when first tokens come: corrected too, the rate would count disturbances
-twice.
+and these alone are corrected where first tokens come later than the steps of the replica explain: corrected
+too, the rate would count disturbances twice.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory
+from router.block_holder import Prediction
 from router.config import RouterConfig
 from router.current_load import CurrentLoad
 from router.errors import NoReplicaError
@@ -109,6 +110,8 @@ class RouterService:
         # tree expects nothing yet (`_expect_held`).
         self._expected: dict[Placement, Expectation] = {}
         self._to_expect: dict[Placement, None] = {}
+        # What the tree predicts of the placements that were sent and have no first token yet.
+        self._predicted: dict[Placement, Prediction] = {}
         # Whether other gateways place requests at the same replicas.
         self._is_shared = False
 
@@ -259,11 +262,14 @@ class RouterService:
         """Note that the replica has refused a request. It counts as full until its next report."""
         self.members.on_refused(replica_id, self._clock.now())
 
-    def on_prefilled(self, request_id: str) -> None:
-        """Note the first token of a request: its prompt is computed, and the decode side has the KV."""
-        placement = self.loads.on_prefilled(request_id)
+    def on_prefilled(self, request_id: str, steps_s: float = 0.0) -> None:
+        """Note the first token of a request: its prompt is computed, and the decode side has the KV.
+        `steps_s` is how long the steps of the replica until then should have taken, as the replica says; 0:
+        not known."""
+        placement = self.loads.on_prefilled(request_id, steps_s=steps_s)
         if placement is None:
             return
+        self._predicted.pop(placement, None)
         if placement.decode_id:
             self._predict(placement.decode_id, placement)
 
@@ -286,7 +292,10 @@ class RouterService:
     ) -> None:
         """Note the first token of another gateway's request, as `on_prefilled` does."""
         placement = self.loads.on_prefilled(request_id, gateway_id, prefilled_at)
-        if placement is not None and placement.decode_id and is_predicted:
+        if placement is None:
+            return
+        self._predicted.pop(placement, None)
+        if placement.decode_id and is_predicted:
             self._predict(placement.decode_id, placement)
 
     def on_remote_finished(self, gateway_id: str, request_id: str) -> None:
@@ -294,7 +303,9 @@ class RouterService:
         self.loads.on_finished(request_id, gateway_id)
 
     def remove_gateway(self, gateway_id: str) -> None:
-        """Stop counting all requests of another gateway, which has left or is not heard any more."""
+        """Stop counting all requests of another gateway, which has left or is not heard any more. Replicas
+        compute their prompts nevertheless."""
+        self._predicted = {it: each for it, each in self._predicted.items() if it.gateway_id != gateway_id}
         self.loads.remove_gateway(gateway_id)
 
     def own_placements(self) -> Iterator[Placement]:
@@ -334,9 +345,14 @@ class RouterService:
         )
 
     def check(self) -> None:
-        """Assert the invariants of tree and load tracker, and that all expected placements are queued."""
+        """Assert the invariants of tree and load tracker, that all expected placements are queued, and that
+        predictions are kept of those alone whose prompts are being computed."""
         for placement in (*self._expected, *self._to_expect):
             assert placement.is_queued
+            assert self.loads.find(placement.request_id, placement.gateway_id) is placement
+        for placement in self._predicted:
+            assert not placement.is_queued
+            assert placement.prefilled_at is None
             assert self.loads.find(placement.request_id, placement.gateway_id) is placement
         self.tree.check()
         self.loads.check()
@@ -444,13 +460,16 @@ class RouterService:
         if placement.is_queued:
             self._expect_later(placement)
             return
-        self._predict(placement.compute_id, placement)
+        prediction = self._predict(placement.compute_id, placement)
+        if prediction is not None and placement.prefilled_at is None:
+            self._predicted[placement] = prediction
         self._withdraw(placement)
 
-    def _predict(self, replica_id: str, placement: Placement) -> None:
+    def _predict(self, replica_id: str, placement: Placement) -> Prediction | None:
         """Count the prompt as cached there for a while, unless only reports count."""
-        if self._config.policy != "reported_only":
-            self.tree.predict(replica_id, placement.block_keys)
+        if self._config.policy == "reported_only":
+            return None
+        return self.tree.predict(replica_id, placement.block_keys)
 
     def _expect_later(self, placement: Placement) -> None:
         if self._config.policy != "reported_only":
@@ -470,8 +489,12 @@ class RouterService:
             self.tree.withdraw(expectation)
 
     def _on_dropped(self, placement: Placement) -> None:
+        """Expect nothing more of a placement that is over. Before its first token, such as where its replica
+        has sent the request back, it leaves no more than what its replica has reported."""
         if placement.is_queued:
             self._withdraw(placement)
+        if (prediction := self._predicted.pop(placement, None)) is not None:
+            self.tree.retract(prediction)
 
     def _order(self, request: RouteRequest) -> Iterable[str]:
         """Return all replicas, in the order in which those of equal cost are chosen."""

@@ -56,8 +56,6 @@ class TrackedReplica:
     measured_at: float = float("-inf")
     # The mean time from first tokens to ends; 0: not measured.
     residence_s: float = 0.0
-    # The mean of the sequences that it decodes, or decoded last.
-    context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self.touch()
@@ -85,15 +83,24 @@ class TrackedReplica:
         correction = min(math.exp(kept * self.log_ratio), _MOST_CORRECTION)
         return correction if correction >= _LEAST_CORRECTION else 1.0
 
-    def correct(self, placement: Placement, took_s: float, now: float) -> None:
-        """Note when a request's first token came: after what lay before it, which the replica's rate of
-        tokens predicts, the rest is due to its own prefill. It counts by the part that this is of the whole.
+    def correct(self, placement: Placement, took_s: float, now: float, steps_s: float = 0.0) -> None:
+        """Note when a request's first token came: as late as what was computed there meanwhile explains, or
+        later.
+
+        What was computed meanwhile, for the request and for others before it and in the same steps, should
+        have taken `steps_s`, by the replica's own measurements. If it took longer, the replica is slower than
+        it measures itself. Where it does not say (0), what lay before the request is predicted by what was
+        known of it. The rest is then due to its own prefill, and counts by the part which that is of all.
         """
         if placement.prefill_s <= 0:
             return
-        ratio = (took_s - placement.wait_s) / placement.prefill_s
+        weight = _CORRECTION_WEIGHT
+        if steps_s > 0:
+            ratio = took_s / steps_s
+        else:
+            ratio = (took_s - placement.wait_s) / placement.prefill_s
+            weight *= placement.prefill_s / (placement.wait_s + placement.prefill_s)
         log_ratio = math.log(min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO))
-        weight = _CORRECTION_WEIGHT * placement.prefill_s / (placement.wait_s + placement.prefill_s)
         known = self.log_ratio * kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
         self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
         self.touch()
@@ -134,8 +141,10 @@ def state_of(
     sums: tuple[PlacementSums, PlacementSums, PlacementSums],
     others: Callable[[], Iterable[ReplicaLoad]],
     now: float,
+    context_tokens: float,
 ) -> CurrentLoad:
-    """Add placements, to be computed, staying and expected there, to a report of the replica.
+    """Add placements, to be computed, staying and expected there, to a report of the replica. A sequence has
+    `context_tokens` where none runs.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
     before its hand-over), and no message identifies which are the same. The larger count is therefore taken
@@ -157,7 +166,7 @@ def state_of(
     backlog_tokens = report.num_backlog_tokens + computing.num_prefill_tokens
     num_queued_sequences = staying.num_queued_sequences + expected.num_queued_sequences
     num_sent = num_sequences - num_queued_sequences
-    rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
+    rates = rates_of(report, num_sent, replica.correction(now), others, context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
     # The arguments are positional, as those of `Rates`.
     return CurrentLoad(

@@ -185,5 +185,5 @@ def _timing(summary: Summary) -> pb.Timing:
         transfer_gb_s=moved.transfer_gb_s if moved else 0.0,
         transport=moved.transport if moved else "",
         transfer_bytes=moved.num_moved_bytes if moved else 0,
-        attempts=summary.num_attempts,
+        attempts=summary.num_tries,
     )

@@ -82,7 +82,7 @@ class RequestHistory:
             slow_prompt_tokens=round(_mean([item.num_prompt_tokens for item in slow])),
             slow_cached_tokens=round(_mean([item.num_cached_tokens for item in slow])),
             transfer_p90_ms=1e3 * percentile(sorted(item.transfer_s for item in done), 0.9),
-            num_retried=sum(item.num_attempts > 1 for item in done),
+            num_retried=sum(item.num_tries > 1 for item in done),
         )
 
     def prefixes(self) -> list[admin_pb.PrefixReuse]:

@@ -39,8 +39,9 @@ class RequestEffects(Protocol):
     def move(self, replica: ReplicaIdentity, order: Move) -> None:
         """Send the order to the replica that decodes, if it is still connected."""
 
-    def confirm_placement(self) -> None:
-        """Report to the router that the prompt is computed, or that the stream has moved."""
+    def confirm_placement(self, steps_s: float = 0.0) -> None:
+        """Report to the router that the prompt is computed, or that the stream has moved. `steps_s` is how
+        long the replica's steps until then should have taken; 0: not known."""
 
     def release_placement(self) -> None:
         """Report to the router that the attempt is over, or that the stream does not move."""

@@ -39,6 +39,9 @@ from workers.messages.link import (
     TokenDelta,
 )
 
+# How often replicas may send a request back before one has to take it, whatever waits there. After a return
+# the gateway knows more than before, so that two are seldom needed, and hardly ever as many as this.
+MOST_RETURNS = 4
 _MAX_EARLY_DELTAS = 4096
 _MAX_TIMELINE = 200
 _FLOAT_BYTES = 4
@@ -119,8 +122,8 @@ class RequestState:
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False
-        # It was sent back once, by a replica with more to do than was known here.
-        self._was_crowded = False
+        # How often it was sent back, by replicas with more to do than was known here.
+        self._num_returns = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -153,6 +156,7 @@ class RequestState:
             num_moves=self._migration.num_moves,
             capped_max_tokens=self.prepared.capped_max_tokens,
             num_resumed_tokens=self.prepared.num_resumed_tokens,
+            num_returns=self._num_returns,
         )
 
     # ------------------------------------------------------------------------------ start and routing
@@ -192,7 +196,8 @@ class RequestState:
         target = decode if prefill is not None else None
         suspect, is_scored = self._suspicion.is_suspect, self._prompt.is_whole
         self._suspicion.routed(self._numbers)
-        may_return = self.attempt == 1 and len(groups) == 1
+        is_first = self.attempt == 1 + self._num_returns
+        may_return = is_first and self._num_returns < MOST_RETURNS and len(groups) == 1
         submissions = [
             submission(
                 self.prepared,
@@ -243,7 +248,7 @@ class RequestState:
         loaded = "".join(f", {num} of them from {tier}" for tier, num in report.num_loaded_tokens.items())
         self._note(now, "prefilled", f"{report.num_cached_tokens} tokens cached{loaded}")
         seeks = self._prefill is None and self._migration.decodes()
-        self._effects.confirm_placement()
+        self._effects.confirm_placement(report.steps_s)
         if seeks:
             self._effects.schedule_move(0.0)
 
@@ -347,8 +352,8 @@ class RequestState:
         if leaver is not None and self._retries.forgive(leaver):
             self._num_uncounted += 1
             self._retry(reason, [leaver], now, at_once=True)
-        elif failure.code == "crowded" and not self._was_crowded:
-            self._was_crowded = True
+        elif failure.code == "crowded" and self._num_returns < MOST_RETURNS:
+            self._num_returns += 1
             self._num_uncounted += 1
             self._retry(reason, [], now, at_once=True)
         elif failure.code == "internal":

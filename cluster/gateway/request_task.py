@@ -71,7 +71,7 @@ class Router(Protocol):
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has no capacity now."""
 
-    def on_prefilled(self, request_id: str) -> None: ...
+    def on_prefilled(self, request_id: str, steps_s: float = 0.0) -> None: ...
 
     def on_finished(self, request_id: str) -> None: ...
 
@@ -295,8 +295,8 @@ class RequestTask:
     def move(self, replica: ReplicaIdentity, order: Move) -> None:
         self._connections.send(replica, order)
 
-    def confirm_placement(self) -> None:
-        self._router.on_prefilled(self._request_id)
+    def confirm_placement(self, steps_s: float = 0.0) -> None:
+        self._router.on_prefilled(self._request_id, steps_s)
 
     def release_placement(self) -> None:
         self._connections.release(self._request_id)

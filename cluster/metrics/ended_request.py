@@ -61,6 +61,13 @@ class Summary:
     capped_max_tokens: int = 0
     # The samples' tokens that the caller brought to resume the request.
     num_resumed_tokens: int = 0
+    # The attempts that ended at once, since a replica had more to do than the gateway knew.
+    num_returns: int = 0
+
+    @property
+    def num_tries(self) -> int:
+        """The attempts that a replica has taken on, and not sent back."""
+        return self.num_attempts - self.num_returns
 
     @property
     def num_output_tokens(self) -> int:

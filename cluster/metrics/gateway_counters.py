@@ -285,7 +285,7 @@ class GatewayCounters:
         for routed in request.decisions:
             self._count_routed(routed.decision, now)
         if request.state == "finished" and request.summary is not None:
-            self.num_retried += request.summary.num_attempts > 1
+            self.num_retried += request.summary.num_tries > 1
             self._observe_stages(request.summary, open_, now)
 
     # ---------------------------------------------------------------------------------- to readers

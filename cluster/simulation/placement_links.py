@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from cluster.gateway.fleet.peer_placements import PeerPlacements
-from cluster.gateway.fleet.placement_exchange import BATCH_S, FRAME_GAP_S
+from cluster.gateway.fleet.placement_exchange import BATCH_S
 from cluster.gateway.fleet.placement_feed import PlacementFeed
 from cluster.simulation.simulated_peers import NETWORK_S
 from cluster.simulation.virtual_time import EventQueue
@@ -23,7 +23,6 @@ class PlacementSender:
         self.feed = PlacementFeed(events.clock)
         self._events = events
         self._send = send
-        self._sent_at = -math.inf
         self._send_at = math.inf
 
     def on_routed(self, placement: Placement) -> None:
@@ -42,14 +41,14 @@ class PlacementSender:
         if not self.feed.changed.is_set():
             return
         delay_s = 0.0 if self.feed.urgent.is_set() else BATCH_S
-        send_at = max(self._events.clock.now() + delay_s, self._sent_at + FRAME_GAP_S)
+        send_at = self._events.clock.now() + delay_s
         if send_at < self._send_at:
             self._send_at = send_at
             self._events.at(send_at, lambda: self._flush(send_at))
 
     def _flush(self, send_at: float) -> None:
         if self._send_at == send_at:  # nothing more urgent has come since
-            self._send_at, self._sent_at = math.inf, send_at
+            self._send_at = math.inf
             for frame in self.feed.take():
                 self._send(frame)
 

@@ -79,8 +79,13 @@ class KnownCosts(StepCosts):
             "decode_context_s": model.context_s,
         }
 
-    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
-        """Learn nothing new."""
+    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> float:
+        """Learn nothing new; return what the model makes of a step with prompts."""
+        chunks = [(entry.start, entry.num_tokens) for entry in plan.entries if entry.num_tokens > 1]
+        if not chunks:
+            return max(stage_to_busy_s)
+        starts = [*decode_starts, *(entry.start for entry in plan.entries if entry.num_tokens == 1)]
+        return self._model.step_s(len(starts), sum(starts), chunks)
 
     def step_s(
         self,

@@ -162,6 +162,22 @@ def test_sequences_have_the_context_of_those_before_them_where_none_runs(bench: 
     assert bench.tracker.state("d").rates.step_s == pytest.approx(0.01 + 2 * 1000 * 1e-6)
 
 
+def test_idle_replicas_cost_the_same_whatever_they_decoded_last(bench: Bench) -> None:
+    """Or the one with the shortest sequence would get all, and they would not take turns."""
+    changed = {"decode_base_s": 0.01, "decode_context_s": 1e-6}
+    for name in ("a", "b"):
+        bench.tracker.add_replica(ReplicaIdentity(name, 1), "both")
+    for index in range(100):
+        for name, num_tokens in (("a", 1000), ("b", 1200 + 10 * index)):
+            bench.report(name)
+            report = bench.tracker.state(name).report
+            bench.tracker.on_load(replace(report, num_running=1, num_context_tokens=num_tokens, **changed))
+            bench.tracker.on_load(replace(report, num_running=0, num_context_tokens=0, **changed))
+        steps_s = [bench.tracker.state(name).rates.step_s for name in ("a", "b")]
+        assert steps_s[0] == steps_s[1]
+    assert 1e6 * (steps_s[0] - 0.01) == pytest.approx(1500, rel=0.5)
+
+
 def test_reports_of_another_epoch_or_time_are_ignored(bench: Bench) -> None:
     bench.clock.advance(10.0)
     bench.report("p", backlog=5)
@@ -215,13 +231,14 @@ def correction(bench: Bench) -> float:
     return bench.tracker.state("p").rates.correction
 
 
-def serve(bench: Bench, took_s: float, num_requests: int, backlog: int = 0) -> None:
-    """Requests whose own second of prefill is behind that backlog, at 1,000 tokens a second."""
+def serve(bench: Bench, took_s: float, num_requests: int, backlog: int = 0, steps_s: float = 0.0) -> None:
+    """Requests whose own second of prefill is behind that backlog, at 1,000 tokens a second. The replica's
+    steps until the first token should have taken `steps_s`; 0: it does not say."""
     for number in range(num_requests):
         bench.report("p", backlog=backlog)
         bench.route(str(number), "p", "d", prefill_s=1.0)
         bench.clock.advance(took_s)
-        bench.tracker.on_prefilled(str(number))
+        bench.tracker.on_prefilled(str(number), steps_s=steps_s)
         bench.tracker.on_finished(str(number))
 
 
@@ -237,6 +254,23 @@ def test_what_waited_is_no_measure_of_the_prefill(bench: Bench) -> None:
     """The queue is predicted by the replica's rate: that a request came after it does not count again."""
     serve(bench, 5.5, 100, backlog=4500)
     assert correction(bench) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_prompt_that_shared_its_steps_makes_no_replica_slow(bench: Bench) -> None:
+    """Nothing was known of the others when it was placed, but the replica says what it did meanwhile."""
+    serve(bench, 4.0, 100, steps_s=4.0)
+    assert correction(bench) == 1.0
+    serve(bench, 4.0, 100)
+    assert correction(bench) > 1.5, "without that the replica looks slow"
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 4])
+def test_a_slow_replica_is_found_whatever_it_did_meanwhile(bench: Bench, num_others: int) -> None:
+    """It does everything in twice the time that it measures itself; the others are not in its reports. What
+    was measured long ago is forgotten, so that the correction is less than that."""
+    steps_s = 1.0 + num_others
+    serve(bench, 2 * steps_s, 100, steps_s=steps_s)
+    assert 1.2 < correction(bench) <= 2.0 + 1e-6
 
 
 def test_a_correction_does_not_outlast_its_measurements(bench: Bench) -> None:

@@ -215,7 +215,7 @@ class MarksAgainstModel(RuleBasedStateMachine):
         self.tree.check()
 
     def _is_predicted(self, replica: str, key: bytes) -> bool:
-        return key in self.tree._holders[replica].predicted_until
+        return key in self.tree._holders[replica].predicted
 
 
 MarksAgainstModel.TestCase.settings = settings(

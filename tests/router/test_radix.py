@@ -19,6 +19,7 @@ from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapsh
 from kvtransfer.messages import ReplicaIdentity
 from router import radix
 from router.block_history import BlockHistory
+from router.block_holder import Prediction
 from router.departed_replica import DepartedReplica
 from router.holder_masks import HolderMasks
 from router.native import RouterKernel, load_kernel
@@ -63,6 +64,8 @@ class ReplicaModel:
     held: set[bytes] = field(default_factory=set)
     stored: dict[bytes, str] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
+    # The one prediction of a key; None: there is more than one.
+    sole: dict[bytes, Prediction | None] = field(default_factory=dict)
     expected: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
@@ -89,6 +92,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.forgetting.start()
         # What was expected, also of replicas that are gone, with the model of that epoch.
         self.expectations: list[tuple[Expectation, ReplicaModel]] = []
+        # What was predicted, likewise.
+        self.predictions: list[tuple[Prediction, ReplicaModel]] = []
         self.clock = ManualClock()
         self.tree = PrefixTree(self.clock, TTL_S, kernel_of(self.is_compiled))
         self.models: dict[str, ReplicaModel] = {}
@@ -186,11 +191,28 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
     @rule(replica=st.sampled_from(REPLICAS), path=paths)
     def predict(self, replica: str, path: tuple[int, ...]) -> None:
-        self.tree.predict(replica, keys_of(path))
-        if replica in self.models:
-            model = self.models[replica]
-            until = self.clock.now() + TTL_S
-            model.predicted_until.update({key: until for key in keys_of(path) if key not in model.held})
+        prediction = self.tree.predict(replica, keys_of(path))
+        if replica not in self.models:
+            assert prediction is None
+            return
+        model, now = self.models[replica], self.clock.now()
+        for key in keys_of(path):
+            if key not in model.held:
+                is_first = model.predicted_until.get(key, 0.0) <= now
+                model.sole[key] = prediction if is_first else None
+                model.predicted_until[key] = now + TTL_S
+        if prediction is not None:
+            self.predictions.append((prediction, model))
+
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        if self.predictions:
+            prediction, model = self.predictions.pop(data.draw(st.integers(0, len(self.predictions) - 1)))
+            self.tree.retract(prediction)
+            for key in prediction.keys:
+                if model.sole.get(key) is prediction:
+                    model.predicted_until.pop(key, None)
+                    del model.sole[key]
 
     @rule(replica=st.sampled_from(REPLICAS), path=paths)
     def expect(self, replica: str, path: tuple[int, ...]) -> None:
@@ -252,6 +274,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 if tier == "device":
                     model.held.add(key)
                     model.predicted_until.pop(key, None)
+                    model.sole.pop(key, None)
                 else:
                     model.stored[key] = tier
 

@@ -320,6 +320,27 @@ def test_a_hand_over_is_not_taken_for_held_before_its_first_token() -> None:
     assert harness.route(keys, num_tokens=965).prefill == "p0", "no event ever confirmed it"
 
 
+def test_a_request_that_was_sent_back_leaves_no_prefix_behind() -> None:
+    """Or it would go back to the same replica, as if nothing were to compute there. What a sibling computes
+    stays, and so does a prompt that was computed."""
+    harness = RouterHarness("b0", "b1")
+    keys = keys_of("x", 60)
+    first = harness.route(keys, num_tokens=965)
+    harness.router.on_finished("q1")
+    again = harness.route(keys, num_tokens=965)
+    assert (first.prefill_cached_tokens, again.prefill_cached_tokens) == (0, 0)
+    sibling = harness.route(keys, num_tokens=965)
+    assert sibling.prefill_cached_tokens == 960
+    harness.router.on_finished("q3")
+    later = harness.route(keys, num_tokens=965)
+    assert (later.decode, later.prefill_cached_tokens) == (again.decode, 960)
+    harness.router.on_prefilled("q2")
+    for name in ("q2", "q4"):
+        harness.router.on_finished(name)
+    assert harness.route(keys, num_tokens=965).prefill_cached_tokens == 960
+    harness.router.check()
+
+
 def test_without_prefill_replicas_decode_replicas_serve_alone() -> None:
     harness = RouterHarness("d0", "d1")
     assert {harness.route().prefill for _ in range(4)} == {""}

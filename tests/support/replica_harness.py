@@ -70,6 +70,7 @@ from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
+from workers.scheduler.step_work import StepWork
 from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
@@ -171,6 +172,7 @@ class ReplicaHarness:
             gateways=self.gateways,
             scheduler=self.scheduler,
             hand_overs=hand_overs,
+            work=StepWork(),
             clock=self.clock,
             vocab_size=VOCABULARY,
         )

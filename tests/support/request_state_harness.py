@@ -124,7 +124,7 @@ class RecordedEffects:
     def move(self, replica: ReplicaIdentity, order: Move) -> None:
         self._record(MoveAt(replica, order))
 
-    def confirm_placement(self) -> None:
+    def confirm_placement(self, steps_s: float = 0.0) -> None:
         self._record(Confirm())
 
     def release_placement(self) -> None:

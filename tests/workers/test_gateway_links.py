@@ -16,6 +16,7 @@ from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,
     QueueReport,
+    RequestFailed,
     StepFrame,
     TokenDelta,
 )
@@ -92,6 +93,17 @@ async def test_a_report_makes_it_unnecessary(linked: Linked) -> None:
     (frame,) = linked.flush(LOAD_PERIOD_S)
     assert frame.load is not None
     assert frame.queue is None
+
+
+async def test_who_gets_a_request_back_knows_at_once_what_waits_there(linked: Linked) -> None:
+    """Between two reports, and sooner than changes are sent otherwise."""
+    linked.queue = replace(QUEUE, num_backlog_tokens=500)
+    assert linked.flush(QUEUE_PERIOD_S)[0].queue == linked.queue
+    linked.queue = replace(QUEUE, num_backlog_tokens=900)
+    assert linked.flush(QUEUE_PERIOD_S / 10) == []
+    failure = RequestFailed("r", 1, "crowded", "900 tokens wait here")
+    linked.links.post(KEY, failure)
+    assert linked.flush() == [StepFrame(failures=(failure,), queue=linked.queue)]
 
 
 async def test_news_can_go_ahead_of_the_report_that_is_due(linked: Linked) -> None:

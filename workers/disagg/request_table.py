@@ -67,6 +67,8 @@ class ActiveRequest:
     push: Push | None = None
     # Named moments of the prompt's chunks and pushes, on this replica's clock.
     trace: list[tuple[str, float]] = field(default_factory=list)
+    # The time that steps should have taken before it arrived (`workers.scheduler.step_work`).
+    work_before_s: float = 0.0
 
 
 class RequestTable:

@@ -228,6 +228,9 @@ class PrefillReport(Part, frozen=True):
     trace: tuple[tuple[str, float], ...] = ()
     # The cached tokens that were brought from the store for this request, by tier.
     num_loaded_tokens: dict[str, int] = {}
+    # The time that the replica's steps from the arrival to the first token should have taken, for all they
+    # computed, by its own measurements; 0: not known. If more has passed, something else held the request up.
+    steps_s: float = 0.0
 
 
 class HandOverReport(Part, frozen=True):

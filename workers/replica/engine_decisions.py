@@ -148,6 +148,7 @@ class EngineDecisions:
             gateways=self._gateways,
             scheduler=self.scheduler,
             hand_overs=hand_overs,
+            work=self.steps.work,
             clock=around.clock,
             vocab_size=first.vocab_size,
         )

@@ -159,6 +159,9 @@ class GatewayLinks:
         if port is None:
             port = self._ports[key] = _Port(None, self._clock.now())
         port.news.append(news)
+        if isinstance(news, RequestFailed):
+            # The gateway places the request again: it has to know at once what waits here.
+            port.queue_seen_at = -math.inf
 
     def flush(self, load: Callable[[], LoadReport], queue: Callable[[], QueueReport]) -> None:
         """Send the posted news, one frame per gateway, with a report made by `load` when one is due; between

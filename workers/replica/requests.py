@@ -31,6 +31,7 @@ from workers.messages.link import (
 from workers.replica.gateway_links import GatewayLinks
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import PromptDone, StepOutcome
+from workers.scheduler.step_work import StepWork
 
 _REFUSED_RETRY_S = 1.0
 # The most bytes of the log-probabilities of a prompt that are sent to the gateway as one part.
@@ -50,6 +51,7 @@ class Requests:
         gateways: GatewayLinks,
         scheduler: Scheduler,
         hand_overs: KvHandOvers,
+        work: StepWork,
         clock: Clock,
         vocab_size: int,
     ) -> None:
@@ -58,6 +60,7 @@ class Requests:
         self._gateways = gateways
         self._scheduler = scheduler
         self._kv_sender, self._kv_receiver, self._migration = hand_overs
+        self._work = work
         self._clock = clock
         self._vocab_size = vocab_size
         # The submission that `submit` handles, once it begins to change state here.
@@ -86,8 +89,10 @@ class Requests:
             self._gateways.post(gateway, failure)
             return
         self._queueing = submission.request_id, submission.attempt
-        self._scheduler.submit(submission, self._clock.now())
+        now = self._clock.now()
+        self._scheduler.submit(submission, now)
         record = self._table.add(submission, gateway)
+        record.work_before_s = self._work.at(now)
         if submission.decode is not None:
             self._kv_sender.accept(record, submission.decode)
 
@@ -213,6 +218,7 @@ class Requests:
         record = self._table.get(key)
         if record is not None:
             num_prompt_tokens = len(prompt.submission.prompt) // TOKEN_BYTES
+            steps_s = self._work.at(prompt.times.prefilled) - record.work_before_s
             self._gateways.post(
                 record.gateway,
                 PrefillReport(
@@ -222,6 +228,7 @@ class Requests:
                     prompt.times,
                     tuple(record.trace),
                     prompt.num_loaded_tokens,
+                    max(0.0, round(steps_s, 6)),
                 ),
             )
 

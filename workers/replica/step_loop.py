@@ -23,6 +23,7 @@ from workers.replica.step_stats import StepStats
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
 from workers.scheduler.step_costs import StepCosts
+from workers.scheduler.step_work import StepWork
 
 # The most unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
@@ -75,6 +76,7 @@ class StepLoop:
         self.costs = costs or StepCosts()
         self.stats = stats or StepStats()
         self.copies = copies or ExpertCopies()
+        self.work = StepWork()
         self.num_steps = 0
 
     def feed(self) -> None:
@@ -128,6 +130,7 @@ class StepLoop:
     def _finish(self, plan: StepPlan, rank_to_report: dict[int, StepReport]) -> StepOutcome | None:
         self._last_settled_at = self._clock.now()
         if not plan.num_sequences:
+            self.work.done(0.0, self._last_settled_at, is_last=not self._unreported)
             return None
         self.num_steps += 1
         rank_to_busy_s = {rank: it.finished_at - it.started_at for rank, it in rank_to_report.items()}
@@ -145,8 +148,10 @@ class StepLoop:
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
+        expected_s = max(stage_to_busy_s)
         if is_typical:
-            self.costs.add(plan, outcome.decode_starts, stage_to_busy_s)
+            expected_s = self.costs.add(plan, outcome.decode_starts, stage_to_busy_s)
+        self.work.done(expected_s, self._last_settled_at, is_last=not self._unreported)
         self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
         return outcome
@@ -163,6 +168,7 @@ class StepLoop:
         self._last_settled_at = settled_at
         for each_s in step_s:
             self.rates.add_decode(each_s)
+            self.work.done(each_s, settled_at, is_last=False)
         self.stats.pass_over(step_s, num_decodes)
 
     def skip(self, num_steps: int) -> None:
@@ -206,6 +212,7 @@ class StepLoop:
 
     def _issue(self, plan: StepPlan, now: float, then: Callable[[], None] | None = None) -> None:
         self._unreported.append(_Unreported(plan, now, then=then))
+        self.work.begun(now)
         self._send(plan)
 
 

@@ -155,11 +155,15 @@ class StepCosts:
         self._prefill = NonNegativeFit((1.0, 0.0))
         self._chunks = NonNegativeFit(_FIRST_CHUNK_RATIO)
 
-    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
+    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> float:
         """Note a finished step: its decodes computed the tokens at `decode_starts`, and each stage's slowest
-        rank took `stage_to_busy_s`."""
+        rank took `stage_to_busy_s`.
+
+        Return the time after which the coefficients so far expect the next step to be done, in the slowest
+        stage. Without prompts, or before they are known, that is what the step took."""
+        total_s, slowest_s = sum(stage_to_busy_s), max(stage_to_busy_s)
         if min(stage_to_busy_s) <= 0:
-            return
+            return slowest_s
         num_sequences, num_context_tokens = len(decode_starts), sum(decode_starts)
         num_tokens, num_attended = 0, 0.0
         for entry in plan.entries:
@@ -169,18 +173,19 @@ class StepCosts:
             else:
                 num_sequences += 1
                 num_context_tokens += entry.start
-        total_s, slowest_s = sum(stage_to_busy_s), max(stage_to_busy_s)
         if not num_tokens:
             self._decode.add((1.0, num_sequences, num_context_tokens), total_s)
-            return
+            return slowest_s
         if num_sequences and not self._decode.coefficients:
-            return
+            return slowest_s
         decodes_s = self._decode.predict((0.0, num_sequences, num_context_tokens)) * slowest_s / total_s
+        prompts_s = self._prefill.predict((num_tokens, num_attended))
         if decodes_s < slowest_s:
             # Per token, a small chunk is measured with as large an error as a large one.
             chunks_s, weight = slowest_s - decodes_s, 1.0 / num_tokens
             self._prefill.add((num_tokens, num_attended), chunks_s, weight)
             self._chunks.add((1.0, num_tokens, num_attended), chunks_s, weight)
+        return decodes_s + prompts_s if prompts_s else slowest_s
 
     def step_s(
         self,

@@ -30,11 +30,9 @@ from kvtransfer.rpc.stream import FrameStream
 from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
 
-# A new placement is sent at once, since others may choose the same replica at the same time, but not sooner
-# than `FRAME_GAP_S` after the frame before. First tokens and ends wait for this time so that others can go
-# with them.
+# A new placement is sent with all others of the same turn of the event loop, since other gateways may choose
+# the same replica at the same time. First tokens and ends wait for this time so that others can go with them.
 BATCH_S = 0.005
-FRAME_GAP_S = 0.001
 # How long a new gateway waits for the placements of the others before it serves.
 SNAPSHOT_WAIT_S = 2.0
 # A follower that leaves more than this unread is cut off, and gets a snapshot when it comes again.
@@ -135,7 +133,6 @@ class PlacementExchange:
                 async with asyncio.timeout(BATCH_S):
                     await self._feed.urgent.wait()
             self._flush()
-            await self._clock.sleep(FRAME_GAP_S)
 
     def _flush(self) -> None:
         frames = self._feed.take()

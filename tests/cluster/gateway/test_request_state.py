@@ -36,6 +36,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
+from cluster.gateway.request_state import MOST_RETURNS
 from cluster.gateway.sample_output import OutputDelta
 from cluster.text.preprocess import SampleStart, sample_seed
 from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
@@ -161,20 +162,33 @@ def test_who_is_blamed_for_a_failure(
     assert (again.delay_s == 0.0) == (code != "peer")
 
 
-def test_a_crowded_replica_sends_a_request_back_once_which_is_no_failure() -> None:
+def test_crowded_replicas_send_a_request_back_a_few_times_which_is_no_failure() -> None:
     request = make_request(max_attempts=1)
     request.start(0.0)
-    (first,) = route(request, P0, D0, most_backlog_tokens=100)
-    assert isinstance(first, Submit)
-    assert first.submission.most_backlog_tokens == 100
-    *_, again = request.on_failed(P0, RequestFailed("r", 1, "crowded", "why"), 1.0)
-    assert isinstance(again, Route)
-    assert (again.request.excluded, again.delay_s, again.needs_capacity) == ((), 0.0, False)
-    (second,) = route(request, P0, D0, most_backlog_tokens=100)
-    assert isinstance(second, Submit)
-    assert second.submission.most_backlog_tokens is None, "it is taken now, whatever waits there"
-    *_, fail = request.on_failed(P0, RequestFailed("r", 2, "crowded", "again"), 1.0)
+    for number in range(1, MOST_RETURNS + 1):
+        (sent,) = route(request, P0, D0, most_backlog_tokens=100)
+        assert isinstance(sent, Submit)
+        assert sent.submission.most_backlog_tokens == 100
+        *_, again = request.on_failed(P0, RequestFailed("r", number, "crowded", "why"), 1.0)
+        assert isinstance(again, Route)
+        assert (again.request.excluded, again.delay_s, again.needs_capacity) == ((), 0.0, False)
+    (last,) = route(request, P0, D0, most_backlog_tokens=100)
+    assert isinstance(last, Submit)
+    assert last.submission.most_backlog_tokens is None, "it is taken now, whatever waits there"
+    *_, fail = request.on_failed(P0, RequestFailed("r", MOST_RETURNS + 1, "crowded", "again"), 1.0)
     assert isinstance(fail, Fail), "who says that nevertheless is at fault"
+
+
+def test_after_a_real_failure_a_request_is_not_sent_back() -> None:
+    request = make_request()
+    request.start(0.0)
+    route(request, P0, D0, most_backlog_tokens=100)
+    request.on_failed(P0, RequestFailed("r", 1, "crowded", "why"), 1.0)
+    route(request, P0, D0, most_backlog_tokens=100)
+    request.on_failed(P0, RequestFailed("r", 2, "internal", "why"), 1.0)
+    (sent,) = route(request, P1, D1, most_backlog_tokens=100)
+    assert isinstance(sent, Submit)
+    assert sent.submission.most_backlog_tokens is None
 
 
 def test_attempts_are_bounded() -> None:

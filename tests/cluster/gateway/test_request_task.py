@@ -93,7 +93,7 @@ class Field:
     def on_refused(self, replica_id: str) -> None:
         pass
 
-    def on_prefilled(self, request_id: str) -> None:
+    def on_prefilled(self, request_id: str, steps_s: float = 0.0) -> None:
         pass
 
     def on_finished(self, request_id: str) -> None:

@@ -158,3 +158,21 @@ def test_gateways_that_know_each_other_come_close_to_one() -> None:
         return float(np.mean([record.ttft_s for record in settled(cluster)]))
 
     assert mean_ttft_s(3) < 1.3 * mean_ttft_s(1)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.5])
+def test_who_shares_steps_is_not_slow_and_who_takes_longer_is(slowness: float) -> None:
+    """Bursts share steps, and come behind plans that are out. One replica takes longer than it reports."""
+    shape = ClusterShape([("both", ENGINE)] * 2, holds_back=False)
+    cluster, source = simulated_cluster(shape), random.Random(4)
+    cluster.replicas[0].ranks.slowness = slowness
+    corrections = []
+    for instant in range(20):
+        for _ in range(5):
+            cluster.arrive(SimulatedRequest(tokens(source, source.randrange(200, 3000)), 1))
+        cluster.events.run(2.0 + 0.3 * instant)
+        loads = cluster.gateways[0].router.loads
+        corrections.append([loads.state(it.identity.replica_id).rates.correction for it in cluster.replicas])
+    settled(cluster)
+    assert max(second for _, second in corrections) == 1.0
+    assert (max(first for first, _ in corrections) > 1.5) == (slowness > 1)
