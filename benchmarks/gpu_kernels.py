@@ -15,7 +15,7 @@ import torch
 from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import graph_of
 from kvtransfer.common.clock import SystemClock
-from workers.model.products import Finish
+from workers.model.finish import Finish
 from workers.rank.probe import best_s
 
 if TYPE_CHECKING:

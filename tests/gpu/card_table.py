@@ -5,8 +5,8 @@
 
 Each line is a kernel as the compiler makes it: registers and bytes of stack (spilled registers) of a thread,
 shared memory of a program beside the most that one can have, and how many programs share a multiprocessor of
-Hopper. The exit status is 1 if a kernel spills, has too much shared memory, or does not compile. The whole
-takes half an hour of one core."""
+Hopper. The exit status is 1 if a kernel spills more than four registers, has too much shared memory, or does
+not compile. The whole takes half an hour of one core."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent.parent), str(FOLDER.parent / "support")]
+# The compiler spills a few registers of its own accord where two programs can share a multiprocessor then.
+MOST_STACK_BYTES = 16
 PARTS = "products,latents,64,96,128,256"
 
 
@@ -73,7 +75,7 @@ def print_job(job: Job, found: list[dict[str, Any]] | str) -> bool:
         name, warps, registers, stack, shared, programs = kind
         sizes = f"{registers:5} {stack:5} {shared:7} {most:7} {programs:8}"
         print(f"{where} {name:27} {count:3} {warps:5} {sizes}", flush=True)
-    return all(it["stack_bytes"] == 0 and it["shared_bytes"] <= most for it in found)
+    return all(it["stack_bytes"] <= MOST_STACK_BYTES and it["shared_bytes"] <= most for it in found)
 
 
 if __name__ == "__main__":

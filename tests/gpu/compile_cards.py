@@ -30,8 +30,8 @@ from workers.model.cuda.pieced_attention import allocate_partials, attend_split,
 from workers.model.cuda.segmented_product import multiply, row_tiles
 from workers.model.cuda.thin_product import NORM_DTYPES, ThinShape, allocate_arrivals, thin_plan
 from workers.model.cuda.thin_product import multiply as multiply_few
+from workers.model.finish import Finish
 from workers.model.norm import Norm
-from workers.model.products import Finish
 
 # Weights in one and in two segments.
 NUM_OUTPUTS, NUM_INPUTS = (6144, 4096), 4096

@@ -11,7 +11,7 @@ import torch
 from hopper_compiler import compiled_for, print_kernels
 
 from workers.model.cuda.quantized_product import look_up, multiply, round_rows
-from workers.model.products import Finish
+from workers.model.finish import Finish
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from workers.model.weights import ShardSpec
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
 from workers.model.attention.triton_backend import TritonAttention
-from workers.model.cuda import thin_product
+from workers.model.cuda import thin_choice, thin_product
 
 BLOCK = 16
 NORM, THIN = "_rms_norm_kernel", "_thin_product_kernel"
@@ -40,7 +40,14 @@ def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
 
 
-def launches_of_a_layer(
+class LayerStep(NamedTuple):
+    """The launches of a layer, and the hidden states behind it."""
+
+    launches: list[str]
+    hidden: torch.Tensor
+
+
+def step_of_a_layer(
     device: torch.device,
     folder: Path,
     family: str,
@@ -49,7 +56,7 @@ def launches_of_a_layer(
     is_deterministic: bool = False,
     shard: ShardSpec | None = None,
     **keys: Any,
-) -> list[str]:
+) -> LayerStep:
     write_random_checkpoint(folder, family, seed=1, num_hidden_layers=1, **keys)
     decoder = load_decoder(folder, dtype, device, shard, is_deterministic=is_deterministic)
     config, shape = decoder.config, decoder.attention_shape
@@ -59,12 +66,17 @@ def launches_of_a_layer(
     kv = torch.zeros(4, 1, 2, num_kv_heads, BLOCK, config.head_dim, dtype=dtype, device=device)
     backend = TritonAttention(shape, kv, is_deterministic=is_deterministic)
     plan = backend.plan(StepInput.of([SequenceSpan(17, 1, (0, 1)), SequenceSpan(3, 1, (2,))], BLOCK))
-    hidden = torch.randn(2, config.hidden_size, device=device).to(dtype)
+    hidden = torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     (layer,) = decoder.layers
-    layer.forward(hidden, plan)
+    layer.forward(hidden.clone(), plan)  # what is made in the first step alone
     with recorded_launches() as launches:
-        layer.forward(hidden, plan)
-    return launches
+        residual = layer.forward(hidden, plan)
+    return LayerStep(launches, hidden if residual is None else hidden.add_(residual))
+
+
+def launches_of_a_layer(*args: Any, **options: Any) -> list[str]:
+    """Return what a layer launches, of the arguments of `step_of_a_layer`."""
+    return step_of_a_layer(*args, **options).launches
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -87,6 +99,20 @@ def test_few_rows_in_bfloat16_are_seven_launches(
         device, tmp_path, "llama", torch.bfloat16, attention_bias=has_bias, mlp_bias=has_bias
     )
     assert launches == [THIN, *ROTATE_AND_ATTEND, THIN, THIN, THIN]
+
+
+@pytest.mark.parametrize(("family", "has_bias"), [("llama", True), ("gemma2", False)])
+def test_few_rows_have_the_results_of_the_former_kernels(
+    device: torch.device, tmp_path: Path, family: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if has_bias else {}
+    ours = step_of_a_layer(device, tmp_path / "ours", family, torch.bfloat16, **keys)
+    monkeypatch.setattr(thin_choice, "usable_plan", lambda *_, **__: None)
+    former = step_of_a_layer(device, tmp_path / "former", family, torch.bfloat16, **keys)
+    assert THIN not in former.launches
+    assert len(former.launches) == len(ours.launches) + 3
+    # A few units in the last place of values of about 1, which the interpreter rounds down.
+    torch.testing.assert_close(ours.hidden, former.hidden, rtol=2e-2, atol=5e-2)
 
 
 def test_float16_keeps_the_norms(device: torch.device, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from workers.model.cuda.thin_product import (
     product_us,
     thin_plan,
 )
+from workers.model.finish import Finish
 from workers.model.norm import Norm
-from workers.model.products import Finish
 
 TOLERANCES = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 FINISHES: tuple[Finish, ...] = ("store", "add", "silu", "gelu_tanh")
@@ -53,7 +53,7 @@ CARDS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class DrawnProduct:
     """A drawn product: rows, weight, bias, what is in the memory of the results before, and the norm."""
 
     x: Tensor
@@ -67,7 +67,7 @@ class Case:
     def drawn(
         device: torch.device, shape: ThinShape, dtype: torch.dtype, finish: Finish, num_rows: int = MOST_ROWS,
         *, has_bias: bool = False, has_norm: bool = False, seed: int = 0,
-    ) -> Case:  # fmt: skip
+    ) -> DrawnProduct:  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*sizes: int) -> Tensor:
@@ -79,7 +79,7 @@ class Case:
         norm = Norm(normal(shape.num_inputs).to(device), 1e-5) if has_norm else None
         bias = normal(num_weight_rows).to(device, dtype) if has_bias else None
         x, weight, held = (it.to(device, dtype) for it in (x, weight, normal(num_rows, shape.num_outputs)))
-        return Case(x, weight, bias, held, norm, finish)
+        return DrawnProduct(x, weight, bias, held, norm, finish)
 
     def computed(self, plan: ThinPlan, rows: slice = slice(None)) -> Tensor:
         """Return the results of rows, and check that the counts of programs are zeros again."""
@@ -119,7 +119,7 @@ def test_results_are_those_of_a_product_and_what_is_around_it(device: torch.devi
     num_segments = int(draw.integers(1, 4))
     num_inputs = int(draw.integers(1, 5 * 8)) * 16 + INPUTS * num_segments
     shape = ThinShape(int(draw.integers(1, 80)), num_inputs, 2 if finish in ("silu", "gelu_tanh") else 1)
-    case = Case.drawn(
+    case = DrawnProduct.drawn(
         device, shape, dtype, finish, int(draw.integers(1, MOST_ROWS + 1)), has_bias=bool(seed % 3),
         has_norm=dtype == torch.bfloat16 and seed != 1, seed=seed,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_results_are_those_of_a_product_and_what_is_around_it(device: torch.devi
 @pytest.mark.parametrize("num_segments", [1, 3])
 def test_a_row_has_the_same_bits_beside_any_others(device: torch.device, num_segments: int) -> None:
     shape = ThinShape(40, 3 * INPUTS)
-    case = Case.drawn(device, shape, torch.bfloat16, "store", has_norm=True, seed=num_segments)
+    case = DrawnProduct.drawn(device, shape, torch.bfloat16, "store", has_norm=True, seed=num_segments)
     plan = plan_of(shape, 32, num_segments)
     whole = case.computed(plan)
     for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(31, 32)):
@@ -144,7 +144,7 @@ def test_segments_are_added_in_their_order_whichever_ends_last(
 ) -> None:
     """Programs run in every order in the interpreter; a card has one that it does not tell."""
     shape = ThinShape(20, 3 * INPUTS, 2 if finish == "silu" else 1)
-    case = Case.drawn(device, shape, torch.bfloat16, finish, 5, has_norm=True, has_bias=True, seed=4)
+    case = DrawnProduct.drawn(device, shape, torch.bfloat16, finish, 5, has_norm=True, has_bias=True, seed=4)
     plan = plan_of(shape, 32, 3)
     known = case.computed(plan)
     if device.type != "cpu":
@@ -162,7 +162,7 @@ def test_segments_are_added_in_their_order_whichever_ends_last(
 
 def test_a_norm_of_rows_beyond_half_precision_is_finite(device: torch.device) -> None:
     shape = ThinShape(16, 2 * INPUTS)
-    case = Case.drawn(device, shape, torch.bfloat16, "store", 2, has_norm=True)
+    case = DrawnProduct.drawn(device, shape, torch.bfloat16, "store", 2, has_norm=True)
     large = dataclasses.replace(case, x=case.x * 1e15)
     torch.testing.assert_close(
         large.computed(plan_of(shape)).double(), large.expected(), rtol=2e-2, atol=4e-2
@@ -244,7 +244,7 @@ def test_a_product_is_used_where_it_is_right_and_takes_no_longer(
     kinds: tuple[tuple[Finish, bool], ...] = (("silu", True), ("add", False))
     for finish, has_norm in kinds:
         shape = ThinShape(16, 160, 2 if finish == "silu" else 1)
-        case = Case.drawn(device, shape, torch.bfloat16, finish, has_norm=has_norm, has_bias=has_norm)
+        case = DrawnProduct.drawn(device, shape, torch.bfloat16, finish, has_norm=has_norm, has_bias=has_norm)
         kind = ThinKind(torch.bfloat16, shape, finish, has_norm, has_norm)
         assert is_usable(case.weight, case.bias, kind, plan_of(shape)) is (finish == "silu"), "9 is less"
 

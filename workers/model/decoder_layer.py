@@ -17,19 +17,23 @@ from workers.model.head_norms import HeadNorms
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
-from workers.model.layer_products import AddedProduct, JoinedProducts, ParallelSum, Product
-from workers.model.linear_weights import LinearWeights
-from workers.model.make_linear import make_linear
+from workers.model.layer_products import (
+    AddedProduct,
+    JoinedProducts,
+    ParallelSum,
+    Product,
+    ProductMaker,
+)
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import MOST_PRODUCTS, NativeProduct, PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
-from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
+from workers.model.products import Linear, PackedLinear, Workspace
 from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
-from workers.model.thin_linear import Surroundings, ThinLinear
+from workers.model.thin_linear import ThinLinear
 from workers.model.value_norm import ValueNorm
 from workers.model.weights import LayerWeights
 
@@ -50,8 +54,7 @@ class DecoderLayer:
         is_split: bool = False,
     ) -> None:
         """Make a layer of a model of this `config`. `attention` lacks the norms and sinks of heads, which are
-        of the weights; `value_norm` is that of its values, if they are normalized. `is_split`: other ranks
-        have other parts of the products, whose sums are added by norms."""
+        of the weights; `value_norm` normalizes its values. `is_split`: other ranks add to its products."""
         self._workspace = workspace
         self._norms = norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
@@ -68,19 +71,7 @@ class DecoderLayer:
         attention = dataclasses.replace(attention, sinks=weights.sinks)
         self._value_norm = value_norm
 
-        def linear(
-            part: LinearWeights, gate: GatedActivation | None = None, around: Surroundings | None = None
-        ) -> Linear:
-            return make_linear(
-                part.parts, part.bias, gate=gate, is_deterministic=is_deterministic, around=around
-            )
-
-        def before(norm: Norm | None) -> Surroundings:
-            return "none" if norm is None or norm.is_layer_norm or is_split else "norm"
-
-        def behind(norm: Norm | None) -> Surroundings:
-            return "addition" if norm is None and not is_split else "none"
-
+        products = ProductMaker(is_deterministic, is_split)
         self._plain = weights.xielu or (relu2 if config.activation == "relu2" else None)
         activation = config.activation
         gate = None if activation == "xielu" or activation == "relu2" else activation
@@ -90,15 +81,15 @@ class DecoderLayer:
         self._output_gate: OutputGate | None = None
         self.output: AddedProduct | None = None
         if weights.output is not None:
-            self.output = linear(weights.output, around=behind(norms.attention_output))
+            self.output = products.added(weights.output, norms.attention_output)
         # Mixes tokens by a state, in place of attention.
         self.state_mixer: StateMixer | None = None
         if (state := weights.state) is not None:
-            products = [linear(it) for it in state.inputs]
-            self._projection = products[0] if len(products) == 1 else JoinedProducts(products)
+            inputs = [products.make(it) for it in state.inputs]
+            self._projection = inputs[0] if len(inputs) == 1 else JoinedProducts(inputs)
             self.state_mixer = state.make_mixer(is_deterministic=is_deterministic)
         elif weights.qkv is not None:
-            self._projection = linear(weights.qkv, around=before(norms.attention_input))
+            self._projection = products.of_normed(weights.qkv, norms.attention_input)
             if config.traits.has_output_gate:
                 assert weights.output is not None
                 self._output_gate = OutputGate(weights.output.num_inputs)
@@ -114,8 +105,8 @@ class DecoderLayer:
         self._gate_up: Linear | None = None
         self.down: AddedProduct | None = None
         if weights.gate_up is not None and weights.down is not None:
-            self._gate_up = linear(weights.gate_up, gate, before(norms.feed_forward_input))
-            self.down = linear(weights.down, around=behind(norms.feed_forward_output))
+            self._gate_up = products.of_normed(weights.gate_up, norms.feed_forward_input, gate)
+            self.down = products.added(weights.down, norms.feed_forward_output)
             self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
         self.mixture: AddedProduct | None = None
         # The rank's part of `mixture`, also where that is joined with those of other ranks.
@@ -137,7 +128,9 @@ class DecoderLayer:
         self._inputs = None
         if (gated := weights.inputs) is not None:
             assert gate is not None
-            self._inputs = InputGate(linear(gated.gate), gate, linear(gated.projection), gated.norm)
+            self._inputs = InputGate(
+                products.make(gated.gate), gate, products.make(gated.projection), gated.norm
+            )
         self._scalar = weights.scalar
 
     def packed(self) -> PackedLayer | None:

@@ -40,9 +40,6 @@ class Epilogue(enum.IntEnum):
 
 # The activations of a gate.
 GatedActivation = Literal["silu", "gelu_tanh"]
-# What is done with the sums of a product on CUDA: they are stored, added, or the activation of the first half
-# is multiplied by the second half.
-Finish = Literal["store", "add"] | GatedActivation
 GATES: dict[GatedActivation, Epilogue] = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
 
 

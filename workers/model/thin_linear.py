@@ -6,8 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from workers.model.finish import Finish
 from workers.model.norm import Norm
-from workers.model.products import Finish, GatedActivation, TorchLinear
+from workers.model.products import GatedActivation, TorchLinear
 
 # What is around a product: a norm before it, nothing, or that it is added to the hidden states.
 Surroundings = Literal["norm", "none", "addition"]

@@ -28,7 +28,7 @@ from workers.model.cuda.kv_elements import (
 from workers.model.cuda.layer_ops import activated, gate_mul
 from workers.model.cuda.segment_sums import factors_at, segment_sums
 from workers.model.cuda.weight_codes import decoded, loaded_codes
-from workers.model.products import Finish
+from workers.model.finish import Finish
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
 

@@ -27,8 +27,8 @@ from workers.model.cuda.thin_product import (
     multiply,
     thin_plan,
 )
+from workers.model.finish import Finish
 from workers.model.norm import Norm
-from workers.model.products import Finish
 
 _log = logging.getLogger("tandem.rank")
 _NAME = "the product of few rows"

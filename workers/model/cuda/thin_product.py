@@ -33,8 +33,8 @@ from torch import Tensor
 from workers.model.cuda.card import Card
 from workers.model.cuda.layer_ops import activated
 from workers.model.cuda.quantized_product import Segments
+from workers.model.finish import Finish
 from workers.model.norm import Norm
-from workers.model.products import Finish
 
 DTYPES, NORM_DTYPES = (torch.bfloat16, torch.float16), (torch.bfloat16,)
 # The rows of a tile, the most of a product.

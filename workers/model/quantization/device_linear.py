@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.products import Finish, GatedActivation, Linear, ScaledLinear, gate_mul
+from workers.model.finish import Finish
+from workers.model.products import GatedActivation, Linear, ScaledLinear, gate_mul
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
 
