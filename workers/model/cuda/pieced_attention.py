@@ -55,8 +55,9 @@ def pieced_tiles(dtype: torch.dtype, head_dim: int, card: Card) -> tuple[Tile, T
     if card.capability == HOPPER and head_dim <= 256:
         return Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)
     if head_dim <= 128:
-        # Before Hopper 64 keys would spill registers.
-        tile = Tile(64, 32, 8, 3) if card.capability < HOPPER else Tile(64, 64, 8, 2)
+        # 64 keys would spill registers before Hopper, and on later cards where heads are small.
+        num_stages = 3 if card.capability < HOPPER else 2
+        tile = Tile(64, 32 if card.capability < HOPPER or head_dim <= 64 else 64, 8, num_stages)
         return tile, tile
     return None
 
