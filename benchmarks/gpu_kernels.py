@@ -15,6 +15,7 @@ import torch
 from benchmarks.device_time import DeviceTime
 from benchmarks.expert_layers import graph_of
 from kvtransfer.common.clock import SystemClock
+from workers.model.finish import Finish
 from workers.rank.probe import best_s
 
 if TYPE_CHECKING:
@@ -36,6 +37,15 @@ _WEIGHTS = {
     "qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336),
 }  # fmt: skip
 _ROWS = (1, 16, 32, 256, 4096)
+# The results of a row and its parts, the inputs, the finish and the norm of products of few rows, and their
+# numbers of rows.
+_FEW_ROWS = (1, 8, 32)
+_NAME_TO_FEW: dict[str, tuple[int, int, int, Finish, bool]] = {
+    "norm and qkv": (6144, 4096, 1, "store", True),
+    "output and addition": (4096, 4096, 1, "add", False),
+    "norm, gate_up and silu": (14_336, 4096, 2, "silu", True),
+    "down and addition": (4096, 14_336, 1, "add", False),
+}  # fmt: skip
 # As many weights as caches do not hold.
 _NUM_WEIGHTS = 8
 
@@ -170,9 +180,11 @@ def start(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def products(bench: Bench) -> Iterator[dict[str, object]]:
-    """Products of deterministic mode, by weight and rows: their limit over their time, and torch's time over
-    it."""
+    """Products of deterministic mode and of few rows: their limit over their time, and torch's time over it.
+
+    Products of few rows have the norm, the addition or the activation around them."""
     _needs_cuda(bench)
+    yield from few_rows_lines(bench)
     from workers.model.cuda.product_choice import chosen_product
 
     multiply = chosen_product(bench.device, torch.bfloat16)
@@ -199,10 +211,49 @@ def products(bench: Bench) -> Iterator[dict[str, object]]:
             yield {
                 "figure": f"{name} product_us of {num_rows} rows",
                 "value": ours_s * 1e6,
+                "bytes": num_bytes,
                 "limit": limit_s * 1e6,
                 "ratio": limit_s / ours_s,
                 "target": 0.8,
                 "torch_ratio": plain_s / ours_s,
+            }
+
+
+def few_rows_lines(bench: Bench) -> Iterator[dict[str, object]]:
+    """Return the lines of products of few rows: each in one kernel, beside the former kernels."""
+    from workers.model.cuda.card import card_of
+    from workers.model.cuda.thin_choice import ThinKind, ThinTrial, num_multiprocessors
+    from workers.model.cuda.thin_product import ThinShape, product_us, thin_plan
+
+    card, num = card_of(bench.device), num_multiprocessors(bench.device)
+    for name, (num_outputs, num_inputs, num_parts, finish, has_norm) in _NAME_TO_FEW.items():
+        shape = ThinShape(num_outputs, num_inputs, num_parts)
+        kind = ThinKind(torch.bfloat16, shape, finish, has_norm, has_bias=False)
+        plan = thin_plan(shape, card, num)
+        weights = [
+            torch.randn(num_outputs * num_parts, num_inputs, device=bench.device).to(torch.bfloat16)
+            for _ in range(_NUM_WEIGHTS)
+        ]
+        for num_rows in _FEW_ROWS:
+            trials = [ThinTrial(weight, None, kind, plan, num_rows) for weight in weights]
+            ours_s, former_s = (
+                best_s(graph_of(steps), SystemClock(), bench.device, 20) / _NUM_WEIGHTS
+                for steps in ([it.run for it in trials], [it.run_former for it in trials])
+            )
+            num_added = 2 if finish == "add" else 1
+            num_bytes = 2 * num_outputs * num_parts * num_inputs
+            num_bytes += 2 * num_rows * (num_inputs + num_added * num_outputs) + 4 * num_inputs * has_norm
+            limit_s = num_bytes / bench.limits.byte_s
+            yield {
+                "figure": f"{name} us of {num_rows} rows",
+                "value": ours_s * 1e6,
+                "bytes": num_bytes,
+                "limit": limit_s * 1e6,
+                "ratio": limit_s / ours_s,
+                "target": 0.88,
+                "torch_ratio": former_s / ours_s,
+                "planned_us": product_us(shape, plan, card, num),
+                "segments": plan.segments.num_segments,
             }
 
 

@@ -9,7 +9,7 @@ import torch
 from hopper_compiler import compiled_for_hopper, print_kernels
 
 from workers.model.cuda.invariant_product import multiply
-from workers.model.cuda.layer_ops import gate_mul, rms_norm, rotate_and_write
+from workers.model.cuda.layer_ops import add_normed, gate_mul, rms_norm, rotate_and_write
 from workers.model.cuda.sampling import DeviceSlots, sample
 from workers.model.kv_form import SCALE_BYTES
 from workers.model.norm import Norm
@@ -32,6 +32,7 @@ def compile_layer() -> None:
         norm = Norm(zeros(HIDDEN, dtype=torch.float32), 1e-6, is_rounded_first)
         rms_norm(hidden, norm)
         rms_norm(hidden, norm, torch.empty_like(hidden), hidden.clone())
+        add_normed(hidden.clone(), hidden, norm)
     for activation in ("silu", "gelu_tanh"):
         gate_mul(zeros(2, 3 * HIDDEN), activation)
     qkv = zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)

@@ -10,7 +10,8 @@ import warnings
 import torch
 from hopper_compiler import compiled_for, print_kernels
 
-from workers.model.cuda.quantized_product import Finish, look_up, multiply, round_rows
+from workers.model.cuda.quantized_product import look_up, multiply, round_rows
+from workers.model.finish import Finish
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
 

@@ -29,8 +29,8 @@ SIDE_BY_SIDE = (
     "compiled_layer_kernels", "compiled_experts", "compiled_quantized_products", "host_experts",
     "gated_delta", "state_layers", "compiled_states", "quantized_products", "quantized_experts",
     "compiled_quantized_experts", "quantized_records", "piece_tables", "pieced_attention",
-    "segmented_products", "compiled_cards", "kernel_times", "kernel_compiler", "kernel_rehearsal",
-    "mixed_graphs",
+    "segmented_products", "thin_products", "card_tiles", "compiled_cards", "kernel_times",
+    "kernel_compiler", "kernel_rehearsal", "mixed_graphs",
 )  # fmt: skip
 ALONE = ("memory", "offload", "device_transfer", "one_shot_sums", "shared_card", "two_ranks")
 FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts")

@@ -10,9 +10,6 @@ pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tes
 
 from workers.model.cuda.card import HOPPER, Card
 
-# Rows that are split on cards before Hopper may spill two registers.
-MOST_STACK_BYTES = 8
-
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_kernels_fit_a_card(capability: int, tmp_path: Path) -> None:
@@ -20,12 +17,15 @@ def test_kernels_fit_a_card(capability: int, tmp_path: Path) -> None:
     from hopper_compiler import compile_by_script
 
     script = Path(__file__).parent / "compile_cards.py"
-    kernels = compile_by_script(script, tmp_path, str(capability), "128", "bfloat16", "few")
+    kernels = compile_by_script(script, tmp_path, str(capability), "products,128", "bfloat16", "few")
     names = {it["name"] for it in kernels}
-    assert names >= {"_segmented_product_kernel", "_attend_split", "_attend_whole", "_attend_tiles"}
+    products = {"_segmented_product_kernel", "_thin_product_kernel"}
+    assert names >= products | {"_attend_split", "_attend_whole", "_attend_tiles"}
     assert max(it["shared_bytes"] for it in kernels) <= Card(capability).shared_bytes
-    most = MOST_STACK_BYTES if capability < HOPPER else 0
-    assert [it for it in kernels if it["stack_bytes"] > most and it["name"] != "_attend_tiles"] == []
-    products = [it for it in kernels if it["name"] in ("_segmented_product_kernel", "_attend_whole")]
+    assert [it for it in kernels if it["stack_bytes"]] == []
+    wide = [it for it in kernels if it["name"] in ("_segmented_product_kernel", "_attend_whole")]
     kind = "num_warp_products" if capability < HOPPER else "num_group_products"
-    assert min(it[kind] for it in products) > 0
+    assert min(it[kind] for it in wide) > 0
+    for kernel in (it for it in kernels if it["name"] == "_thin_product_kernel"):
+        assert kernel["num_warp_products"] > 0
+        assert kernel["num_copies"] > 0

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_kernels import KernelTime, kernel_times, kind_of, of_one_step, step_lines
+from benchmarks import gpu_kernels
+from benchmarks.gpu_kernels import (
+    KernelTime,
+    few_rows_lines,
+    kernel_times,
+    kind_of,
+    of_one_step,
+    step_lines,
+)
 
 
 def event(name: str, start: float, end: float, device: str = "CUDA") -> Any:
@@ -44,6 +53,7 @@ def test_what_begins_and_ends_a_run_is_not_of_a_step() -> None:
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
         ("_segmented_product_kernel", "products"),
+        ("_thin_product_kernel", "products"),
         ("_add_segments_kernel", "products"),
         ("_attend_pieces", "attention"),
         ("_combine_pieces", "attention"),
@@ -67,3 +77,31 @@ def test_a_step_has_lines_of_kinds_and_of_kernels() -> None:
     assert [(line["kernel"], line["value"]) for line in lines[3:]] == [
         ("gemm", 100.0), ("_attend_pieces", 40.0), ("norm", 6.0),
     ]  # fmt: skip
+
+
+def test_products_of_few_rows_have_lines_with_bytes_and_limits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is computed, here in a model with 32 hidden columns, and beside it by the former kernels."""
+    pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
+    kinds = {
+        "norm, gate_up and silu": (48, 32, 2, "silu", True),
+        "down and addition": (32, 48, 1, "add", False),
+    }
+    monkeypatch.setattr(gpu_kernels, "_NAME_TO_FEW", kinds)
+    monkeypatch.setattr(gpu_kernels, "_NUM_WEIGHTS", 2)
+    monkeypatch.setattr(gpu_kernels, "graph_of", lambda steps: [step() for step in steps])
+    times = itertools.cycle([20e-6, 30e-6])
+    monkeypatch.setattr(gpu_kernels, "best_s", lambda *_: next(times))
+    bench: Any = SimpleNamespace(device=device, limits=SimpleNamespace(byte_s=1e9))
+    lines: list[Any] = list(few_rows_lines(bench))
+    assert len(lines) == 6
+    first, last = lines[0], lines[-1]
+    assert first["figure"] == "norm, gate_up and silu us of 1 rows"
+    # The weight, a row, its results, and the norm in float32.
+    assert first["bytes"] == 2 * 96 * 32 + 2 * 32 + 2 * 48 + 4 * 32
+    assert last["bytes"] == 2 * 32 * 48 + 32 * 2 * (48 + 2 * 32), "what is added to is read and written"
+    assert last["limit"] == pytest.approx(last["bytes"] / 1e3)
+    assert (first["value"], first["torch_ratio"]) == (pytest.approx(10), pytest.approx(1.5))
+    assert first["ratio"] == pytest.approx(first["limit"] / 10)
+    assert first["target"] == 0.88

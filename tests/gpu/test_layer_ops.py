@@ -58,6 +58,24 @@ def test_rms_norm(
 
 
 @dtypes
+@norm_kinds
+def test_a_norm_is_added_where_two_kernels_would_round(
+    device: torch.device, dtype: torch.dtype, is_rounded_first: bool
+) -> None:
+    from workers.model.cuda.layer_ops import add_normed, rms_norm
+
+    rng = np.random.default_rng(5)
+    wide, rows = (values(rng, 3, size, dtype=dtype, device=device) for size in (120, 100))
+    norm = Norm(values(rng, 100, dtype=torch.float32, device=device), EPS, is_rounded_first)
+    hidden = wide[:, 7:107]
+    expected = hidden + rms_norm(rows, norm)
+    around = wide.clone()
+    around[:, 7:107] = expected
+    add_normed(hidden, rows, norm)
+    assert torch.equal(wide, around)
+
+
+@dtypes
 def test_a_row_of_zeros_is_normalized_to_zeros(device: torch.device, dtype: torch.dtype) -> None:
     from workers.model.cuda.layer_ops import rms_norm
 

@@ -27,5 +27,10 @@ def apply_norm(x: Tensor, norm: Norm, out: Tensor | None = None, residual: Tenso
 
 
 def add_normed(hidden: Tensor, x: Tensor, norm: Norm) -> None:
-    """Add the norm of `x` [num_rows, size], which is overwritten, to `hidden` [num_rows, size]."""
+    """Add the norm of `x` [num_rows, size], which may be overwritten, to `hidden` [num_rows, size]."""
+    if cuda.serves(x.device) and not norm.is_layer_norm:
+        from workers.model.cuda import layer_ops
+
+        layer_ops.add_normed(hidden, x, norm)
+        return
     hidden.add_(apply_norm(x, norm, x))

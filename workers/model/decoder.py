@@ -121,6 +121,7 @@ class Decoder:
                 self._workspace,
                 value_norm(config, shard, layer),
                 is_deterministic=is_deterministic,
+                is_split=shard.tp_size > 1,
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -17,18 +17,23 @@ from workers.model.head_norms import HeadNorms
 from workers.model.latent_heads import LatentHeads
 from workers.model.latent_projection import LatentProjection
 from workers.model.layer_inputs import InputGate
-from workers.model.layer_products import AddedProduct, JoinedProducts, ParallelSum, Product
-from workers.model.linear_weights import LinearWeights
-from workers.model.make_linear import make_linear
+from workers.model.layer_products import (
+    AddedProduct,
+    JoinedProducts,
+    ParallelSum,
+    Product,
+    ProductMaker,
+)
 from workers.model.model_config import ModelConfig
 from workers.model.native_layers import MOST_PRODUCTS, NativeProduct, PackedLayer
 from workers.model.norm import Norm
 from workers.model.output_gate import OutputGate
-from workers.model.products import GatedActivation, Linear, PackedLinear, Workspace
+from workers.model.products import Linear, PackedLinear, Workspace
 from workers.model.quantization.packed_product import PackedQuantizedLinear
 from workers.model.relu2 import relu2
 from workers.model.row_norms import RowNorms
 from workers.model.state.state_mixer import StateMixer
+from workers.model.thin_linear import ThinLinear
 from workers.model.value_norm import ValueNorm
 from workers.model.weights import LayerWeights
 
@@ -46,11 +51,12 @@ class DecoderLayer:
         value_norm: ValueNorm | None = None,
         *,
         is_deterministic: bool = False,
+        is_split: bool = False,
     ) -> None:
         """Make a layer of a model of this `config`. `attention` lacks the norms and sinks of heads, which are
-        of the weights; `value_norm` is that of its values, if they are normalized."""
+        of the weights; `value_norm` normalizes its values. `is_split`: other ranks add to its products."""
         self._workspace = workspace
-        self._norms = weights.norms
+        self._norms = norms = weights.norms
         self.qk_norms: RowNorms | HeadNorms | None = None
         has_heads = weights.qkv is not None
         if has_heads and (config.qk_row_norm or config.qk_own_norms):
@@ -65,9 +71,7 @@ class DecoderLayer:
         attention = dataclasses.replace(attention, sinks=weights.sinks)
         self._value_norm = value_norm
 
-        def linear(part: LinearWeights, gate: GatedActivation | None = None) -> Linear:
-            return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic)
-
+        products = ProductMaker(is_deterministic, is_split)
         self._plain = weights.xielu or (relu2 if config.activation == "relu2" else None)
         activation = config.activation
         gate = None if activation == "xielu" or activation == "relu2" else activation
@@ -75,15 +79,17 @@ class DecoderLayer:
         # sum.
         self._projection: Linear | LatentProjection | JoinedProducts | None = None
         self._output_gate: OutputGate | None = None
-        self.output: AddedProduct | None = None if weights.output is None else linear(weights.output)
+        self.output: AddedProduct | None = None
+        if weights.output is not None:
+            self.output = products.added(weights.output, norms.attention_output)
         # Mixes tokens by a state, in place of attention.
         self.state_mixer: StateMixer | None = None
         if (state := weights.state) is not None:
-            products = [linear(it) for it in state.inputs]
-            self._projection = products[0] if len(products) == 1 else JoinedProducts(products)
+            inputs = [products.make(it) for it in state.inputs]
+            self._projection = inputs[0] if len(inputs) == 1 else JoinedProducts(inputs)
             self.state_mixer = state.make_mixer(is_deterministic=is_deterministic)
         elif weights.qkv is not None:
-            self._projection = linear(weights.qkv)
+            self._projection = products.of_normed(weights.qkv, norms.attention_input)
             if config.traits.has_output_gate:
                 assert weights.output is not None
                 self._output_gate = OutputGate(weights.output.num_inputs)
@@ -99,7 +105,8 @@ class DecoderLayer:
         self._gate_up: Linear | None = None
         self.down: AddedProduct | None = None
         if weights.gate_up is not None and weights.down is not None:
-            self._gate_up, self.down = linear(weights.gate_up, gate), linear(weights.down)
+            self._gate_up = products.of_normed(weights.gate_up, norms.feed_forward_input, gate)
+            self.down = products.added(weights.down, norms.feed_forward_output)
             self._num_activated = self._gate_up.num_outputs // (1 if gate is None else 2)
         self.mixture: AddedProduct | None = None
         # The rank's part of `mixture`, also where that is joined with those of other ranks.
@@ -121,7 +128,9 @@ class DecoderLayer:
         self._inputs = None
         if (gated := weights.inputs) is not None:
             assert gate is not None
-            self._inputs = InputGate(linear(gated.gate), gate, linear(gated.projection), gated.norm)
+            self._inputs = InputGate(
+                products.make(gated.gate), gate, products.make(gated.projection), gated.norm
+            )
         self._scalar = weights.scalar
 
     def packed(self) -> PackedLayer | None:
@@ -235,10 +244,11 @@ class DecoderLayer:
         if self.output is None:
             return self._add_feed_forward(hidden, plan, residual)
         norms = self._norms
-        normed = self._normed(hidden, norms.attention_input, residual)
-        mixed = self._mixed(normed, plan)
+        taker = self._projection if self.parallel_sum is None else None  # of two, the norm is computed once
+        given = self._input(hidden, norms.attention_input, residual, taker)
+        mixed = self._mixed(given, plan)
         if self.parallel_sum is not None:
-            activated = self._activated(normed, self._workspace.take("gated", hidden, self._num_activated))
+            activated = self._activated(given, self._workspace.take("gated", hidden, self._num_activated))
             plan.marks.mark()
             residual = self.parallel_sum.add_to(hidden, mixed, activated)
             plan.marks.mark()
@@ -252,9 +262,9 @@ class DecoderLayer:
             return residual
         return self._add_feed_forward(hidden, plan, residual)
 
-    def _mixed(self, normed: Tensor, plan: AttentionPlan) -> Tensor:
+    def _mixed(self, given: _ProductInput, plan: AttentionPlan) -> Tensor:
         """Return what attention, or a state, mixes of the tokens."""
-        projected = self._project(normed)
+        projected = self._project(given)
         if self.qk_norms is not None:
             self.qk_norms.normalize(projected)
         plan.marks.mark()
@@ -274,16 +284,17 @@ class DecoderLayer:
     ) -> Tensor | None:
         """Add the feed-forward, or experts, as `forward` describes."""
         take, norms = self._workspace.take, self._norms
-        normed = self._normed(hidden, norms.feed_forward_input, residual)
+        taker = self._gate_up if self.mixture is None else None
+        given = self._input(hidden, norms.feed_forward_input, residual, taker)
         if self.mixture is not None and self._branch_norms is not None:
-            self._add_branches(hidden, normed, plan)
+            self._add_branches(hidden, given, plan)
             return None
         if self.mixture is not None:
-            residual = _add(hidden, self.mixture, normed, norms.feed_forward_output)
+            residual = _add(hidden, self.mixture, given.rows, norms.feed_forward_output)
             plan.marks.mark()
             return residual
         assert self.down is not None
-        activated = self._activated(normed, take("gated", hidden, self._num_activated))
+        activated = self._activated(given, take("gated", hidden, self._num_activated))
         plan.marks.mark()
         residual = _add(hidden, self.down, activated, norms.feed_forward_output)
         plan.marks.mark()
@@ -301,14 +312,14 @@ class DecoderLayer:
         products.gather(hidden)
         plan.marks.mark()
 
-    def _add_branches(self, hidden: Tensor, normed: Tensor, plan: AttentionPlan) -> None:
-        """Add what the feed-forward computes of `normed`, and the experts of `hidden`, to `hidden`."""
+    def _add_branches(self, hidden: Tensor, given: _ProductInput, plan: AttentionPlan) -> None:
+        """Add what the feed-forward computes of `given`, and the experts of `hidden`, to `hidden`."""
         norms, norm = self._branch_norms, self._norms.feed_forward_output
         assert self.mixture is not None
         assert self.down is not None
         assert norms is not None
         assert norm is not None
-        activated = self._activated(normed, self._workspace.take("gated", hidden, self._num_activated))
+        activated = self._activated(given, self._workspace.take("gated", hidden, self._num_activated))
         plan.marks.mark()
         dense = self.down(activated)
         total = apply_norm(dense, norms.dense_output, dense)
@@ -316,18 +327,33 @@ class DecoderLayer:
         add_normed(hidden, total, norm)
         plan.marks.mark()
 
-    def _project(self, normed: Tensor) -> Tensor:
+    def _project(self, given: _ProductInput) -> Tensor:
         """Return queries, keys and values, or queries alone where the layer has no others of its own; or what
         is mixed by a state."""
         projection, norm = self._projection, self._value_norm
         assert projection is not None
         num_outputs = projection.num_outputs
         if norm is None:
-            return projection(normed, self._workspace.take("qkv", normed, num_outputs))
-        qkv = self._workspace.take("qkv", normed, num_outputs + norm.num_added)
-        projection(normed, qkv[:, :num_outputs])
+            return given.projected(projection, self._workspace.take("qkv", given.rows, num_outputs))
+        qkv = self._workspace.take("qkv", given.rows, num_outputs + norm.num_added)
+        given.projected(projection, qkv[:, :num_outputs])
         norm.normalize(qkv)
         return qkv
+
+    def _input(
+        self, hidden: Tensor, norm: Norm | None, residual: Tensor | None, taker: object
+    ) -> _ProductInput:
+        """Return what products take of the hidden states: their norm, or where `taker` is the one product and
+        computes the norm itself, both. `residual` is added to `hidden` before."""
+        is_taken = (
+            norm is not None
+            and residual is None
+            and isinstance(taker, ThinLinear)
+            and taker.takes_norm(norm, len(hidden))
+        )
+        if is_taken:
+            return _ProductInput(hidden, norm)
+        return _ProductInput(self._normed(hidden, norm, residual))
 
     def _normed(self, hidden: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         """Add `residual` to `hidden`, in place, and return its norm; without one, `hidden` itself."""
@@ -335,11 +361,27 @@ class DecoderLayer:
             return hidden if residual is None else hidden.add_(residual)
         return apply_norm(hidden, norm, self._workspace.take("normed", hidden, hidden.shape[1]), residual)
 
-    def _activated(self, x: Tensor, out: Tensor) -> Tensor:
+    def _activated(self, given: _ProductInput, out: Tensor) -> Tensor:
         assert self._gate_up is not None
-        if self._plain is None:
-            return self._gate_up.gated(x, out)
-        return self._plain(self._gate_up(x, out), out)
+        if self._plain is not None:
+            return self._plain(given.projected(self._gate_up, out), out)
+        if given.norm is None:
+            return self._gate_up.gated(given.rows, out)
+        return given.projected(self._gate_up, out)
+
+
+class _ProductInput(NamedTuple):
+    """Rows [num_tokens, hidden_size] that a product takes, and the norm that the product computes of them."""
+
+    rows: Tensor
+    norm: Norm | None = None
+
+    def projected(self, product: Linear | LatentProjection | JoinedProducts, out: Tensor) -> Tensor:
+        """Write the product of the rows, or of their norm, to `out`."""
+        if self.norm is None:
+            return product(self.rows, out)
+        assert isinstance(product, ThinLinear)
+        return product.of_normed(self.rows, self.norm, out)
 
 
 def _add(hidden: Tensor, product: AddedProduct, x: Tensor, norm: Norm | None) -> Tensor | None:

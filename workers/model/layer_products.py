@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from workers.model.products import Linear
+from workers.model.linear_weights import LinearWeights
+from workers.model.make_linear import make_linear
+from workers.model.norm import Norm
+from workers.model.products import GatedActivation, Linear
+from workers.model.thin_linear import Surroundings
 
 # Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both
 # by ones that join the parts of several ranks.
@@ -25,6 +29,35 @@ class AddedProduct(Protocol):
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
         """Add the product of x to `hidden` [num_tokens, hidden_size] and return None; or return the product,
         for the norm that follows to add, where that takes fewer kernels."""
+
+
+class ProductMaker(NamedTuple):
+    """Makes the products of a layer. `is_split`: other ranks have other parts of the products, whose sums are
+    added by the norms behind them."""
+
+    is_deterministic: bool
+    is_split: bool
+
+    def make(
+        self,
+        part: LinearWeights,
+        gate: GatedActivation | None = None,
+        around: Surroundings | None = None,
+    ) -> Linear:
+        """Return a product by itself."""
+        is_deterministic = self.is_deterministic
+        return make_linear(part.parts, part.bias, gate=gate, is_deterministic=is_deterministic, around=around)
+
+    def of_normed(
+        self, part: LinearWeights, norm: Norm | None, gate: GatedActivation | None = None
+    ) -> Linear:
+        """Return a product of the norm of the hidden states."""
+        has_norm = norm is not None and not norm.is_layer_norm and not self.is_split
+        return self.make(part, gate, "norm" if has_norm else "none")
+
+    def added(self, part: LinearWeights, norm: Norm | None) -> Linear:
+        """Return a product that is added to the hidden states, or whose `norm` is."""
+        return self.make(part, None, "addition" if norm is None and not self.is_split else "none")
 
 
 class JoinedProducts:

@@ -18,6 +18,7 @@ from workers.model.quantization.integer_product import IntegerLinear, rounds_inp
 from workers.model.quantization.packed_product import packed_quantized
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.torch_product import DequantizingLinear
+from workers.model.thin_linear import Surroundings, ThinLinear
 
 _Part = TypeVar("_Part", Tensor, QuantizedWeight)
 
@@ -28,10 +29,12 @@ def make_linear(
     *,
     gate: GatedActivation | None = None,
     is_deterministic: bool = False,
+    around: Surroundings | None = None,
 ) -> Linear:
     """Return the product with `weight` and `bias` [num_outputs], packed if there are CPU kernels for it.
     Parts are copied; those of a product with the activation of a `gate` are gate and up. `is_deterministic`:
-    a row's result shall not depend on the other rows, where `refuse_nondeterministic` lets it be had."""
+    a row's result shall not depend on the other rows, where `refuse_nondeterministic` lets it be had.
+    `around`: what is around a product of a layer that decodes, which kernels of few rows compute as well."""
     parts = (weight,) if isinstance(weight, Tensor | QuantizedWeight) else tuple(weight)
     if isinstance(parts[0], QuantizedWeight):
         return _make_quantized(_all_of(QuantizedWeight, parts), bias, gate, is_deterministic=is_deterministic)
@@ -43,6 +46,8 @@ def make_linear(
     whole = weight if isinstance(weight, Tensor) else torch.cat(parts)
     if is_deterministic and cuda.serves(whole.device):
         return InvariantLinear(whole, bias, gate=gate)
+    if around is not None and cuda.serves(whole.device):
+        return ThinLinear(whole, bias, gate=gate, surroundings=around)
     return TorchLinear(whole, bias, gate=gate)
 
 

@@ -139,7 +139,9 @@ class Probe:
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
         config = self._config
-        layer = DecoderLayer(self._layer_weights(), config, LayerAttention(0, 0), Workspace())
+        layer = DecoderLayer(
+            self._layer_weights(), config, LayerAttention(0, 0), Workspace(), is_split=self._tp > 1
+        )
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
         num_kinds = config.kv_cells.num_kinds
         kv_shape = (len(blocks), 1, num_kinds, self._num_kv_heads, self._block_tokens, self._head_dim)

@@ -42,8 +42,15 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.model.attention.quantized_kv import elements_and_scales, is_quantized
-from workers.model.cuda.card import Card, card_of
+from workers.model.cuda.card import HOPPER, Card, card_of
 from workers.model.cuda.kv_elements import ELEMENTS, SCALE, raw_elements, unit, widened
+from workers.model.cuda.packed_rows import (
+    SINK_SCALE,
+    load_queries,
+    store_rows,
+    tile_place,
+    tile_positions,
+)
 
 PIECE_TOKENS = 512
 # Up to 16 rows have pieces of half as many keys, and up to 8 of the least number, so that few rows are more
@@ -59,8 +66,6 @@ NUM_DECODE_PROGRAMS, MIN_SPLITS = 2048, 4
 # gain nothing.
 INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
 _LOG2_E = math.log2(math.e)
-# From a sink to an exponent of two.
-SINK_SCALE = tl.constexpr(_LOG2_E)
 # The largest exponent of a row that has seen no key.
 LEAST = tl.constexpr(-1e30)
 
@@ -180,16 +185,16 @@ class Tile(NamedTuple):
 
 def chunk_tile(dtype: torch.dtype, head_dim: int, card: Card) -> Tile:
     """Return the tile of `attend_chunks`. In float32, which the tensor cores do not multiply, a small one; of
-    heads above 256, which none of the usual tiles leaves shared memory for, the smallest."""
+    heads above 256 the smallest, for shared memory. Of heads above 128, 64 keys spill before Hopper."""
     if head_dim > 256:
         if dtype == torch.float32:
             return Tile(16, 16, 4, 2)
         return Tile(32, 32 if card.has_much_shared else 16, 8, 2)
     if dtype == torch.float32:
-        return Tile(32, 32, 8, 2)
+        return Tile(32, 32 if head_dim <= 128 or card.has_much_shared else 16, 8, 2)
     if head_dim <= 128:
         return Tile(128, 64, 8, 3 if card.has_much_shared else 2)
-    return Tile(64, 64 if card.has_much_shared else 32, 8, 2)
+    return Tile(64, 64 if card.has_much_shared and card.capability >= HOPPER else 32, 8, 2)
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int, card: Card) -> Tile:
@@ -404,40 +409,27 @@ def _attend_tiles(
     ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence. Grid: (tiles, KV heads)."""
-    task = tl.program_id(0) * 3
     kv_head = tl.program_id(1)
-    sequence = tl.load(tasks + task)
-    first_row = tl.load(tasks + task + 1).to(tl.int64)
-    begin = tl.load(tasks + task + 2) * ROWS
-    start = tl.load(starts + sequence)
-    num_rows = tl.load(lengths + sequence) * GROUP
+    sequence, first_row, begin, start, num_rows = tile_place(
+        starts, lengths, tasks, tl.program_id(0), True, GROUP, ROWS
+    )
+    q, token = load_queries(
+        queries, query_stride, first_row, begin, num_rows, kv_head, GROUP, HEAD_DIM, PADDED_DIM, ROWS
+    )
+    oldest, newest = tile_positions(start, begin, num_rows, GROUP, ROWS)
     table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
-    # Rows after the last repeat it, and are not stored.
-    rows = begin + tl.arange(0, ROWS)
-    packed = tl.minimum(rows, num_rows - 1)
-    token = packed // GROUP
-    dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim[None, :] < HEAD_DIM
-    heads = (kv_head * GROUP + packed % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    at = (first_row + token)[:, None] * query_stride + heads
-    q = tl.load(queries + at, mask=is_dim, other=0.0)
-    oldest = start + begin // GROUP
-    newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
     largest, total, mixed = attend_range(
         q, start + token, oldest, newest, 0, newest + 1,
         kv, host, scales, host_scales, table, kv_head, block_stride, host_stride, first_host, window, scale,
         HAS_HOST, KIND_STRIDE, HEAD_STRIDE, HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, ROWS, KEYS, HAS_WINDOW,
         CAP_SCALE, ELEMENTS,
     )  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * SINK_SCALE
-        most = tl.maximum(largest, sink)
-        kept = tl.exp2(largest - most)
-        mixed *= kept[:, None]
-        total = tl.fma(total, kept, tl.exp2(sink - most))
-    result = (mixed / total[:, None]).to(out.dtype.element_ty)
-    at = (first_row + token)[:, None] * out_stride + heads
-    tl.store(out + at, result, mask=(rows < num_rows)[:, None] & is_dim)
+    rows = begin + tl.arange(0, ROWS)
+    packed = tl.minimum(rows, num_rows - 1)
+    store_rows(
+        largest, total, mixed, sinks, out, out_stride, first_row, packed, rows < num_rows, kv_head, HAS_SINKS,
+        GROUP, HEAD_DIM, PADDED_DIM,
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- a range of keys

@@ -5,10 +5,10 @@ value. Where rows have 8 bits, each of both parts has a scale. A program reads a
 Blocks are read where they lie; scores, probabilities, their sums and mixed latents are float32, and the order
 of a row's sums depends on its position alone, as in `workers.model.cuda.attention`.
 
-The heads of a token are rows of the same products ("packed"). The sizes are for Hopper in bfloat16 at rank
-512 and rope 64: 64 rows of queries and two tiles of 32 keys take 72 + 2 * 36 of 227 KiB of shared memory, and
-the 64 x 512 accumulators 128 registers a thread with 8 warps. A token of 16 heads takes 16 rows, by 64 keys.
-Not yet validated: these kernels have been compiled for no card, and run on none."""
+The heads of a token are rows of the same products ("packed"). The sizes are for 16 bits at rank 512 and rope
+64: 32 rows of queries and a tile of 32 keys take 36 + 36 KiB of shared memory, which every card has, and the
+32 x 512 accumulators 64 registers a thread with 8 warps. 64 rows would spill. A token of 16 heads takes 16
+rows, by 64 keys. Not yet validated on a card."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _LEAST = tl.constexpr(-1e30)
 
 def latent_tile(dtype: torch.dtype, num_rows: int) -> Tile:
     """Return the tile for so many packed rows of a sequence."""
-    rows = min(padded(num_rows), 16 if dtype == torch.float32 else 64)
+    rows = min(padded(num_rows), 16 if dtype == torch.float32 else 32)
     if dtype == torch.float32:
         return Tile(rows, 16, 4, 2)
-    return Tile(rows, 64, 4, 2) if rows <= 16 else Tile(rows, 32, 8, 2)
+    return Tile(rows, 64 if rows <= 16 else 32, 8, 2)
 
 
 def decode_latents(

@@ -34,20 +34,32 @@ def rms_norm(hidden: Tensor, norm: Norm, out: Tensor | None = None, residual: Te
     """Add `residual` to `hidden` [num_rows, size], in place, where it is given; scale to unit mean square,
     and multiply by the norm's weight. The result is written to `out` where it is given, which may not be
     `hidden` if there is a residual."""
-    num_rows, size = hidden.shape
     result = torch.empty_like(hidden) if out is None else out
+    _launch_norm(hidden, norm, result, residual)
+    return result
+
+
+def add_normed(hidden: Tensor, x: Tensor, norm: Norm) -> None:
+    """Add the norm of `x` [num_rows, size] to `hidden` [num_rows, size], in place."""
+    _launch_norm(x, norm, hidden, None, is_added=True)
+
+
+def _launch_norm(
+    hidden: Tensor, norm: Norm, result: Tensor, residual: Tensor | None, *, is_added: bool = False
+) -> None:
+    num_rows, size = hidden.shape
+    assert result.shape == hidden.shape
     assert hidden.stride(1) == result.stride(1) == norm.weight.stride(0) == 1
     assert residual is None or (residual.stride(1) == 1 and residual.shape == hidden.shape)
     if not num_rows:
-        return result
+        return
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
         hidden, residual, norm.weight, result, hidden.stride(0),
         residual.stride(0) if residual is not None else 0, result.stride(0), size, norm.eps,
-        HAS_RESIDUAL=residual is not None, ROUNDS_FIRST=norm.is_rounded_first, BLOCK=block,
-        num_warps=_num_warps(block), enable_fp_fusion=False,
+        HAS_RESIDUAL=residual is not None, ROUNDS_FIRST=norm.is_rounded_first, IS_ADDED=is_added,
+        BLOCK=block, num_warps=_num_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
-    return result
 
 
 def gate_mul(gate_up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
@@ -130,7 +142,7 @@ def _num_warps(num_items: int) -> int:
 @triton.jit
 def _rms_norm_kernel(
     hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, size, eps,
-    HAS_RESIDUAL: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROUNDS_FIRST: tl.constexpr, IS_ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -147,7 +159,12 @@ def _rms_norm_kernel(
     if ROUNDS_FIRST:
         scaled = scaled.to(x.dtype).to(tl.float32)
     factors = tl.load(weight + columns, mask=is_there, other=0.0)
-    tl.store(out + row * out_stride + columns, (scaled * factors).to(x.dtype), mask=is_there)
+    result = (scaled * factors).to(x.dtype)
+    target = out + row * out_stride + columns
+    if IS_ADDED:
+        held = tl.load(target, mask=is_there, other=0.0).to(tl.float32)
+        result = (held + result.to(tl.float32)).to(x.dtype)
+    tl.store(target, result, mask=is_there)
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from workers.model.cuda.attention import (
     INDICES,
     LEAST,
     NUM_DECODE_PROGRAMS,
-    SINK_SCALE,
     LayerKv,
     PagedSequences,
     Partials,
@@ -37,6 +36,7 @@ from workers.model.cuda.attention import (
     padded,
 )
 from workers.model.cuda.card import HOPPER, Card
+from workers.model.cuda.packed_rows import load_queries, store_rows, tile_place, tile_positions
 
 # The keys of a piece among the first pieces, how many these are, and the keys of a later one.
 PIECE_TOKENS, NUM_FIRST_PIECES, LATER_TOKENS = 256, 16, 2048
@@ -48,14 +48,16 @@ def pieced_tiles(dtype: torch.dtype, head_dim: int, card: Card) -> tuple[Tile, T
     """Return the tiles of rows that are split and of whole ones; None where no tile is known whose two
     sets of sums fit in registers."""
     if dtype == torch.float32:
-        tile = Tile(32, 32, 8, 2)
+        tile = Tile(32, 32 if head_dim <= 128 or card.has_much_shared else 16, 8, 2)
         return (tile, tile) if head_dim <= 256 else None
     if card.capability == HOPPER and head_dim <= 128:
         return Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)
     if card.capability == HOPPER and head_dim <= 256:
         return Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)
     if head_dim <= 128:
-        tile = Tile(64, 64, 8, 3 if card.capability < HOPPER else 2)
+        # 64 keys would spill registers before Hopper, and on later cards where heads are small.
+        num_stages = 3 if card.capability < HOPPER else 2
+        tile = Tile(64, 32 if card.capability < HOPPER or head_dim <= 64 else 64, 8, num_stages)
         return tile, tile
     return None
 
@@ -179,14 +181,13 @@ def _attend_split(
     """Attend from a tile to every num_programs(2)-th of its pieces. Grid: (tiles, KV heads, any)."""
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, first_row, begin, start, num_rows = _tile(
+    sequence, first_row, begin, start, num_rows = tile_place(
         starts, lengths, tasks, number, HAS_TASKS, GROUP, ROWS
     )
-    q, token = _load_queries(
+    q, token = load_queries(
         queries, query_stride, first_row, begin, num_rows, kv_head, GROUP, HEAD_DIM, PADDED_DIM, ROWS
     )
-    oldest = start + begin // GROUP
-    newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
+    oldest, newest = tile_positions(start, begin, num_rows, GROUP, ROWS)
     first_piece, last_piece = _pieces(oldest, newest, window, HAS_WINDOW, PIECE, FIRST_PIECES, LATER)
     table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
     rows = tl.arange(0, ROWS)
@@ -217,9 +218,10 @@ def _combine_pieces(
     """Combine the pieces of some rows of a tile and their sinks. Grid: (tiles, KV heads, blocks of rows)."""
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
-    _, first_row, begin, start, num_rows = _tile(starts, lengths, tasks, number, HAS_TASKS, GROUP, TILE_ROWS)
-    oldest = start + begin // GROUP
-    newest = start + (tl.minimum(begin + TILE_ROWS, num_rows) - 1) // GROUP
+    _, first_row, begin, start, num_rows = tile_place(
+        starts, lengths, tasks, number, HAS_TASKS, GROUP, TILE_ROWS
+    )
+    oldest, newest = tile_positions(start, begin, num_rows, GROUP, TILE_ROWS)
     first_piece, last_piece = _pieces(oldest, newest, window, HAS_WINDOW, PIECE, FIRST_PIECES, LATER)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_row = rows < tl.minimum(num_rows - begin, NUM_ROWS)
@@ -236,7 +238,7 @@ def _combine_pieces(
         other = tl.load(values + at[:, None] * HEAD_DIM + dim[None, :], mask=is_loaded, other=0.0)
         largest, total, mixed = _combined(largest, total, mixed, other_largest, other_total, other)
     packed = tl.minimum(begin + rows, num_rows - 1)
-    _store(
+    store_rows(
         largest, total, mixed, sinks, out, out_stride, first_row, packed, is_row, kv_head, HAS_SINKS, GROUP,
         HEAD_DIM, PADDED_DIM,
     )  # fmt: skip
@@ -253,14 +255,13 @@ def _attend_whole(
 ):  # fmt: skip
     """Attend from one tile of packed rows of a sequence, piece after piece. Grid: (tiles, KV heads)."""
     kv_head = tl.program_id(1)
-    sequence, first_row, begin, start, num_rows = _tile(
+    sequence, first_row, begin, start, num_rows = tile_place(
         starts, lengths, tasks, tl.program_id(0), True, GROUP, ROWS
     )
-    q, token = _load_queries(
+    q, token = load_queries(
         queries, query_stride, first_row, begin, num_rows, kv_head, GROUP, HEAD_DIM, PADDED_DIM, ROWS
     )
-    oldest = start + begin // GROUP
-    newest = start + (tl.minimum(begin + ROWS, num_rows) - 1) // GROUP
+    oldest, newest = tile_positions(start, begin, num_rows, GROUP, ROWS)
     first_piece, last_piece = _pieces(oldest, newest, window, HAS_WINDOW, PIECE, FIRST_PIECES, LATER)
     table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
     largest = tl.full([ROWS], LEAST, tl.float32)
@@ -276,44 +277,10 @@ def _attend_whole(
         largest, total, mixed = _combined(largest, total, mixed, other_largest, other_total, other)
     rows = begin + tl.arange(0, ROWS)
     packed = tl.minimum(rows, num_rows - 1)
-    _store(
+    store_rows(
         largest, total, mixed, sinks, out, out_stride, first_row, packed, rows < num_rows, kv_head, HAS_SINKS,
         GROUP, HEAD_DIM, PADDED_DIM,
     )  # fmt: skip
-
-
-@triton.jit
-def _tile(
-    starts, lengths, tasks, number, HAS_TASKS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Return of a tile its sequence, the row of the sequence's first token, its first packed row, the
-    position of the first token, and the packed rows of the sequence."""
-    if HAS_TASKS:
-        sequence = tl.load(tasks + number * 3)
-        first_row = tl.load(tasks + number * 3 + 1).to(tl.int64)
-        begin = tl.load(tasks + number * 3 + 2) * ROWS
-        num_rows = tl.load(lengths + sequence) * GROUP
-    else:
-        sequence = number
-        first_row = number.to(tl.int64)
-        begin = tl.full((), 0, tl.int32)
-        num_rows = tl.full((), GROUP, tl.int32)
-    return sequence, first_row, begin, tl.load(starts + sequence), num_rows
-
-
-@triton.jit
-def _load_queries(
-    queries, query_stride, first_row, begin, num_rows, kv_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the queries [ROWS, PADDED_DIM] of a tile and the token of each row. Rows after the last repeat
-    it, and are not stored."""
-    packed = tl.minimum(begin + tl.arange(0, ROWS), num_rows - 1)
-    token = packed // GROUP
-    dim = tl.arange(0, PADDED_DIM)
-    heads = (kv_head * GROUP + packed % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    at = (first_row + token)[:, None] * query_stride + heads
-    return tl.load(queries + at, mask=dim[None, :] < HEAD_DIM, other=0.0), token
 
 
 @triton.jit
@@ -352,23 +319,3 @@ def _combined(largest, total, mixed, other_largest, other_total, other):
     total = tl.fma(other_total, weight, total * kept)
     weights = tl.broadcast_to(weight[:, None], other.shape)
     return most, total, tl.fma(other, weights, mixed * kept[:, None])
-
-
-@triton.jit
-def _store(
-    largest, total, mixed, sinks, out, out_stride, first_row, packed, is_row, kv_head,
-    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-):  # fmt: skip
-    """Write the results of packed rows, after their sinks have joined them."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + packed % GROUP) * SINK_SCALE
-        most = tl.maximum(largest, sink)
-        kept = tl.exp2(largest - most)
-        mixed *= kept[:, None]
-        total = tl.fma(total, kept, tl.exp2(sink - most))
-    total = tl.where(is_row, total, 1.0)  # of rows that are not stored, which may have seen nothing
-    result = (mixed / total[:, None]).to(out.dtype.element_ty)
-    dim = tl.arange(0, PADDED_DIM)
-    heads = (kv_head * GROUP + packed % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    at = (first_row + packed // GROUP)[:, None] * out_stride + heads
-    tl.store(out + at, result, mask=is_row[:, None] & (dim[None, :] < HEAD_DIM))

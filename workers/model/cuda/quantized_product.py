@@ -9,7 +9,7 @@ rows, one program computes all segments, in the same order."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,12 +28,10 @@ from workers.model.cuda.kv_elements import (
 from workers.model.cuda.layer_ops import activated, gate_mul
 from workers.model.cuda.segment_sums import factors_at, segment_sums
 from workers.model.cuda.weight_codes import decoded, loaded_codes
+from workers.model.finish import Finish
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes
 
-# What is done with the sums of a product: they are stored, added, or the activation of the first half is
-# multiplied by the second half.
-Finish = Literal["store", "add", "silu", "gelu_tanh"]
 # Segments are made until this many programs run, two for each multiprocessor of a large card, but none of
 # fewer tiles than this, and no more of them than this.
 _PROGRAMS, _LEAST_TILES, _MOST_SEGMENTS = 256, 4, 16

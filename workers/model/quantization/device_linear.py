@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.model.finish import Finish
 from workers.model.products import GatedActivation, Linear, ScaledLinear, gate_mul
 from workers.model.quantization.device_weight import DeviceWeight
 from workers.model.quantization.quantized_weight import Codes, QuantizedWeight
@@ -94,9 +93,7 @@ class DeviceQuantizedLinear(Linear):
         """Return the rows in float32, which holds them best."""
         return self._kernels.look_up(self._weight, ids)
 
-    def _multiply(
-        self, x: Tensor, out: Tensor, finish: Literal["store", "add"] | GatedActivation = "store"
-    ) -> None:
+    def _multiply(self, x: Tensor, out: Tensor, finish: Finish = "store") -> None:
         scales = None
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)

@@ -24,7 +24,8 @@ def has_products(weight: QuantizedWeight) -> bool:
 
 def has_experts(weight: QuantizedWeight) -> bool:
     """Whether experts with weights of this form can be computed where the weight is."""
-    has_kernels = weight.packed.device.type != "cpu" or native.load() is not None
+    device = weight.packed.device
+    has_kernels = cuda.serves(device) or device.type != "cpu" or native.load() is not None
     return has_kernels and weight.order is None and has_products(weight)
 
 
