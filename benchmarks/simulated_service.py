@@ -1,16 +1,19 @@
 """How well the simulator predicts a real cluster on this machine, as JSON lines.
 
-A cluster of one prefill and one decode replica serves the bundled model by `tandem serve`. Its capacity is
-measured with requests of one kind at once, and what the replicas have then measured of their steps is all
-that the simulator is given. Then requests of other lengths arrive at random (Poisson) at 0.4, 0.7 and 0.9 of
-the capacity, three times each, and the same requests at the same times are simulated. The median time to the
-first token and the output tokens a second are to agree within 15 %, the 99th percentile within 30 %, or
-within the spread of the real runs where that is larger.
+A cluster of one prefill and one decode replica and a store in host memory is started by `tandem serve`. Its
+capacity is measured with requests at once, and what the replicas have then measured of their steps and of the
+store is all that the simulator is given. Then requests of other lengths arrive at random (Poisson) at 0.4,
+0.7 and 0.9 of the capacity, three times each, and the same requests at the same times are simulated. Of one
+more load the prompts begin with one of `NUM_PREFIXES` prefixes, which are more than the devices keep: most
+come back from the store. The median time to the first token and the output tokens a second are to agree
+within 15 %, the 99th percentile within 30 %, or within the spread of the real runs where that is larger.
 
-With `--paced` ranks sleep for a time of each step (`debug.pace`), so that two replicas, the gateway and the
-client do not share two cores.
+The ranks compute a drawn model of 85 million weights, each with one thread, on the cores that the gateway,
+the engine cores and the client use too. With `--paced` they compute the bundled model and sleep for a time of
+each step (`debug.pace`), so that nothing competes.
 
-    python -m benchmarks.simulated_service [--paced] [--seconds 30] [--shares 0.4,0.7,0.9] [--runs 3]
+    python -m benchmarks.simulated_service [--paced] [--seconds 30] [--shares 0.4,0.7,0.9] [--returning 0.7]
+                                           [--runs 3]
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from benchmarks.overload_cluster import CLUSTER, LOAD
+from benchmarks.overload_cluster import CLUSTER
+from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.served import ROOT, Service, serving
+from cluster.api.admin_client import AdminClient
 from cluster.bench.grpc_target import grpc_target
 from cluster.bench.live_engines import LiveCluster, read_live
 from cluster.bench.served_call import ServedCall
@@ -41,51 +46,147 @@ from cluster.simulation.run_simulation import SimulationPlan, run_simulation
 from cluster.simulation.simulated_cluster import ClusterShape
 from cluster.simulation.simulated_load import SimulatedSession, SimulatedTurn
 from cluster.simulation.simulation_result import SimulatedObjectives
+from cluster.simulation.store_shape import StoreShape
 from kvtransfer.common.clock import SystemClock
 
 CONCURRENCY, CAPACITY_REQUESTS = 12, 60
-# Other lengths than those of the capacity.
-INPUT_TOKENS, OUTPUT_TOKENS = 192, 24
 MEDIAN_LIMIT, TAIL_LIMIT = 0.15, 0.30
+# The least share of the tokens of returning prompts that has to come from the store, really and simulated.
+LEAST_LOADED = 0.2
 OBJECTIVES = SimulatedObjectives(1e6, 1e6)
-ENGINE = {"block_tokens": 16, "kv_tokens": 16384, "max_sequences": 16}
+DRAM_GB = 0.5
+# The KV of a replica is less than the prefixes that come back.
+KV_TOKENS = {"prefill": 2048, "decode": 4096}
+NUM_PREFIXES = 32
+MODEL: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+
+class Lengths(NamedTuple):
+    """Tokens of a prompt, and how many of them are those of a prefix where prefixes return, and tokens of its
+    answer."""
+
+    input: int
+    prefix: int
+    output: int
+
+
+# The capacity is that of other lengths than those of the loads.
+CAPACITY, LOAD = Lengths(128, 96, 16), Lengths(192, 160, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturningPrefixes(Workload):
+    """Each of `num_groups` prefixes comes once; behind these, prompts begin with one that is drawn."""
+
+    def prompts(self) -> list[list[int]]:
+        generator = np.random.default_rng(self.seed)
+        prefixes = generator.integers(0, self.vocab_size, (self.num_groups, self.shared_prefix_tokens))
+        num_own = self.input_tokens - self.shared_prefix_tokens
+        own = generator.integers(0, self.vocab_size, (self.num_requests, num_own))
+        again = generator.integers(0, self.num_groups, self.num_requests - self.num_groups)
+        order = [*range(self.num_groups), *again.tolist()]
+        return [[*prefixes[group].tolist(), *row.tolist()] for group, row in zip(order, own, strict=True)]
+
+
+def workload(lengths: Lengths, num_requests: int, seed: int, *, returning: bool) -> Workload:
+    """Return requests of these lengths, as many at once as the capacity takes."""
+    kind = ReturningPrefixes if returning else Workload
+    return kind(
+        num_requests=num_requests + (NUM_PREFIXES if returning else 0),
+        concurrency=CONCURRENCY,
+        rate_per_s=0.0,
+        input_tokens=lengths.input,
+        output_tokens=lengths.output,
+        shared_prefix_tokens=lengths.prefix if returning else 0,
+        num_groups=NUM_PREFIXES if returning else 1,
+        seed=seed,
+        vocab_size=4000,
+    )
 
 
 def cluster_file(folder: Path, *, is_paced: bool) -> Path:
-    """Write the cluster's file, and return it."""
+    """Write the cluster's file, and of unpaced ranks the model; return the file."""
+    model = ROOT / "models" / "tiny"
+    if not is_paced:
+        write_random_checkpoint(
+            folder / "model", "llama", seed=1, dtype="bfloat16", tokenizer_from=model, **MODEL
+        )
+        model = folder / "model"
+    pools = [
+        {
+            "name": role,
+            "role": role,
+            "cpus_per_rank": 0.5,
+            "engine": {
+                "block_tokens": 16,
+                "kv_tokens": kv_tokens,
+                "max_sequences": 16,
+                "max_batch_tokens": 64 if is_paced else 256,
+            },
+        }
+        for role, kv_tokens in KV_TOKENS.items()
+    ]
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "pools": pools,
+        "store": {"dram_gb": DRAM_GB, "index": False},
+    }
     if is_paced:
-        settings: dict[str, Any] = {name: CLUSTER[name] for name in ("model", "pools", "debug")}
-    else:
-        pools = [
-            {"name": role, "role": role, "cpus_per_rank": 0.5, "engine": ENGINE}
-            for role in ("prefill", "decode")
-        ]
-        settings = {"model": str(ROOT / "models" / "tiny"), "pools": pools}
+        settings["debug"] = CLUSTER["debug"]
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
 
 
-async def run_load(target: Target, workload: Workload) -> list[ServedRequest]:
+class StoreUse(NamedTuple):
+    """The rate at which replicas load KV from host memory, in bytes a second (None: nothing was loaded), and
+    the tokens that they have loaded."""
+
+    bytes_s: float | None
+    num_tokens: int
+
+
+async def store_use(admin_address: str) -> StoreUse:
+    """Return what all replicas have loaded so far."""
+    async with AdminClient(admin_address) as client:
+        loads = [replica.load for replica in (await client.status()).replicas]
+    rates = [
+        load.load_tok_s["dram"] * sum(load.layers_token_bytes.values())
+        for load in loads
+        if "dram" in load.load_tok_s
+    ]
+    return StoreUse(max(rates, default=None), sum(load.num_loaded_tokens.get("dram", 0) for load in loads))
+
+
+async def run_load(target: Target, load: Workload) -> list[ServedRequest]:
     """Send a load to the real cluster."""
     return list(
-        await run_sessions(
-            workload.sessions(), workload.concurrency, target.send, SystemClock(), lambda _: None
-        )
+        await run_sessions(load.sessions(), load.concurrency, target.send, SystemClock(), lambda _: None)
     )
 
 
-def simulate(live: LiveCluster, workload: Workload) -> list[ServedRequest]:
-    """Send the same load to a simulation of the cluster."""
+def simulate(live: LiveCluster, store: StoreShape, load: Workload) -> tuple[list[ServedRequest], float]:
+    """Send the same load to a simulation of the cluster. Returns its requests, and the share of the tokens of
+    their prompts that came from the store."""
 
     def sessions() -> Iterator[SimulatedSession]:
-        for prompt, at_s in zip(workload.prompts(), workload.arrivals_s(), strict=True):
+        for prompt, at_s in zip(load.prompts(), load.arrivals_s(), strict=True):
             new = np.asarray(prompt, dtype=np.uint32)
-            yield SimulatedSession(at_s, (SimulatedTurn(lambda new=new: new, workload.output_tokens),))  # type: ignore[misc]
+            yield SimulatedSession(at_s, (SimulatedTurn(lambda new=new: new, load.output_tokens),))  # type: ignore[misc]
 
-    shape = ClusterShape([(role, engine) for role, each in live.replicas.items() for engine in each])
-    done = run_simulation(SimulationPlan(shape, sessions(), OBJECTIVES))
-    return [ServedCall(record) for record in done.result.records]
+    replicas = [(role, engine) for role, each in live.replicas.items() for engine in each]
+    done = run_simulation(SimulationPlan(ClusterShape(replicas, store=store), sessions(), OBJECTIVES))
+    num_loaded = sum(use.tier_to_found.get("dram", 0) for use in done.result.replicas)
+    share = num_loaded / (load.num_requests * load.input_tokens)
+    return [ServedCall(record) for record in done.result.records], share
 
 
 def values_of(requests: Sequence[ServedRequest]) -> dict[str, float]:
@@ -100,9 +201,9 @@ def values_of(requests: Sequence[ServedRequest]) -> dict[str, float]:
     }
 
 
-def compared(share: float, real: list[dict[str, float]], simulated: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the line of one load: medians over the runs, their ratio, and whether that is within limits."""
-    line: dict[str, Any] = {"what": "simulated_service", "share": share, "runs": len(real)}
+def compared(real: list[dict[str, float]], simulated: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the values of one load: medians over the runs, and whether their ratio is within its limit."""
+    line: dict[str, Any] = {}
     is_kept = True
     for name in real[0]:
         seen, told = [run[name] for run in real], [run[name] for run in simulated]
@@ -121,38 +222,106 @@ def compared(share: float, real: list[dict[str, float]], simulated: list[dict[st
     return line | {"is_kept": is_kept}
 
 
-async def measure(service: Service, seconds: float, shares: Sequence[float], num_runs: int) -> bool:
+class Capacity(NamedTuple):
+    """What the cluster gets done, in requests of the loads a second."""
+
+    fresh: float
+    returning: float
+
+    def of(self, *, returning: bool) -> float:
+        return self.returning if returning else self.fresh
+
+
+class Comparison:
+    """Loads on a real cluster beside their simulation."""
+
+    def __init__(self, service: Service, target: Target) -> None:
+        self._service = service
+        self._target = target
+
+    async def capacity(self) -> Capacity:
+        """Measure how many requests of each kind get done."""
+        per_s = []
+        for returning in (False, True):
+            for seed in (7, 8):  # the first load warms the cluster up
+                load = workload(CAPACITY, CAPACITY_REQUESTS, seed, returning=returning)
+                requests = await run_load(self._target, load)
+            measured = requests[NUM_PREFIXES if returning else 0 :]
+            span_s = max(it.finished_at for it in measured) - min(it.sent_at for it in measured)
+            work = [it.input - it.prefix * returning + it.output for it in (CAPACITY, LOAD)]
+            per_s.append(work[0] / work[1] * len(measured) / span_s)
+        return Capacity(*per_s)
+
+    async def compare(
+        self, live: LiveCluster, store: StoreShape, loads: Sequence[Workload], *, returning: bool
+    ) -> dict[str, Any]:
+        """Run loads, and return the line that compares them."""
+        real, simulated = [], []
+        num_first = NUM_PREFIXES if returning else 0
+        loaded_shares: dict[str, list[float]] = {"real": [], "simulated": []}
+        for load in loads:
+            before = await store_use(self._service.admin_address)
+            real.append(values_of((await run_load(self._target, load))[num_first:]))
+            after = await store_use(self._service.admin_address)
+            requests, share = simulate(live, store, load)
+            simulated.append(values_of(requests[num_first:]))
+            num_tokens = load.num_requests * load.input_tokens
+            loaded_shares["real"].append((after.num_tokens - before.num_tokens) / num_tokens)
+            loaded_shares["simulated"].append(share)
+        line = compared(real, simulated)
+        if returning:
+            shares = {name: round(float(np.median(each)), 3) for name, each in loaded_shares.items()}
+            line["loaded_share"] = shares
+            line["is_kept"] &= min(shares.values()) >= LEAST_LOADED
+        return line
+
+
+class Plan(NamedTuple):
+    """The loads: their shares of the capacity, and the length and number of the runs."""
+
+    shares: Sequence[float]
+    returning_shares: Sequence[float]
+    seconds: float
+    num_runs: int
+
+
+async def measure(service: Service, plan: Plan) -> bool:
     """Measure the capacity, then each load in turn; return whether all limits were kept."""
     is_kept = True
     async with grpc_target(service.address, 120.0, CallerOptions().credentials()) as target:
-        full = replace(LOAD, num_requests=CAPACITY_REQUESTS, concurrency=CONCURRENCY, service_classes=("",))
-        await run_load(target, full)
-        done = await run_load(target, replace(full, seed=full.seed + 1))
-        span_s = max(it.finished_at for it in done) - min(it.sent_at for it in done)
-        work = (LOAD.input_tokens + LOAD.output_tokens) / (INPUT_TOKENS + OUTPUT_TOKENS)
-        capacity = work * len(done) / span_s
+        comparison = Comparison(service, target)
+        capacity = await comparison.capacity()
         live = await read_live(service.admin_address, 3600.0, CallerOptions())
+        use = await store_use(service.admin_address)
+        store = StoreShape(int(1e9 * DRAM_GB), shares=False)
+        if use.bytes_s is not None:
+            store = store._replace(link_bytes_s=use.bytes_s)
         engines = {role: each[0].steps._asdict() for role, each in live.replicas.items()}
-        print(json.dumps({"what": "capacity", "requests_per_s": capacity, "steps": engines}), flush=True)
-        for number, share in enumerate(shares):
-            real, simulated = [], []
-            for run in range(num_runs):
-                workload = replace(
-                    full,
-                    num_requests=max(20, round(share * capacity * seconds)),
+        line = {"what": "capacity", **capacity._asdict(), "steps": engines, "store": store._asdict()}
+        print(json.dumps(line), flush=True)
+        kinds = [(share, False) for share in plan.shares] + [(share, True) for share in plan.returning_shares]
+        for number, (share, returning) in enumerate(kinds):
+            rate_s = share * capacity.of(returning=returning)
+            loads = [
+                # Prompts that neither cluster has seen: the simulated one begins with empty caches.
+                replace(
+                    workload(
+                        LOAD,
+                        max(20, round(rate_s * plan.seconds)),
+                        100 * (1 + number) + run,
+                        returning=returning,
+                    ),
                     concurrency=0,
-                    rate_per_s=share * capacity,
-                    input_tokens=INPUT_TOKENS,
-                    output_tokens=OUTPUT_TOKENS,
-                    # Prompts that neither cluster has seen: the simulated one begins with an empty cache.
-                    seed=100 * (1 + number) + run,
+                    rate_per_s=rate_s,
                 )
-                print(f"{share:g} of capacity, run {run + 1}", file=sys.stderr, flush=True)
-                real.append(values_of(await run_load(target, workload)))
-                simulated.append(values_of(simulate(live, workload)))
-            line = compared(share, real, simulated)
+                for run in range(plan.num_runs)
+            ]
+            kind = "returning" if returning else "fresh"
+            print(f"{kind} prompts at {share:g} of the capacity", file=sys.stderr, flush=True)
+            line = await comparison.compare(live, store, loads, returning=returning)
             is_kept &= line["is_kept"]
-            print(json.dumps(line), flush=True)
+            head = {"what": "simulated_service", "prompts": kind, "share": share, "runs": plan.num_runs}
+            print(json.dumps(head | line), flush=True)
     return is_kept
 
 
@@ -163,13 +332,17 @@ def main() -> None:
     parser.add_argument("--paced", action="store_true")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--shares", default="0.4,0.7,0.9")
+    parser.add_argument("--returning", default="0.7")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    shares = [float(item) for item in arguments.shares.split(",")]
+    shares, returning = (
+        [float(item) for item in text.split(",") if item] for text in (arguments.shares, arguments.returning)
+    )
+    plan = Plan(shares, returning, arguments.seconds, arguments.runs)
     with tempfile.TemporaryDirectory() as folder:
         file = cluster_file(Path(folder), is_paced=arguments.paced)
         with serving("--file", str(file)) as service:
-            is_kept = asyncio.run(measure(service, arguments.seconds, shares, arguments.runs))
+            is_kept = asyncio.run(measure(service, plan))
     sys.exit(not is_kept)
 
 

@@ -5,7 +5,7 @@ The simulated replicas are service models that advance in time steps. A prompt t
 takes `step.step_s(batch)`. A replica with a prompt and a batch halves its time.
 
 This is a fluid model: it has no router and no single steps, so a day of a pool takes seconds. Where these
-matter, use `benchmarks.virtual_replica`.
+matter, use `cluster.simulation`.
 """
 
 from __future__ import annotations
