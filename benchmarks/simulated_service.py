@@ -1,12 +1,14 @@
 """How well the simulator predicts a real cluster on this machine, as JSON lines.
 
 A cluster of one prefill and one decode replica and a store in host memory is started by `tandem serve`. Its
-capacity is measured with requests at once, and what the replicas have then measured of their steps and of the
-store is all that the simulator is given. Then requests of other lengths arrive at random (Poisson) at 0.4,
-0.7 and 0.9 of the capacity, three times each, and the same requests at the same times are simulated. Of one
-more load the prompts begin with one of `NUM_PREFIXES` prefixes, which are more than the devices keep: most
-come back from the store. The median time to the first token and the output tokens a second are to agree
-within 15 %, the 99th percentile within 30 %, or within the spread of the real runs where that is larger.
+capacity is measured with requests at once. What the replicas have then measured of their steps and of the
+store, and what requests that come one by one take beside, is all that the simulator is given.
+
+Then requests of other lengths arrive at random (Poisson) at 0.4, 0.7 and 0.9 of the capacity, three times
+each, and the same requests at the same times are simulated. Of one more load the prompts begin with one of
+`NUM_PREFIXES` prefixes, which are more than the devices keep: many come back from the store. The median time
+to the first token and the output tokens a second are to agree within 15 %, the 99th percentile within 30 %,
+or within the spread of the real runs where that is larger.
 
 The ranks compute a drawn model of 85 million weights, each with one thread, on the cores that the gateway,
 the engine cores and the client use too. With `--paced` they compute the bundled model and sleep for a time of
@@ -36,7 +38,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
 from cluster.bench.grpc_target import grpc_target
-from cluster.bench.live_engines import LiveCluster, read_live
+from cluster.bench.live_engines import read_live
 from cluster.bench.served_call import ServedCall
 from cluster.bench.serving_figures import ServedRequest
 from cluster.bench.serving_load import Workload, run_sessions
@@ -49,7 +51,9 @@ from cluster.simulation.simulation_result import SimulatedObjectives
 from cluster.simulation.store_shape import StoreShape
 from kvtransfer.common.clock import SystemClock
 
-CONCURRENCY, CAPACITY_REQUESTS = 12, 60
+CONCURRENCY, CAPACITY_REQUESTS = 12, 40
+# The requests that come one by one.
+NUM_SINGLE = 8
 MEDIAN_LIMIT, TAIL_LIMIT = 0.15, 0.30
 # The least share of the tokens of returning prompts that has to come from the store, really and simulated.
 LEAST_LOADED = 0.2
@@ -173,7 +177,7 @@ async def run_load(target: Target, load: Workload) -> list[ServedRequest]:
     )
 
 
-def simulate(live: LiveCluster, store: StoreShape, load: Workload) -> tuple[list[ServedRequest], float]:
+def simulate(shape: ClusterShape, load: Workload) -> tuple[list[ServedRequest], float]:
     """Send the same load to a simulation of the cluster. Returns its requests, and the share of the tokens of
     their prompts that came from the store."""
 
@@ -182,8 +186,7 @@ def simulate(live: LiveCluster, store: StoreShape, load: Workload) -> tuple[list
             new = np.asarray(prompt, dtype=np.uint32)
             yield SimulatedSession(at_s, (SimulatedTurn(lambda new=new: new, load.output_tokens),))  # type: ignore[misc]
 
-    replicas = [(role, engine) for role, each in live.replicas.items() for engine in each]
-    done = run_simulation(SimulationPlan(ClusterShape(replicas, store=store), sessions(), OBJECTIVES))
+    done = run_simulation(SimulationPlan(shape, sessions(), OBJECTIVES))
     num_loaded = sum(use.tier_to_found.get("dram", 0) for use in done.result.replicas)
     share = num_loaded / (load.num_requests * load.input_tokens)
     return [ServedCall(record) for record in done.result.records], share
@@ -252,8 +255,18 @@ class Comparison:
             per_s.append(work[0] / work[1] * len(measured) / span_s)
         return Capacity(*per_s)
 
+    async def request_s(self, shape: ClusterShape) -> float:
+        """Measure what requests that come one by one take until their first token beside what the simulation
+        of the shape takes, in the median."""
+        load = workload(CAPACITY, NUM_SINGLE, 9, returning=False)
+        requests = await run_load(self._target, replace(load, concurrency=1))
+        # Far enough apart that each finds the cluster idle.
+        simulated, _ = simulate(shape, replace(load, rate_per_s=0.01))
+        real_s, simulated_s = (float(np.median([it.ttft_s for it in each])) for each in (requests, simulated))
+        return max(0.0, real_s - simulated_s)
+
     async def compare(
-        self, live: LiveCluster, store: StoreShape, loads: Sequence[Workload], *, returning: bool
+        self, shape: ClusterShape, loads: Sequence[Workload], *, returning: bool
     ) -> dict[str, Any]:
         """Run loads, and return the line that compares them."""
         real, simulated = [], []
@@ -263,7 +276,7 @@ class Comparison:
             before = await store_use(self._service.admin_address)
             real.append(values_of((await run_load(self._target, load))[num_first:]))
             after = await store_use(self._service.admin_address)
-            requests, share = simulate(live, store, load)
+            requests, share = simulate(shape, load)
             simulated.append(values_of(requests[num_first:]))
             num_tokens = load.num_requests * load.input_tokens
             loaded_shares["real"].append((after.num_tokens - before.num_tokens) / num_tokens)
@@ -296,8 +309,12 @@ async def measure(service: Service, plan: Plan) -> bool:
         store = StoreShape(int(1e9 * DRAM_GB), shares=False)
         if use.bytes_s is not None:
             store = store._replace(link_bytes_s=use.bytes_s)
+        replicas = [(role, engine) for role, each in live.replicas.items() for engine in each]
+        shape = ClusterShape(replicas, store=store)
+        shape = shape._replace(request_s=await comparison.request_s(shape))
         engines = {role: each[0].steps._asdict() for role, each in live.replicas.items()}
-        line = {"what": "capacity", **capacity._asdict(), "steps": engines, "store": store._asdict()}
+        line = {"what": "capacity", **capacity._asdict(), "request_s": shape.request_s}
+        line |= {"steps": engines, "store": store._asdict()}
         print(json.dumps(line), flush=True)
         kinds = [(share, False) for share in plan.shares] + [(share, True) for share in plan.returning_shares]
         for number, (share, returning) in enumerate(kinds):
@@ -318,7 +335,7 @@ async def measure(service: Service, plan: Plan) -> bool:
             ]
             kind = "returning" if returning else "fresh"
             print(f"{kind} prompts at {share:g} of the capacity", file=sys.stderr, flush=True)
-            line = await comparison.compare(live, store, loads, returning=returning)
+            line = await comparison.compare(shape, loads, returning=returning)
             is_kept &= line["is_kept"]
             head = {"what": "simulated_service", "prompts": kind, "share": share, "runs": plan.num_runs}
             print(json.dumps(head | line), flush=True)
