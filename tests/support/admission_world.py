@@ -4,7 +4,7 @@ other, under a virtual clock."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import asdict, replace
 
@@ -72,6 +72,15 @@ class _NewsOf:
         """Nobody waits for the end."""
 
 
+class _DisturbedSteps(StepModel):
+    """Steps that take `slowness` times as long as the replica knows."""
+
+    slowness = 1.0
+
+    def step_s(self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.slowness * super().step_s(num_sequences, num_context_tokens, chunks)
+
+
 class Server(SimulatedReplica):
     """A replica that computes one prompt after the other, beside sequences of others that decode there."""
 
@@ -79,8 +88,10 @@ class Server(SimulatedReplica):
         self, name: str, role: str, events: EventQueue, on_end: Callable[[Server, str], None]
     ) -> None:
         """`on_end` is called when a request has its token."""
+        self._disturbed = _DisturbedSteps(*ENGINE.steps)
+        engine = ENGINE._replace(steps=self._disturbed)
         super().__init__(
-            ReplicaIdentity(name, 1), role, ENGINE, events, lambda _: None, {}, lambda: False, _SOON_S
+            ReplicaIdentity(name, 1), role, engine, events, lambda _: None, {}, lambda: False, _SOON_S
         )
         self.num_running = 0
         self.num_submitted = 0
@@ -90,11 +101,11 @@ class Server(SimulatedReplica):
     @property
     def slowness(self) -> float:
         """How many times as long steps take as they should."""
-        return self.ranks.slowness
+        return self._disturbed.slowness
 
     @slowness.setter
     def slowness(self, slowness: float) -> None:
-        self.ranks.slowness = slowness
+        self._disturbed.slowness = slowness
 
     def submit(self, request_id: str, num_tokens: int) -> None:
         """Take a request of so many tokens, whose answer has one."""
