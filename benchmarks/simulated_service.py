@@ -82,8 +82,10 @@ class Lengths(NamedTuple):
     output: int
 
 
-# The capacity is that of other lengths than those of the loads. What is not found is a whole step of paced
-# ranks: these add the time of a step to that of each chunk, where computing ranks take the longer of the two.
+# The capacity is that of other lengths than those of the loads. What is not found of a prompt fits a step of
+# paced ranks beside all sequences that decode: these add the time of a step to that of its chunks, where
+# computing ranks take the longer of the two, and short chunks would be learned as slow attention.
+PACED_BATCH_TOKENS = 80
 CAPACITY, LOAD = Lengths(128, 64, 16), Lengths(192, 128, 24)
 
 
@@ -134,7 +136,7 @@ def cluster_file(folder: Path, *, is_paced: bool) -> Path:
                 "block_tokens": 16,
                 "kv_tokens": kv_tokens,
                 "max_sequences": 16,
-                "max_batch_tokens": 64 if is_paced else 256,
+                "max_batch_tokens": PACED_BATCH_TOKENS if is_paced else 256,
             },
         }
         for role, kv_tokens in KV_TOKENS.items()

@@ -89,6 +89,7 @@ class Server(SimulatedReplica):
     ) -> None:
         """`on_end` is called when a request has its token."""
         self._disturbed = _DisturbedSteps(*ENGINE.steps)
+        self._has_turn = False
         engine = ENGINE._replace(steps=self._disturbed)
         super().__init__(
             ReplicaIdentity(name, 1), role, engine, events, lambda _: None, {}, lambda: False, _SOON_S
@@ -148,6 +149,15 @@ class Server(SimulatedReplica):
             max_batch_tokens=BATCH_TOKENS,
             max_sequences=MAX_SEQUENCES,
         )
+
+    def wake(self) -> None:
+        """Take a turn at once, and not as an event of its own, unless this is one."""
+        if self._has_turn:
+            super().wake()
+            return
+        self._has_turn = True
+        self.pump()
+        self._has_turn = False
 
     def _tick(self) -> None:
         """Look after no leases: the events of a world come to an end."""
