@@ -130,6 +130,11 @@ class OfferedCluster:
         """The requests that have ended."""
         return len(self.cluster.records) - self.cluster.num_running
 
+    @property
+    def highest_rung(self) -> int:
+        """The highest rung of degradation on which the gateway stood; 0: nothing was degraded."""
+        return max((int(rung) for it in self.cluster.gateways for _, rung in it.rungs), default=0)
+
     def run(self, duration_s: float) -> None:
         """Let so much time pass."""
         self.events.run(self.cluster.clock.now() + duration_s)
@@ -222,7 +227,7 @@ class Load(NamedTuple):
             "ttft_s": _quantiles([it.ttft_s for it in taken if it.first_token_at is not None]),
             "tpot_s": _quantiles([it.tpot_s for it in taken if it.ended_at is not None]),
             "num_preemptions": sum(it.reports.load().num_preemptions for it in cluster.replicas),
-            "rung": max((int(rung) for it in cluster.gateways for _, rung in it.rungs), default=0),
+            "rung": self.offered.highest_rung,
         }
 
 
