@@ -62,6 +62,8 @@ DRAM_GB = 0.5
 # The KV of a replica is less than the prefixes that come back.
 KV_TOKENS = {"prefill": 2048, "decode": 4096}
 NUM_PREFIXES = 40
+# The rate at which these come first, when nothing of them is found, as a share of the capacity.
+FIRST_SHARE = 0.8
 MODEL: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -116,6 +118,7 @@ def workload(lengths: Lengths, num_requests: int, seed: int, *, returning: bool)
         num_groups=NUM_PREFIXES if returning else 1,
         seed=seed,
         vocab_size=4000,
+        num_after=num_requests if returning else 0,
     )
 
 
@@ -349,7 +352,8 @@ async def measure(service: Service, plan: Plan) -> bool:
                         returning=returning,
                     ),
                     concurrency=0,
-                    rate_per_s=rate_s,
+                    rate_per_s=FIRST_SHARE * capacity.fresh if returning else rate_s,
+                    rate_after_per_s=rate_s,
                 )
                 for run in range(plan.num_runs)
             ]
