@@ -1,10 +1,9 @@
 """Goodput of a cluster that is offered more than it can do, in virtual time, as JSON lines.
 
-The real router and the real admission run before simulated engines (`benchmarks.virtual_cluster`). The
-capacity is measured with as many requests in the cluster as it takes; then requests arrive at random
-(Poisson) at 0.5 to 5 times as many a second, for three minutes each, and at half of it after the last. A
-request is good when its first token comes within the objective of its class and an output token takes
-`TPOT_S` on average.
+A simulated cluster of one gateway (`cluster.simulation`) runs the code that serves. The capacity is measured
+with as many requests in the cluster as it takes; then requests arrive at random (Poisson) at 0.5 to 5 times
+as many a second, for three minutes each, and at half of it after the last. A request is good when its first
+token comes within the objective of its class and an output token takes `TPOT_S` on average.
 
     python -m benchmarks.overload [--replicas 100] [--scenarios mixed,decode_bound] [--duration 180]
 """
@@ -12,6 +11,7 @@ request is good when its first token comes within the objective of its class and
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -20,10 +20,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.virtual_cluster import Lengths, Tenant, VirtualCluster
-from benchmarks.virtual_replica import EngineModel, VirtualRequest
+import numpy as np
+
 from cluster.admission.config import AdmissionConfig
 from cluster.bench.overload_curve import recovered_after_s
+from cluster.simulation.simulated_call import CallRecord, SimulatedRequest
+from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
+from cluster.simulation.simulated_replica import SimulatedEngine
+from cluster.simulation.step_model import StepModel
+from kvtransfer.request_facts import ServiceClass
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
@@ -32,7 +37,45 @@ RECOVERY_S = 30.0
 RECOVERY_REQUESTS = 100
 # The first seconds of a load do not count where steady figures are meant.
 WARM_UP_S = 20.0
+# Until then the gateway knows all replicas, and nothing arrives.
+BEGINS_S = 1.0
+# Accepted requests have this long to end.
+END_S = 120.0
 
+
+class Tenant(NamedTuple):
+    """A sender of requests of one class, and its part of all requests."""
+
+    name: str
+    service_class: ServiceClass
+    part: float = 1.0
+
+
+class Lengths(NamedTuple):
+    """Tokens of prompts and outputs: log-normal, with these medians and spreads, within bounds."""
+
+    prompt: float = 600.0
+    output: float = 100.0
+    spread: float = 0.8
+    most_prompt: int = 6000
+    most_output: int = 800
+
+    def draw(self, source: np.random.Generator) -> tuple[int, int]:
+        """Return the tokens of a prompt and of its output."""
+        num_prompt = int(self.prompt * source.lognormal(0.0, self.spread))
+        num_output = int(self.output * source.lognormal(0.0, self.spread))
+        return min(max(num_prompt, 16), self.most_prompt), min(max(num_output, 2), self.most_output)
+
+
+# About 1.7 requests of the usual lengths a second. A step of 256 tokens of prompts takes 94 ms.
+ENGINE = SimulatedEngine(
+    StepModel(base_s=0.03, sequence_s=0.001, context_s=1e-6, token_s=3.67e-4, link_bytes_s=6.5e9),
+    num_blocks=8000,
+    block_tokens=16,
+    max_batch_tokens=256,
+    chunk_tokens=256,
+    max_sequences=32,
+)
 MIXED = [Tenant("a", "interactive", 6.0), Tenant("a", "standard", 3.0), Tenant("a", "batch", 1.0)]
 INTERACTIVE = [Tenant("a", "interactive")]
 
@@ -43,48 +86,108 @@ class Scenario(NamedTuple):
     roles: tuple[str, ...]
     tenants: list[Tenant]
     lengths: Lengths = Lengths()
-    model: EngineModel = EngineModel()
+    engine: SimulatedEngine = ENGINE
 
 
+FEW_PLACES = ENGINE._replace(max_sequences=8)
 SCENARIOS = {
     "mixed": Scenario(("both",), MIXED),
     "interactive": Scenario(("both",), INTERACTIVE),
     "pools": Scenario(("prefill", "decode"), MIXED),
-    "decode_bound": Scenario(("both",), MIXED, Lengths(100.0, 300.0), EngineModel(max_sequences=8)),
+    "decode_bound": Scenario(("both",), MIXED, Lengths(100.0, 300.0), FEW_PLACES),
     "prefill_bound": Scenario(("both",), MIXED, Lengths(2000.0, 10.0)),
-    "decode_bound_pools": Scenario(
-        ("prefill", "decode"), MIXED, Lengths(100.0, 300.0), EngineModel(max_sequences=8)
-    ),
+    "decode_bound_pools": Scenario(("prefill", "decode"), MIXED, Lengths(100.0, 300.0), FEW_PLACES),
 }
 
 
-def make_cluster(
-    scenario: Scenario, num_replicas: int, seed: int, *, has_admission: bool = True
-) -> VirtualCluster:
-    """Make the scenario's cluster with the default settings of admission."""
-    roles = itertools.islice(itertools.cycle(scenario.roles), num_replicas)
-    return VirtualCluster(
-        [(role, scenario.model) for role in roles], AdmissionConfig(), seed, has_admission=has_admission
-    )
+class OfferedCluster:
+    """A scenario's cluster with the default settings of admission, and what is offered to it."""
+
+    def __init__(
+        self, scenario: Scenario, num_replicas: int, seed: int, *, has_admission: bool = True
+    ) -> None:
+        """Without `has_admission`, whatever comes is routed at once."""
+        self.config = AdmissionConfig()
+        roles = itertools.islice(itertools.cycle(scenario.roles), num_replicas)
+        replicas = [(role, scenario.engine) for role in roles]
+        self.cluster = SimulatedCluster(
+            ClusterShape(replicas, admission=self.config, holds_back=has_admission), seed
+        )
+        self.events = self.cluster.events
+        self.events.run(BEGINS_S)
+        self._scenario = scenario
+        self._source = np.random.default_rng(seed)
+        self._parts = np.array([tenant.part for tenant in scenario.tenants])
+        self._parts /= self._parts.sum()
+
+    @property
+    def requests(self) -> list[CallRecord]:
+        """All that have arrived."""
+        return self.cluster.records
+
+    @property
+    def num_ended(self) -> int:
+        """The requests that have ended."""
+        return len(self.cluster.records) - self.cluster.num_running
+
+    @property
+    def highest_rung(self) -> int:
+        """The highest rung of degradation on which the gateway stood; 0: nothing was degraded."""
+        return max((int(rung) for it in self.cluster.gateways for _, rung in it.rungs), default=0)
+
+    def run(self, duration_s: float) -> None:
+        """Let so much time pass."""
+        self.events.run(self.cluster.clock.now() + duration_s)
+
+    def offer(self, rate_s: float, duration_s: float) -> None:
+        """Let requests arrive at random (Poisson) for so long from now, `rate_s` a second."""
+        until_s = self.cluster.clock.now() + duration_s
+
+        def arrive() -> None:
+            if self.cluster.clock.now() < until_s:
+                self.cluster.arrive(self._draw())
+                self.events.after(self._source.exponential(1 / rate_s), arrive)
+
+        self.events.after(self._source.exponential(1 / rate_s), arrive)
+
+    def saturate(self, num_requests: int) -> None:
+        """Keep `num_requests` requests in the cluster: one comes for each that ends."""
+
+        def arrive(ended: CallRecord | None = None) -> None:
+            self.cluster.arrive(self._draw(), arrive)
+
+        for _ in range(num_requests):
+            arrive()
+
+    def check(self) -> None:
+        """Assert the invariants of the gateway."""
+        for gateway in self.cluster.gateways:
+            gateway.router.check()
+            gateway.admission.check()
+
+    def _draw(self) -> SimulatedRequest:
+        source, scenario = self._source, self._scenario
+        tenant = scenario.tenants[int(source.choice(len(self._parts), p=self._parts))]
+        num_prompt, num_output = scenario.lengths.draw(source)
+        prompt = source.integers(0, 1 << 30, num_prompt, dtype=np.uint32).astype("<u4").tobytes()
+        return SimulatedRequest(prompt, num_output, tenant.name, tenant.service_class)
 
 
 def measured_capacity(
     scenario: Scenario, num_replicas: int, seed: int = 1, duration_s: float = 120.0
 ) -> float:
     """Return the requests a second that the replicas get done when they always have enough."""
-    cluster = make_cluster(scenario, num_replicas, seed, has_admission=False)
-    cluster.saturate(
-        int(1.5 * num_replicas * scenario.model.max_sequences), scenario.tenants, scenario.lengths
-    )
-    cluster.events.run(60.0)
-    before = sum(it.ended_at is not None for it in cluster.requests)
-    cluster.events.run(60.0 + duration_s)
-    return (sum(it.ended_at is not None for it in cluster.requests) - before) / duration_s
+    offered = OfferedCluster(scenario, num_replicas, seed, has_admission=False)
+    offered.saturate(int(1.5 * num_replicas * scenario.engine.max_sequences))
+    offered.run(60.0)
+    before = offered.num_ended
+    offered.run(duration_s)
+    return (offered.num_ended - before) / duration_s
 
 
-def is_good(request: VirtualRequest, config: AdmissionConfig) -> bool:
-    """Whether the request kept the objectives of its class; a batch request only has to end."""
-    objective_s = config.of(request.flow.service_class).ttft_s
+def is_good(request: CallRecord, config: AdmissionConfig) -> bool:
+    """Whether the request kept the objectives of its class; a batch request only has to come so far."""
+    objective_s = config.of(request.service_class).ttft_s
     if objective_s is None:
         return request.first_token_at is not None
     return request.ttft_s <= objective_s and request.tpot_s <= TPOT_S
@@ -93,19 +196,23 @@ def is_good(request: VirtualRequest, config: AdmissionConfig) -> bool:
 class Load(NamedTuple):
     """One load and what became of it."""
 
-    cluster: VirtualCluster
+    offered: OfferedCluster
     offered_per_s: float
     duration_s: float
 
+    def sent(self, since_s: float, until_s: float) -> list[CallRecord]:
+        """Return the requests that arrived then, in seconds from the load's beginning."""
+        return [it for it in self.offered.requests if since_s <= it.arrived_at - BEGINS_S < until_s]
+
     def record(self) -> dict[str, Any]:
         """Return the figures of the requests that arrived during the load."""
-        config = self.cluster.config
-        sent = [it for it in self.cluster.requests if it.arrived_at < self.duration_s]
+        cluster, config = self.offered.cluster, self.offered.config
+        sent = self.sent(0.0, self.duration_s)
         taken = [it for it in sent if not it.refusal]
         refused = [it for it in sent if it.refusal]
         good = [it for it in sent if is_good(it, config)]
         late = [it for it in taken if not is_good(it, config)]
-        steady = [it for it in good if it.arrived_at >= WARM_UP_S]
+        steady = [it for it in self.sent(WARM_UP_S, self.duration_s) if is_good(it, config)]
         return {
             "offered_per_s": round(self.offered_per_s, 2),
             "goodput_per_s": round(len(steady) / (self.duration_s - WARM_UP_S), 3),
@@ -116,14 +223,11 @@ class Load(NamedTuple):
             "num_late_first_token": sum(it.tpot_s <= TPOT_S for it in late),
             "num_slow_tokens": sum(it.tpot_s > TPOT_S for it in late),
             "num_unended": sum(it.ended_at is None for it in taken),
-            "by_class": dict(Counter(it.flow.service_class for it in good)),
+            "by_class": dict(Counter(it.service_class for it in good)),
             "ttft_s": _quantiles([it.ttft_s for it in taken if it.first_token_at is not None]),
-            "held_s": _quantiles(
-                [it.released_at - it.arrived_at for it in taken if it.released_at is not None]
-            ),
             "tpot_s": _quantiles([it.tpot_s for it in taken if it.ended_at is not None]),
-            "num_preemptions": sum(it.num_preemptions for it in self.cluster.replicas.values()),
-            "rung": max((int(rung) for _, rung in self.cluster.rungs), default=0),
+            "num_preemptions": sum(it.reports.load().num_preemptions for it in cluster.replicas),
+            "rung": self.offered.highest_rung,
         }
 
 
@@ -138,27 +242,26 @@ def run_load(
     after_rate_s: float = 0.0,
 ) -> Load:
     """Offer one load, then another for `after_s`, and wait for the accepted requests to end."""
-    cluster = make_cluster(scenario, num_replicas, seed)
-    cluster.offer(rate_s, duration_s, scenario.tenants, scenario.lengths)
-    cluster.events.run(duration_s)
+    offered = OfferedCluster(scenario, num_replicas, seed)
+    offered.offer(rate_s, duration_s)
+    offered.run(duration_s)
     if after_s:
-        cluster.offer(after_rate_s, duration_s + after_s, scenario.tenants, scenario.lengths)
-    cluster.events.run(duration_s + after_s + 120.0)
-    cluster.router.check()
-    cluster.admission.check()
-    return Load(cluster, rate_s, duration_s)
+        offered.offer(after_rate_s, after_s)
+        offered.run(after_s)
+    offered.run(END_S)
+    offered.check()
+    return Load(offered, rate_s, duration_s)
 
 
 def recovered_s(load: Load, after_s: float) -> float | None:
     """Return after how many seconds goodput is back, as `tandem bench serve --overload` has it; None: not at
     all. The class batch has no objective: it is admitted when the others are well."""
-    config, end_s = load.cluster.config, load.duration_s
-    sent = [
-        it
-        for it in load.cluster.requests
-        if end_s <= it.arrived_at < end_s + after_s and it.flow.service_class != "batch"
-    ]
-    return recovered_after_s([it.arrived_at - end_s for it in sent], [is_good(it, config) for it in sent])
+    end_s = load.duration_s
+    sent = [it for it in load.sent(end_s, end_s + after_s) if it.service_class != "batch"]
+    return recovered_after_s(
+        [it.arrived_at - BEGINS_S - end_s for it in sent],
+        [is_good(it, load.offered.config) for it in sent],
+    )
 
 
 def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float) -> Iterator[dict[str, Any]]:
@@ -195,6 +298,12 @@ def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float
         yield line
 
 
+def work_s(steps: StepModel, max_sequences: int, request: CallRecord) -> float:
+    """Return what a request takes of a replica on which all sequences run."""
+    each_s = steps.base_s / max_sequences + steps.sequence_s + request.num_prompt * steps.context_s
+    return request.num_prompt * steps.token_s + request.num_output * each_s
+
+
 def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str, Any]:
     """Run four tenants of one weight: one offers ten times its share of the capacity, each of the others
     `load` of its share."""
@@ -204,20 +313,21 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
     tenants = [Tenant(name, "interactive", part) for name, part in parts.items()]
     rate_s = share * sum(parts.values())
     done = run_load(scenario._replace(tenants=tenants), num_replicas, rate_s, duration_s)
-    config = done.cluster.config
-    sent = [it for it in done.cluster.requests if it.arrived_at >= WARM_UP_S]
-    work_s = dict.fromkeys(parts, 0.0)
+    sent = done.sent(WARM_UP_S, duration_s)
+    tenant_to_work_s = dict.fromkeys(parts, 0.0)
     num_served: Counter[str] = Counter()
     for request in sent:
-        if request.first_token_at is not None and request.first_token_at < duration_s:
-            num_served[request.flow.tenant] += 1
-            work_s[request.flow.tenant] += scenario.model.work_s(request.num_prompt, request.num_output)
-    good = Counter(it.flow.tenant for it in sent if is_good(it, config))
-    num_sent = Counter(it.flow.tenant for it in sent)
+        if request.first_token_at is not None and request.first_token_at - BEGINS_S < duration_s:
+            num_served[request.tenant] += 1
+            tenant_to_work_s[request.tenant] += work_s(
+                scenario.engine.steps, scenario.engine.max_sequences, request
+            )
+    good = Counter(it.tenant for it in sent if is_good(it, done.offered.config))
+    num_sent = Counter(it.tenant for it in sent)
     return {
         "what": "greedy",
         "replicas": num_replicas,
-        "served_share_of_greedy": round(work_s["greedy"] / sum(work_s.values()), 3),
+        "served_share_of_greedy": round(tenant_to_work_s["greedy"] / sum(tenant_to_work_s.values()), 3),
         # The share that the others leave.
         "share_left": round(1 - 0.75 * load, 3),
         "served_per_s": round(num_served.total() / (duration_s - WARM_UP_S), 2),
@@ -242,6 +352,8 @@ def main() -> None:
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     parser.add_argument("--duration", type=float, default=180.0)
     arguments = parser.parse_args()
+    # Nothing of a request is in a cycle, and looking for cycles among all blocks takes long.
+    gc.disable()
     for num_replicas in map(int, arguments.replicas.split(",")):
         for name in arguments.scenarios.split(","):
             for line in overload(name, SCENARIOS[name], num_replicas, arguments.duration):

@@ -4,8 +4,10 @@ Speed: processor time of a decision with 64 replicas and prompts of 2k and 8k to
 with stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe; as one gateway
 of several decides, with the loads as they were and after all replicas have reported; and what it takes to
 find what a request would wait where others wait. Quality, with
-`--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of blocks): every
-policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
+`--trace FILE` (in Mooncake's format): every policy on 16 simulated replicas (`cluster.simulation`), each with
+3,000 blocks, which compute prompts at a constant rate. The gateway knows the loads of all replicas exactly
+whenever requests come; `tandem simulate --policy all` compares the policies with the reports that replicas
+send.
 
     python -m benchmarks.router [--trace FILE] [--policies tandem,round_robin]
 """
@@ -13,6 +15,7 @@ policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-c
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -20,14 +23,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
-from msgspec.structs import replace
-
-from benchmarks.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
-from cluster.bench.trace_file import TraceRequest, read_trace
-from cluster.simulation.virtual_time import EventQueue
+from cluster.bench.simulated_trace import FileTrace
+from cluster.gateway.reported_load import routed_queue
+from cluster.simulation.simulated_call import SimulatedRequest
+from cluster.simulation.simulated_cluster import ClusterShape, SimulatedCluster
+from cluster.simulation.simulated_load import prefill_token_s, trace_sessions
+from cluster.simulation.simulated_replica import SimulatedEngine
+from cluster.simulation.step_model import StepModel
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.kv_events import BlocksStored, KvSnapshot
@@ -41,9 +46,9 @@ from router.service import RouterService
 
 BLOCK_TOKENS = 64
 NUM_REPLICAS = 64
+# The replicas of the trace, and the use of all of them together, if nothing were cached: it sets their rate.
 NUM_NODES = 16
 NODE_BLOCKS = 3000
-# The use of all nodes together, if nothing were cached: it sets the nodes' rate.
 UTILISATION = 0.75
 
 
@@ -179,54 +184,40 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------- quality
 
 
-def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
-    """Replay all requests through one policy. The view of caches is exact. The load is exact whenever time
-    moves, and the router's own deltas carry it through requests of the same instant."""
-    events = EventQueue()
-    clock = events.clock
-    block_tokens = trace[0].block_tokens
-    router = RouterService(RouterConfig(policy=policy, skip_prefill_tokens=0), block_tokens, clock, 1)
-    span_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1e3
-    tok_s = sum(request.input_length for request in trace) / (span_s * NUM_NODES * UTILISATION)
-    ttfts_s: list[float] = []
-
-    def on_step(node: VirtualReplica, state: QueueState, news: StepNews) -> None:
-        for request in news.ended:
-            router.on_prefilled(request.request_id)
-            router.on_finished(request.request_id)
-        ttfts_s.extend(clock.now() - it.arrived_at for it in news.ended)
-
-    nodes: dict[str, VirtualReplica] = {}
-    for name in (f"n{index:02}" for index in range(NUM_NODES)):
-        model = serial_model(tok_s, block_tokens, NODE_BLOCKS)
-        nodes[name] = VirtualReplica(name, model, events, on_step, nodes)
-        router.add_replica(nodes[name].identity, "prefill")
-        router.tree.apply_snapshot(KvSnapshot(nodes[name].identity, 0, ()))
-    router.add_replica(ReplicaIdentity("decode", 1), "decode")
-    for number, request in enumerate(trace):
-        at_s, keys = request.timestamp_ms / 1e3, tuple(map(key_of, request.hash_ids))
-        if number == 0 or at_s > clock.now():
+def replay(policy: PolicyName, trace: FileTrace) -> dict[str, object]:
+    """Replay all prompts through one policy."""
+    steps = StepModel(0.008, 1e-5, 4e-8, prefill_token_s(trace, NUM_NODES, UTILISATION))
+    engine = SimulatedEngine(steps, NODE_BLOCKS, trace.block_tokens)
+    router = RouterConfig(policy=policy)
+    shape = ClusterShape([("both", engine)] * NUM_NODES, router=router, holds_back=False)
+    cluster = SimulatedCluster(shape, 1)
+    events, (gateway,) = cluster.events, cluster.gateways
+    events.run(1.0)  # the gateway knows all replicas then
+    began_at, known_at = events.clock.now(), 0.0
+    for session in trace_sessions(trace):
+        at_s = began_at + session.at_s
+        if at_s > known_at:
+            # Requests of one moment are placed by the gateway's own account of those before.
             events.run(at_s)
-            for node in nodes.values():
-                router.loads.on_load(node.load())
-            # It is too small to serve a request alone.
-            router.loads.on_load(replace(load_of("decode", clock.now()), max_local_tokens=1))
-        decision = router.route(RouteRequest(str(number), RequestFacts("t"), keys, request.input_length, 1))
-        changes = nodes[decision.prefill].submit(
-            VirtualRequest(str(number), Flow("t", "standard"), request.input_length, 1, at_s, keys)
-        )
-        assert changes is None or router.tree.apply_events(changes)
-    while len(ttfts_s) < len(trace):
+            known_at = at_s
+            for replica in cluster.replicas:
+                replica.catch_up()
+                gateway.router.loads.on_queue(replica.identity, routed_queue(replica.reports.queue()), at_s)
+        (turn,) = session.turns
+        cluster.arrive(SimulatedRequest(turn.new().astype("<u4").tobytes(), 1))
+    while cluster.num_running:
         events.step()
-    router.check()
-    ttfts_s.sort()
-    work = [node.num_uncached_tokens for node in nodes.values()]
-    num_hits = sum(node.num_cached_tokens for node in nodes.values()) / block_tokens
+    events.run(events.clock.now() + 1.0)
+    cluster.check()
+    ttfts_s = sorted(record.ttft_s for record in cluster.records)
+    stats = [replica.steps.stats for replica in cluster.replicas]
+    work = [it.num_queried_tokens - sum(it.num_hit_tokens.values()) for it in stats]
+    num_tokens = sum(record.num_prompt for record in cluster.records)
     return {
         "what": "replay",
         "policy": policy,
-        "requests": len(trace),
-        "block_hit_rate": round(num_hits / sum(len(request.hash_ids) for request in trace), 4),
+        "requests": len(ttfts_s),
+        "hit_rate": round(sum(record.num_cached for record in cluster.records) / num_tokens, 4),
         "mean_ttft_s": round(sum(ttfts_s) / len(ttfts_s), 3),
         "p99_ttft_s": round(ttfts_s[len(ttfts_s) * 99 // 100], 2),
         "imbalance": round(max(work) * len(work) / sum(work), 3),
@@ -238,6 +229,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--requests", type=int, help="of the trace; all by default")
     parser.add_argument("--policies", default=",".join(get_args(PolicyName)))
     arguments = parser.parse_args()
     for num_tokens in (2048, 8192):
@@ -247,7 +239,9 @@ def main() -> None:
     for num_tenants in (1, 4, 16):
         print(json.dumps(measure_waits(num_tenants)), flush=True)
     if arguments.trace is not None:
-        trace = list(read_trace(arguments.trace))
+        trace = FileTrace(arguments.trace, arguments.requests, 1.0)
+        # Nothing of a request is in a cycle, and looking for cycles among all blocks takes long.
+        gc.disable()
         for name in get_args(PolicyName):
             if name in arguments.policies.split(","):
                 print(json.dumps(replay(name, trace)), flush=True)

@@ -1,16 +1,21 @@
 """How well the simulator predicts a real cluster on this machine, as JSON lines.
 
-A cluster of one prefill and one decode replica serves the bundled model by `tandem serve`. Its capacity is
-measured with requests of one kind at once, and what the replicas have then measured of their steps is all
-that the simulator is given. Then requests of other lengths arrive at random (Poisson) at 0.4, 0.7 and 0.9 of
-the capacity, three times each, and the same requests at the same times are simulated. The median time to the
-first token and the output tokens a second are to agree within 15 %, the 99th percentile within 30 %, or
-within the spread of the real runs where that is larger.
+A cluster of one prefill and one decode replica and a store in host memory is started by `tandem serve`. Its
+capacity is measured with requests at once. What the replicas have then measured of their steps and of the
+store, and what requests that come one by one take beside, is all that the simulator is given.
 
-With `--paced` ranks sleep for a time of each step (`debug.pace`), so that two replicas, the gateway and the
-client do not share two cores.
+Then requests of other lengths arrive at random (Poisson) at 0.4, 0.7 and 0.9 of the capacity, three times
+each, and the same requests at the same times are simulated. Of one more load the prompts begin with one of
+`NUM_PREFIXES` prefixes, which are more than the devices keep: many come back from the store. The median time
+to the first token and the output tokens a second are to agree within 15 %, the 99th percentile within 30 %,
+or within the spread of the real runs where that is larger.
 
-    python -m benchmarks.simulated_service [--paced] [--seconds 30] [--shares 0.4,0.7,0.9] [--runs 3]
+The ranks compute a drawn model of 85 million weights, each with one thread, on the cores that the gateway,
+the engine cores and the client use too. With `--paced` they compute the bundled model and sleep for a time of
+each step (`debug.pace`), so that nothing competes.
+
+    python -m benchmarks.simulated_service [--paced] [--seconds 30] [--shares 0.4,0.7,0.9] [--returning 0.7]
+                                           [--runs 3]
 """
 
 from __future__ import annotations
@@ -21,17 +26,19 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from benchmarks.overload_cluster import CLUSTER, LOAD
+from benchmarks.overload_cluster import CLUSTER
+from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.served import ROOT, Service, serving
+from cluster.api.admin_client import AdminClient
 from cluster.bench.grpc_target import grpc_target
-from cluster.bench.live_engines import LiveCluster, read_live
+from cluster.bench.live_engines import read_live
 from cluster.bench.served_call import ServedCall
 from cluster.bench.serving_figures import ServedRequest
 from cluster.bench.serving_load import Workload, run_sessions
@@ -41,51 +48,158 @@ from cluster.simulation.run_simulation import SimulationPlan, run_simulation
 from cluster.simulation.simulated_cluster import ClusterShape
 from cluster.simulation.simulated_load import SimulatedSession, SimulatedTurn
 from cluster.simulation.simulation_result import SimulatedObjectives
+from cluster.simulation.store_shape import StoreShape
 from kvtransfer.common.clock import SystemClock
 
-CONCURRENCY, CAPACITY_REQUESTS = 12, 60
-# Other lengths than those of the capacity.
-INPUT_TOKENS, OUTPUT_TOKENS = 192, 24
+CONCURRENCY, CAPACITY_REQUESTS = 12, 40
+# The requests that come one by one.
+NUM_SINGLE = 8
 MEDIAN_LIMIT, TAIL_LIMIT = 0.15, 0.30
+# The least share of the tokens of returning prompts that has to come from the store, really and simulated.
+LEAST_LOADED = 0.1
 OBJECTIVES = SimulatedObjectives(1e6, 1e6)
-ENGINE = {"block_tokens": 16, "kv_tokens": 16384, "max_sequences": 16}
+DRAM_GB = 0.5
+# The KV of a replica is less than the prefixes that come back.
+KV_TOKENS = {"prefill": 2048, "decode": 4096}
+NUM_PREFIXES = 40
+# The rate at which these come first, when nothing of them is found, as a share of the capacity.
+FIRST_SHARE = 0.8
+MODEL: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+
+class Lengths(NamedTuple):
+    """Tokens of a prompt, and how many of them are those of a prefix where prefixes return, and tokens of its
+    answer."""
+
+    input: int
+    prefix: int
+    output: int
+
+
+# The capacity is that of other lengths than those of the loads. What is not found of a prompt fits a step of
+# paced ranks beside all sequences that decode: these add the time of a step to that of its chunks, where
+# computing ranks take the longer of the two, and short chunks would be learned as slow attention.
+PACED_BATCH_TOKENS = 80
+CAPACITY, LOAD = Lengths(128, 64, 16), Lengths(192, 128, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturningPrefixes(Workload):
+    """Each of `num_groups` prefixes comes once; behind these, prompts begin with one that is drawn."""
+
+    def prompts(self) -> list[list[int]]:
+        generator = np.random.default_rng(self.seed)
+        prefixes = generator.integers(0, self.vocab_size, (self.num_groups, self.shared_prefix_tokens))
+        num_own = self.input_tokens - self.shared_prefix_tokens
+        own = generator.integers(0, self.vocab_size, (self.num_requests, num_own))
+        again = generator.integers(0, self.num_groups, self.num_requests - self.num_groups)
+        order = [*range(self.num_groups), *again.tolist()]
+        return [[*prefixes[group].tolist(), *row.tolist()] for group, row in zip(order, own, strict=True)]
+
+
+def workload(lengths: Lengths, num_requests: int, seed: int, *, returning: bool) -> Workload:
+    """Return requests of these lengths, as many at once as the capacity takes."""
+    kind = ReturningPrefixes if returning else Workload
+    return kind(
+        num_requests=num_requests + (NUM_PREFIXES if returning else 0),
+        concurrency=CONCURRENCY,
+        rate_per_s=0.0,
+        input_tokens=lengths.input,
+        output_tokens=lengths.output,
+        shared_prefix_tokens=lengths.prefix if returning else 0,
+        num_groups=NUM_PREFIXES if returning else 1,
+        seed=seed,
+        vocab_size=4000,
+        num_after=num_requests if returning else 0,
+    )
 
 
 def cluster_file(folder: Path, *, is_paced: bool) -> Path:
-    """Write the cluster's file, and return it."""
+    """Write the cluster's file, and of unpaced ranks the model; return the file."""
+    model = ROOT / "models" / "tiny"
+    if not is_paced:
+        write_random_checkpoint(
+            folder / "model", "llama", seed=1, dtype="bfloat16", tokenizer_from=model, **MODEL
+        )
+        model = folder / "model"
+    pools = [
+        {
+            "name": role,
+            "role": role,
+            "cpus_per_rank": 0.5,
+            "engine": {
+                "block_tokens": 16,
+                "kv_tokens": kv_tokens,
+                "max_sequences": 16,
+                "max_batch_tokens": PACED_BATCH_TOKENS if is_paced else 256,
+            },
+        }
+        for role, kv_tokens in KV_TOKENS.items()
+    ]
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "pools": pools,
+        "store": {"dram_gb": DRAM_GB, "index": False},
+    }
     if is_paced:
-        settings: dict[str, Any] = {name: CLUSTER[name] for name in ("model", "pools", "debug")}
-    else:
-        pools = [
-            {"name": role, "role": role, "cpus_per_rank": 0.5, "engine": ENGINE}
-            for role in ("prefill", "decode")
-        ]
-        settings = {"model": str(ROOT / "models" / "tiny"), "pools": pools}
+        settings["debug"] = CLUSTER["debug"]
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
 
 
-async def run_load(target: Target, workload: Workload) -> list[ServedRequest]:
+class StoreUse(NamedTuple):
+    """The rate at which replicas load KV from host memory, in bytes a second (None: nothing was loaded), and
+    the tokens that they have loaded."""
+
+    bytes_s: float | None
+    num_tokens: int
+
+
+async def store_use(admin_address: str) -> StoreUse:
+    """Return what all replicas have loaded so far."""
+    async with AdminClient(admin_address) as client:
+        loads = [replica.load for replica in (await client.status()).replicas]
+    rates = [
+        load.load_tok_s["dram"] * sum(load.layers_token_bytes.values())
+        for load in loads
+        if "dram" in load.load_tok_s
+    ]
+    return StoreUse(max(rates, default=None), sum(load.num_loaded_tokens.get("dram", 0) for load in loads))
+
+
+async def run_load(target: Target, load: Workload) -> list[ServedRequest]:
     """Send a load to the real cluster."""
     return list(
-        await run_sessions(
-            workload.sessions(), workload.concurrency, target.send, SystemClock(), lambda _: None
-        )
+        await run_sessions(load.sessions(), load.concurrency, target.send, SystemClock(), lambda _: None)
     )
 
 
-def simulate(live: LiveCluster, workload: Workload) -> list[ServedRequest]:
-    """Send the same load to a simulation of the cluster."""
+def simulate(shape: ClusterShape, load: Workload) -> tuple[list[ServedRequest], int]:
+    """Send the same load to a simulation of the cluster. Returns its requests, and the tokens of prompts that
+    came from the store."""
 
     def sessions() -> Iterator[SimulatedSession]:
-        for prompt, at_s in zip(workload.prompts(), workload.arrivals_s(), strict=True):
+        for prompt, at_s in zip(load.prompts(), load.arrivals_s(), strict=True):
             new = np.asarray(prompt, dtype=np.uint32)
-            yield SimulatedSession(at_s, (SimulatedTurn(lambda new=new: new, workload.output_tokens),))  # type: ignore[misc]
+            yield SimulatedSession(at_s, (SimulatedTurn(lambda new=new: new, load.output_tokens),))  # type: ignore[misc]
 
-    shape = ClusterShape([(role, engine) for role, each in live.replicas.items() for engine in each])
     done = run_simulation(SimulationPlan(shape, sessions(), OBJECTIVES))
-    return [ServedCall(record) for record in done.result.records]
+    num_loaded = sum(use.tier_to_found.get("dram", 0) for use in done.result.replicas)
+    return [ServedCall(record) for record in done.result.records], num_loaded
+
+
+def median(shares: Sequence[float]) -> float:
+    """Return the median of shares."""
+    return round(float(np.median(shares)), 3)
 
 
 def values_of(requests: Sequence[ServedRequest]) -> dict[str, float]:
@@ -100,9 +214,9 @@ def values_of(requests: Sequence[ServedRequest]) -> dict[str, float]:
     }
 
 
-def compared(share: float, real: list[dict[str, float]], simulated: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the line of one load: medians over the runs, their ratio, and whether that is within limits."""
-    line: dict[str, Any] = {"what": "simulated_service", "share": share, "runs": len(real)}
+def compared(real: list[dict[str, float]], simulated: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the values of one load: medians over the runs, and whether their ratio is within its limit."""
+    line: dict[str, Any] = {}
     is_kept = True
     for name in real[0]:
         seen, told = [run[name] for run in real], [run[name] for run in simulated]
@@ -121,38 +235,134 @@ def compared(share: float, real: list[dict[str, float]], simulated: list[dict[st
     return line | {"is_kept": is_kept}
 
 
-async def measure(service: Service, seconds: float, shares: Sequence[float], num_runs: int) -> bool:
+class Runs(NamedTuple):
+    """The runs of one load: the compared values of each, and the shares of the tokens of prompts that were
+    found and that were loaded from the store."""
+
+    values: list[dict[str, float]]
+    found: list[float]
+    loaded: list[float]
+
+    def add(self, requests: Sequence[ServedRequest], loaded_share: float) -> None:
+        """Add a run."""
+        self.values.append(values_of(requests))
+        self.found.append(sum(it.num_cached for it in requests) / sum(it.num_input for it in requests))
+        self.loaded.append(loaded_share)
+
+
+class Capacity(NamedTuple):
+    """What the cluster gets done, in requests of the loads a second."""
+
+    fresh: float
+    returning: float
+
+    def of(self, *, returning: bool) -> float:
+        return self.returning if returning else self.fresh
+
+
+class Comparison:
+    """Loads on a real cluster beside their simulation."""
+
+    def __init__(self, service: Service, target: Target) -> None:
+        self._service = service
+        self._target = target
+
+    async def capacity(self) -> Capacity:
+        """Measure how many requests of each kind get done."""
+        per_s = []
+        for returning in (False, True):
+            for seed in (7, 8):  # the first load warms the cluster up
+                load = workload(CAPACITY, CAPACITY_REQUESTS, seed, returning=returning)
+                requests = await run_load(self._target, load)
+            measured = requests[NUM_PREFIXES if returning else 0 :]
+            span_s = max(it.finished_at for it in measured) - min(it.sent_at for it in measured)
+            work = [it.input - it.prefix * returning + it.output for it in (CAPACITY, LOAD)]
+            per_s.append(work[0] / work[1] * len(measured) / span_s)
+        return Capacity(*per_s)
+
+    async def request_s(self, shape: ClusterShape) -> float:
+        """Measure what requests that come one by one take until their first token beside what the simulation
+        of the shape takes, in the median."""
+        load = workload(CAPACITY, NUM_SINGLE, 9, returning=False)
+        requests = await run_load(self._target, replace(load, concurrency=1))
+        # Far enough apart that each finds the cluster idle.
+        simulated, _ = simulate(shape, replace(load, rate_per_s=0.01))
+        real_s, simulated_s = (float(np.median([it.ttft_s for it in each])) for each in (requests, simulated))
+        return max(0.0, real_s - simulated_s)
+
+    async def compare(
+        self, shape: ClusterShape, loads: Sequence[Workload], *, returning: bool
+    ) -> dict[str, Any]:
+        """Run loads, and return the line that compares them."""
+        real, simulated = Runs([], [], []), Runs([], [], [])
+        num_first = NUM_PREFIXES if returning else 0
+        for load in loads:
+            num_tokens = load.num_requests * load.input_tokens
+            before = await store_use(self._service.admin_address)
+            requests = await run_load(self._target, load)
+            after = await store_use(self._service.admin_address)
+            real.add(requests[num_first:], (after.num_tokens - before.num_tokens) / num_tokens)
+            requests, num_loaded = simulate(shape, load)
+            simulated.add(requests[num_first:], num_loaded / num_tokens)
+        line = compared(real.values, simulated.values)
+        if returning:
+            line["found_share"] = [median(real.found), median(simulated.found)]
+            line["loaded_share"] = [median(real.loaded), median(simulated.loaded)]
+            line["is_kept"] &= min(line["loaded_share"]) >= LEAST_LOADED
+        return line
+
+
+class Plan(NamedTuple):
+    """The loads: their shares of the capacity, and the length and number of the runs."""
+
+    shares: Sequence[float]
+    returning_shares: Sequence[float]
+    seconds: float
+    num_runs: int
+
+
+async def measure(service: Service, plan: Plan) -> bool:
     """Measure the capacity, then each load in turn; return whether all limits were kept."""
     is_kept = True
     async with grpc_target(service.address, 120.0, CallerOptions().credentials()) as target:
-        full = replace(LOAD, num_requests=CAPACITY_REQUESTS, concurrency=CONCURRENCY, service_classes=("",))
-        await run_load(target, full)
-        done = await run_load(target, replace(full, seed=full.seed + 1))
-        span_s = max(it.finished_at for it in done) - min(it.sent_at for it in done)
-        work = (LOAD.input_tokens + LOAD.output_tokens) / (INPUT_TOKENS + OUTPUT_TOKENS)
-        capacity = work * len(done) / span_s
+        comparison = Comparison(service, target)
+        capacity = await comparison.capacity()
         live = await read_live(service.admin_address, 3600.0, CallerOptions())
+        use = await store_use(service.admin_address)
+        store = StoreShape(int(1e9 * DRAM_GB), shares=False)
+        if use.bytes_s is not None:
+            store = store._replace(link_bytes_s=use.bytes_s)
+        replicas = [(role, engine) for role, each in live.replicas.items() for engine in each]
+        shape = ClusterShape(replicas, store=store)
+        shape = shape._replace(request_s=await comparison.request_s(shape))
         engines = {role: each[0].steps._asdict() for role, each in live.replicas.items()}
-        print(json.dumps({"what": "capacity", "requests_per_s": capacity, "steps": engines}), flush=True)
-        for number, share in enumerate(shares):
-            real, simulated = [], []
-            for run in range(num_runs):
-                workload = replace(
-                    full,
-                    num_requests=max(20, round(share * capacity * seconds)),
+        line = {"what": "capacity", **capacity._asdict(), "request_s": shape.request_s}
+        line |= {"steps": engines, "store": store._asdict()}
+        print(json.dumps(line), flush=True)
+        kinds = [(share, False) for share in plan.shares] + [(share, True) for share in plan.returning_shares]
+        for number, (share, returning) in enumerate(kinds):
+            rate_s = share * capacity.of(returning=returning)
+            loads = [
+                # Prompts that neither cluster has seen: the simulated one begins with empty caches.
+                replace(
+                    workload(
+                        LOAD,
+                        max(20, round(rate_s * plan.seconds)),
+                        100 * (1 + number) + run,
+                        returning=returning,
+                    ),
                     concurrency=0,
-                    rate_per_s=share * capacity,
-                    input_tokens=INPUT_TOKENS,
-                    output_tokens=OUTPUT_TOKENS,
-                    # Prompts that neither cluster has seen: the simulated one begins with an empty cache.
-                    seed=100 * (1 + number) + run,
+                    rate_per_s=FIRST_SHARE * capacity.fresh if returning else rate_s,
+                    rate_after_per_s=rate_s,
                 )
-                print(f"{share:g} of capacity, run {run + 1}", file=sys.stderr, flush=True)
-                real.append(values_of(await run_load(target, workload)))
-                simulated.append(values_of(simulate(live, workload)))
-            line = compared(share, real, simulated)
+                for run in range(plan.num_runs)
+            ]
+            kind = "returning" if returning else "fresh"
+            print(f"{kind} prompts at {share:g} of the capacity", file=sys.stderr, flush=True)
+            line = await comparison.compare(shape, loads, returning=returning)
             is_kept &= line["is_kept"]
-            print(json.dumps(line), flush=True)
+            head = {"what": "simulated_service", "prompts": kind, "share": share, "runs": plan.num_runs}
+            print(json.dumps(head | line), flush=True)
     return is_kept
 
 
@@ -163,13 +373,17 @@ def main() -> None:
     parser.add_argument("--paced", action="store_true")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--shares", default="0.4,0.7,0.9")
+    parser.add_argument("--returning", default="0.7")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    shares = [float(item) for item in arguments.shares.split(",")]
+    shares, returning = (
+        [float(item) for item in text.split(",") if item] for text in (arguments.shares, arguments.returning)
+    )
+    plan = Plan(shares, returning, arguments.seconds, arguments.runs)
     with tempfile.TemporaryDirectory() as folder:
         file = cluster_file(Path(folder), is_paced=arguments.paced)
         with serving("--file", str(file)) as service:
-            is_kept = asyncio.run(measure(service, arguments.seconds, shares, arguments.runs))
+            is_kept = asyncio.run(measure(service, plan))
     sys.exit(not is_kept)
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.drawn_chats import END, ChatDrawer, ChatTurn, DrawnChat
-from benchmarks.virtual_replica import EngineModel
 from cluster.bench.trace_file import TRACE_BLOCK_TOKENS, read_trace
 from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
@@ -38,7 +37,8 @@ from workers.scheduler.snapshot_policy import SnapshotPolicy
 MAX_SEQUENCES = 16
 # The blocks of states that running sequences need.
 _NUM_WORKING = 3 * MAX_SEQUENCES + 2
-STEPS = EngineModel(base_s=0.01, sequence_s=0.0001, context_s=0.0, token_s=4e-5)
+# What a step takes, and what each sequence that decodes and each token of a prompt adds.
+STEP_S, SEQUENCE_S, TOKEN_S = 0.01, 1e-4, 4e-5
 # Agents ask several times for each question: so many chats of theirs stand for one of a person.
 _AGENTS = 0.2
 # The trace has more requests than the device of the chats can serve: ten times the memory, and a third of the
@@ -145,7 +145,7 @@ class VirtualEngine:
         num_prompt_tokens = plan.num_tokens - num_decodes
         self.num_computed_tokens += num_prompt_tokens
         self.num_steps += 1
-        self.now += STEPS.step_s(num_decodes, 0, num_prompt_tokens)
+        self.now += STEP_S + num_decodes * SEQUENCE_S + num_prompt_tokens * TOKEN_S
         outcome = self.scheduler.settle(StepReport(plan.step, self._sampled(plan), 0.0, 0.0), self.now)
         assert not outcome.failures
         for prompt in outcome.prompts:

@@ -54,27 +54,43 @@ class PlacementSender:
 
 
 class PlacementLinks:
-    """Every gateway follows all others, from the start to the end."""
+    """Every gateway follows all others, unless their links are cut."""
 
     def __init__(self, events: EventQueue, num_gateways: int) -> None:
         self._events = events
         self._peers: list[tuple[int, PeerPlacements]] = []
-        self.senders = [PlacementSender(events, self._send_from(source)) for source in range(num_gateways)]
+        self._sends = [self._send_from(source) for source in range(num_gateways)]
+        self.senders = [PlacementSender(events, send) for send in self._sends]
+        self._routers: Sequence[RouterService] = ()
+        self._is_cut = False
 
     def join(self, routers: Sequence[RouterService]) -> None:
         """Let these gateways, whose placements the senders observe, follow each other."""
+        self._routers = routers
         for source in range(len(routers)):
             for router in routers:
                 if router is not routers[source]:
                     peer = PeerPlacements(f"g{source}", router, self._events.clock)
                     self._peers.append((source, peer))
-        for router, sender, send in zip(
-            routers, self.senders, map(self._send_from, range(len(routers))), strict=True
-        ):
+        for router in routers:
             router.set_shared(len(routers) > 1)
-            if len(routers) > 1:
+        self.connect()
+
+    def connect(self) -> None:
+        """Let every gateway send all its placements, and its changes from now on."""
+        self._is_cut = False
+        if len(self._routers) > 1:
+            for router, sender, send in zip(self._routers, self.senders, self._sends, strict=True):
                 for frame in sender.feed.snapshot(router.own_placements()):
                     send(frame)
+
+    def cut(self) -> None:
+        """Let nothing arrive from now on."""
+        self._is_cut = True
+        for sender in self.senders:
+            sender.feed.stop()
+        for _, peer in self._peers:
+            peer.close()
 
     def _send_from(self, source: int) -> Callable[[bytes], None]:
         def send(frame: bytes) -> None:
@@ -82,7 +98,7 @@ class PlacementLinks:
 
         def arrive(frame: bytes) -> None:
             for sender, peer in self._peers:
-                if sender == source:
+                if sender == source and not self._is_cut:
                     peer.on_frame(frame)
 
         return send

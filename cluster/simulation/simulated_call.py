@@ -42,7 +42,7 @@ class CallRecord:
 
     number: int
     tenant: str
-    service_class: str
+    service_class: ServiceClass
     num_prompt: int
     num_output: int
     arrived_at: float

@@ -16,6 +16,7 @@ Everything that crosses the network takes `NETWORK_S`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,8 @@ class ClusterShape(NamedTuple):
     skips: bool = True
     # The store of every node; None: there is none.
     store: StoreShape | None = None
+    # What a request takes beside steps and the network: in its client, its gateway and the engine cores.
+    request_s: float = 0.0
 
 
 class ReplicaLife(NamedTuple):
@@ -67,6 +70,8 @@ class SimulatedCluster:
         self.events = EventQueue()
         self.clock = self.events.clock
         self.records: list[CallRecord] = []
+        # Requests that have not come to their gateways.
+        self._num_coming = 0
         self._replicas: dict[str, SimulatedReplica] = {}
         self._links: dict[ReplicaIdentity, SimulatedPeers] = {}
         self._epochs: dict[str, int] = {}
@@ -102,7 +107,7 @@ class SimulatedCluster:
     @property
     def num_running(self) -> int:
         """The requests that have arrived and not ended."""
-        return sum(gateway.num_running for gateway in self.gateways)
+        return self._num_coming + sum(gateway.num_running for gateway in self.gateways)
 
     def find(self, replica_id: str) -> SimulatedReplica | None:
         """Return the replica of this id that lives."""
@@ -189,8 +194,17 @@ class SimulatedCluster:
         self.records.append(record)
         if gateway is None:
             gateway = int(self._random.integers(len(self.gateways))) if len(self.gateways) > 1 else 0
-        self.gateways[gateway].arrive(request, record, on_end)
+        begin = partial(self.gateways[gateway].arrive, request, record, on_end)
+        if self.shape.request_s:
+            self._num_coming += 1
+            self.events.after(self.shape.request_s, lambda: self._came(begin))
+        else:
+            begin()
         return record
+
+    def _came(self, begin: Callable[[], None]) -> None:
+        self._num_coming -= 1
+        begin()
 
     def finish(self, limit_s: float) -> None:
         """Let time pass until no request is left, or for so long."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -332,6 +332,3 @@ class SimulatedGateway:
 def _refused(record: CallRecord, error: RequestError, now: float) -> None:
     record.ended_at, record.error = now, str(error)
     record.refusal = "refused" if isinstance(error, OverloadedError) else "failed"
-
-
-Gateways = Mapping[str, SimulatedGateway]

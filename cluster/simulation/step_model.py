@@ -47,7 +47,10 @@ class StepModel(NamedTuple):
         return self.base_s + (num_sequences * self.sequence_s + num_context_tokens * self.context_s)
 
     def step_s(self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
-        """Return what a step takes. `chunks` are the first position and the tokens of each."""
+        """Return what a step takes. `chunks` are the first position and the tokens of each. One without any
+        sequence, by which a replica finds out whether its ranks answer, takes no time."""
+        if not num_sequences and not chunks:
+            return 0.0
         prompts_s = 0.0
         for start, num_tokens in chunks:
             prompts_s += num_tokens * (self.token_s + self.attention_s * (start + num_tokens / 2))

@@ -1,25 +1,31 @@
-"""One gateway's admission with the real router, before replicas that compute one prompt after the other,
-under a virtual clock."""
+"""One gateway's admission with the real router, before simulated replicas that compute one prompt after the
+other, under a virtual clock."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from benchmarks.virtual_replica import StepNews, VirtualReplica, VirtualRequest, serial_model
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.errors import OverloadedError, RequestError
+from cluster.gateway.reported_load import routed_queue
+from cluster.simulation.simulated_replica import SimulatedEngine, SimulatedReplica
+from cluster.simulation.step_model import StepModel
 from cluster.simulation.virtual_time import EventQueue
 from kvtransfer.kv_events import KvSnapshot
+from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
-from router.messages import QueueState, RouteRequest
+from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
+from workers.messages.link import LinkUp, SampleState, StepFrame, Submission
+from workers.messages.sampling import SamplingParams
 
 TOK_S = 1000.0
 BATCH_TOKENS = 100
@@ -35,18 +41,126 @@ CONFIG = AdmissionConfig.model_validate(
 )
 
 
-MODEL = serial_model(TOK_S, BLOCK_TOKENS)._replace(
-    sequence_s=0.001, max_batch_tokens=BATCH_TOKENS, max_sequences=1000, transfer_s=1e-6
+# One sequence at a time, whose prompt is one step: the tokens of a step and the places that are reported are
+# other ones, and so is the memory, which has space for everything.
+ENGINE = SimulatedEngine(
+    StepModel(base_s=0.0, sequence_s=0.0, context_s=0.0, token_s=1 / TOK_S),
+    num_blocks=300,
+    block_tokens=1024,
+    max_batch_tokens=1 << 19,
+    chunk_tokens=1 << 19,
+    max_sequences=1,
 )
+MAX_SEQUENCES, NUM_BLOCKS = 1000, 1_000_000
+_GATEWAY = "g", 1
+# A replica looks after leases once, and never again.
+_SOON_S = 1e-9
+_ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-class Server(VirtualReplica):
+class _NewsOf:
+    """The link to the gateway (`workers.replica.gateway_links.NewsStream`), which takes no time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def send(self, frame: LinkUp) -> None:
+        if isinstance(frame, StepFrame):
+            self._server.sent(frame)
+
+    def close(self) -> None:
+        """Nobody waits for the end."""
+
+
+class _DisturbedSteps(StepModel):
+    """Steps that take `slowness` times as long as the replica knows."""
+
+    slowness = 1.0
+
+    def step_s(self, num_sequences: int, num_context_tokens: int, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.slowness * super().step_s(num_sequences, num_context_tokens, chunks)
+
+
+class Server(SimulatedReplica):
     """A replica that computes one prompt after the other, beside sequences of others that decode there."""
 
-    num_running = 0
+    def __init__(
+        self, name: str, role: str, events: EventQueue, on_end: Callable[[Server, str], None]
+    ) -> None:
+        """`on_end` is called when a request has its token."""
+        self._disturbed = _DisturbedSteps(*ENGINE.steps)
+        self._has_turn = False
+        engine = ENGINE._replace(steps=self._disturbed)
+        super().__init__(
+            ReplicaIdentity(name, 1), role, engine, events, lambda _: None, {}, lambda: False, _SOON_S
+        )
+        self.num_running = 0
+        self.num_submitted = 0
+        self._on_end = on_end
+        self._gateways.connected(_GATEWAY, _NewsOf(self))
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long steps take as they should."""
+        return self._disturbed.slowness
+
+    @slowness.setter
+    def slowness(self, slowness: float) -> None:
+        self._disturbed.slowness = slowness
+
+    def submit(self, request_id: str, num_tokens: int) -> None:
+        """Take a request of so many tokens, whose answer has one."""
+        self.num_submitted += 1
+        prompt = bytes(4 * num_tokens)
+        sample = SampleState(0, self.num_submitted)
+        self.receive(
+            _GATEWAY,
+            Submission(
+                request_id, 1, "", "", 0, prompt, b"root", (), (sample,), _ONE_TOKEN, None, None, True
+            ),
+        )
+
+    def sent(self, frame: StepFrame) -> None:
+        """Take the news of a step."""
+        for failure in frame.failures:
+            raise AssertionError(failure)
+        for delta in frame.deltas:
+            self._on_end(self, delta.request_id)
 
     def queue_state(self) -> QueueState:
-        return replace(super().queue_state(), num_running=self.num_running)
+        """Return what the gateway is told of the queue."""
+        queue = routed_queue(self.reports.queue())
+        num_waiting = queue.num_running + queue.num_waiting
+        return replace(
+            queue, num_running=self.num_running, num_waiting=num_waiting, num_free_blocks=NUM_BLOCKS
+        )
+
+    def load(self) -> ReplicaLoad:
+        """Return what the gateway is told of the replica."""
+        return ReplicaLoad(
+            identity=self.identity,
+            received_at=self._clock.now(),
+            **asdict(self.queue_state()),
+            num_total_blocks=NUM_BLOCKS,
+            prefill_tok_s=TOK_S,
+            decode_step_s=0.001,
+            transfer_tok_s=1e6,
+            prefill_token_s=1 / TOK_S,
+            max_batch_tokens=BATCH_TOKENS,
+            max_sequences=MAX_SEQUENCES,
+        )
+
+    def wake(self) -> None:
+        """Take a turn at once, and not as an event of its own, unless this is one."""
+        if self._has_turn:
+            super().wake()
+            return
+        self._has_turn = True
+        self.pump()
+        self._has_turn = False
+
+    def _tick(self) -> None:
+        """Look after no leases: the events of a world come to an end."""
 
 
 class NotedOutcomes:
@@ -63,8 +177,7 @@ class NotedOutcomes:
         if isinstance(outcome, Released):
             world.released[name] = world.clock.now()
             num_tokens = self._queued.route_request.num_tokens
-            request = VirtualRequest(name, self._queued.flow, num_tokens, 1, self._queued.arrived_at)
-            world.servers[outcome.decision.compute_id].submit(request)
+            world.servers[outcome.decision.compute_id].submit(name, num_tokens)
         elif isinstance(outcome, Refused):
             assert isinstance(outcome.error, OverloadedError)
             world.refused[name] = world.clock.now()
@@ -104,7 +217,8 @@ class AdmissionWorld:
         names = names or tuple(f"r{index}" for index in range(num_replicas))
         self.servers: dict[str, Server] = {}
         for name in names:
-            self.servers[name] = Server(name, MODEL, self.events, self._on_step, self.servers)
+            role = {"p": "prefill", "d": "decode", "r": "both"}[name[0]]
+            self.servers[name] = Server(name, role, self.events, self._on_end)
         self.requests: dict[str, QueuedRequest] = {}
         self.released: dict[str, float] = {}
         self.refused: dict[str, float] = {}
@@ -116,8 +230,7 @@ class AdmissionWorld:
         self.unattainable: dict[str, RequestError] = {}
         self.first_token_at: dict[str, float] = {}
         for server in self.servers.values():
-            role = {"p": "prefill", "d": "decode", "r": "both"}[server.identity.replica_id[0]]
-            self.router.add_replica(server.identity, role)
+            self.router.add_replica(server.identity, server.role)
             self.router.tree.apply_snapshot(KvSnapshot(server.identity, 0, ()))
             self.router.loads.on_load(server.load())
 
@@ -142,13 +255,12 @@ class AdmissionWorld:
         self.admission.check()
         self.router.check()
 
-    def _on_step(self, replica: VirtualReplica, state: QueueState, news: StepNews) -> None:
-        for request in news.ended:
-            self.first_token_at[request.request_id] = self.clock.now()
-            self.router.loads.on_queue(replica.identity, state, self.clock.now())
-            self.router.on_prefilled(request.request_id)
-            self.router.on_finished(request.request_id)
-            self.admission.pump()
+    def _on_end(self, server: Server, request_id: str) -> None:
+        self.first_token_at[request_id] = self.clock.now()
+        self.router.loads.on_queue(server.identity, server.queue_state(), self.clock.now())
+        self.router.on_prefilled(request_id)
+        self.router.on_finished(request_id)
+        self.admission.pump()
 
     def arrive(
         self,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 
 import pytest
+from slow_cases import slow_but
 
 from benchmarks.gateways import PROMPT_TOKENS, TOK_S, Outcome, run
 
 
 @functools.cache
 def outcome(num_gateways: int) -> Outcome:
-    return run(num_gateways, 3000, 3, is_exchanging=True, has_prefixes=False, has_cut=False)
+    return run(num_gateways, 800, 3)
 
 
-@pytest.mark.parametrize("num_gateways", [4, 8])
+@pytest.mark.parametrize("num_gateways", slow_but([4, 8], 4))
 def test_gateways_do_not_meet_at_one_replica(num_gateways: int) -> None:
     together, alone = outcome(num_gateways), outcome(1)
     assert together.mean_s < 1.05 * min(alone.mean_s, PROMPT_TOKENS / TOK_S)

@@ -81,6 +81,35 @@ def test_a_lone_request_takes_what_its_steps_take(roles: list[tuple[str, Simulat
     assert decode_s <= decoded_s + 1e-9 < decode_s + (0.03 if roles is SPLIT else 1e-6)
 
 
+def test_what_a_request_takes_beside_steps_delays_it_and_no_step() -> None:
+    ttfts_s, busy_s = [], []
+    for request_s in (0.0, 0.25):
+        cluster = simulated_cluster(ClusterShape([("both", ENGINE)], request_s=request_s))
+        cluster.arrive(SimulatedRequest(tokens(random.Random(0), 1000), 50))
+        assert cluster.num_running == 1
+        (record,) = settled(cluster)
+        ttfts_s.append(record.ttft_s)
+        busy_s.append(cluster.replicas[0].ranks.busy_s)
+    assert ttfts_s[1] == pytest.approx(ttfts_s[0] + 0.25)
+    assert busy_s[1] == pytest.approx(busy_s[0])
+
+
+def test_gateways_whose_links_are_cut_know_nothing_of_each_other_until_they_connect_again() -> None:
+    cluster = simulated_cluster(ClusterShape([("both", ENGINE)] * 2, num_gateways=2))
+
+    def known_after(gateway: int) -> int:
+        cluster.arrive(SimulatedRequest(tokens(random.Random(0), 1000), 500), gateway=gateway)
+        cluster.events.run(cluster.clock.now() + 0.1)
+        return cluster.gateways[1 - gateway].router.num_placements
+
+    assert known_after(0) == 1
+    cluster.placements.cut()
+    assert known_after(0) == 0
+    cluster.placements.connect()
+    assert known_after(0) == 3
+    settled(cluster)
+
+
 def test_prompts_that_are_shared_are_found_again() -> None:
     cluster = simulated_cluster(ClusterShape([("both", ENGINE)]))
     prompt = tokens(random.Random(0), 1000)
