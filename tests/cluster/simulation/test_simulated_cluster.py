@@ -194,7 +194,8 @@ def test_who_shares_steps_is_not_slow_and_who_takes_longer_is(slowness: float) -
     """Bursts share steps, and come behind plans that are out. One replica takes longer than it reports."""
     shape = ClusterShape([("both", ENGINE)] * 2, holds_back=False)
     cluster, source = simulated_cluster(shape), random.Random(4)
-    cluster.replicas[0].ranks.slowness = slowness
+    ranks = cluster.replicas[0].ranks
+    ranks._model = StepModel(*(slowness * each for each in ranks._model[:5]))
     corrections = []
     for instant in range(20):
         for _ in range(5):
