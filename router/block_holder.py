@@ -44,7 +44,7 @@ class BlockHolder:
     # The block keys in the store of its node, with their tier.
     stored: KeyMap[StoreTier] = field(default_factory=KeyMap)
     # The blocks that prompts are to leave there, with the newest prediction of each.
-    predicted: dict[bytes, Prediction] = field(default_factory=dict)
+    predicted: dict[bytes, PrefixPrediction] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.
     num_expecting: dict[bytes, int] = field(default_factory=dict)
     # How many blocks are to be marked without a gap for a prompt to be continued behind the last; 0: none.
@@ -76,7 +76,7 @@ class BlockHolder:
         return keys if self.marks_needed else ()
 
 
-class Prediction(NamedTuple):
+class PrefixPrediction(NamedTuple):
     """The keys of one routed prompt that its replica had not reported, in the queue of what expires next."""
 
     until: float

@@ -16,7 +16,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.kv_events import BlocksStored, KvEvents, KvSnapshot
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory, Removal, RemovalCause
-from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, Prediction, StoreTier
+from router.block_holder import MARK_BIT, SLOT_BITS, TIER_TO_BIT, BlockHolder, PrefixPrediction, StoreTier
 from router.departed_replica import DepartedReplica
 from router.holder_masks import CompiledMasks, HolderMasks, PlainMasks
 from router.messages import BlockPlace
@@ -102,7 +102,7 @@ class PrefixTree:
         self._free_slots: list[int] = []
         # The removed replicas that are not forgotten yet, by slot, in the order in which they left.
         self._departed: dict[int, DepartedReplica] = {}
-        self._predictions: deque[Prediction] = deque()
+        self._predictions: deque[PrefixPrediction] = deque()
         # The replicas of which outdated blocks are left to be forgotten.
         self._to_forget: dict[str, BlockHolder] = {}
         # The marks that each replica needs, by slot; None: no replica needs any.
@@ -211,7 +211,7 @@ class PrefixTree:
         holder = self._holders.get(replica_id)
         return holder is not None and not holder.in_step
 
-    def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> Prediction | None:
+    def predict(self, replica_id: str, keys: tuple[bytes, ...]) -> PrefixPrediction | None:
         """Count these blocks as held by the replica until confirmed, at most for `prediction_ttl_s`. Return
         None where all are confirmed, or the replica is not known."""
         holder = self._holders.get(replica_id)
@@ -224,14 +224,14 @@ class PrefixTree:
             return None
         until = self._clock.now() + self._prediction_ttl_s
         renewed = frozenset(holder.predicted.keys() & unconfirmed)
-        prediction = Prediction(until, holder, unconfirmed, marks, renewed)
+        prediction = PrefixPrediction(until, holder, unconfirmed, marks, renewed)
         holder.predicted.update(dict.fromkeys(unconfirmed, prediction))
         self._key_to_mask.set_bit(holder.device_bit, unconfirmed)
         self._foresee(holder, marks)
         self._predictions.append(prediction)
         return prediction
 
-    def retract(self, prediction: Prediction) -> None:
+    def retract(self, prediction: PrefixPrediction) -> None:
         """Do not count the blocks of a prompt as held that will not be computed there after all. What another
         prompt predicts, too, is kept, and marks mean nothing without their blocks."""
         predicted = prediction.holder.predicted
@@ -460,7 +460,7 @@ class PrefixTree:
             self._end(prediction, [key for key in prediction.keys if predicted.get(key) is prediction])
             self._unforesee(prediction.holder, prediction.marks)
 
-    def _end(self, prediction: Prediction, keys: Sequence[bytes]) -> None:
+    def _end(self, prediction: PrefixPrediction, keys: Sequence[bytes]) -> None:
         """Predict these of its keys no longer, of which no other prediction is newer."""
         for key in keys:
             del prediction.holder.predicted[key]

@@ -13,7 +13,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
 from router.block_history import BlockHistory
-from router.block_holder import Prediction
+from router.block_holder import PrefixPrediction
 from router.config import RouterConfig
 from router.current_load import CurrentLoad
 from router.errors import NoReplicaError
@@ -111,7 +111,7 @@ class RouterService:
         self._expected: dict[Placement, Expectation] = {}
         self._to_expect: dict[Placement, None] = {}
         # What the tree predicts of the placements that were sent and have no first token yet.
-        self._predicted: dict[Placement, Prediction] = {}
+        self._predicted: dict[Placement, PrefixPrediction] = {}
         # Whether other gateways place requests at the same replicas.
         self._is_shared = False
 
@@ -465,7 +465,7 @@ class RouterService:
             self._predicted[placement] = prediction
         self._withdraw(placement)
 
-    def _predict(self, replica_id: str, placement: Placement) -> Prediction | None:
+    def _predict(self, replica_id: str, placement: Placement) -> PrefixPrediction | None:
         """Count the prompt as cached there for a while, unless only reports count."""
         if self._config.policy == "reported_only":
             return None

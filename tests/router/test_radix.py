@@ -19,7 +19,7 @@ from kvtransfer.kv_events import BlocksRemoved, BlocksStored, KvEvents, KvSnapsh
 from kvtransfer.messages import ReplicaIdentity
 from router import radix
 from router.block_history import BlockHistory
-from router.block_holder import Prediction
+from router.block_holder import PrefixPrediction
 from router.departed_replica import DepartedReplica
 from router.holder_masks import HolderMasks
 from router.native import RouterKernel, load_kernel
@@ -65,7 +65,7 @@ class ReplicaModel:
     stored: dict[bytes, str] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
     # The one prediction of a key; None: there is more than one.
-    sole: dict[bytes, Prediction | None] = field(default_factory=dict)
+    sole: dict[bytes, PrefixPrediction | None] = field(default_factory=dict)
     expected: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
@@ -93,7 +93,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         # What was expected, also of replicas that are gone, with the model of that epoch.
         self.expectations: list[tuple[Expectation, ReplicaModel]] = []
         # What was predicted, likewise.
-        self.predictions: list[tuple[Prediction, ReplicaModel]] = []
+        self.predictions: list[tuple[PrefixPrediction, ReplicaModel]] = []
         self.clock = ManualClock()
         self.tree = PrefixTree(self.clock, TTL_S, kernel_of(self.is_compiled))
         self.models: dict[str, ReplicaModel] = {}

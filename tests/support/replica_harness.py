@@ -68,9 +68,9 @@ from workers.messages.sampling import SamplingParams
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.expected_time import ExpectedTime
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates
-from workers.scheduler.step_work import StepWork
 from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
@@ -172,7 +172,7 @@ class ReplicaHarness:
             gateways=self.gateways,
             scheduler=self.scheduler,
             hand_overs=hand_overs,
-            work=StepWork(),
+            work=ExpectedTime(),
             clock=self.clock,
             vocab_size=VOCABULARY,
         )

@@ -67,7 +67,7 @@ class ActiveRequest:
     push: Push | None = None
     # Named moments of the prompt's chunks and pushes, on this replica's clock.
     trace: list[tuple[str, float]] = field(default_factory=list)
-    # The time that steps should have taken before it arrived (`workers.scheduler.step_work`).
+    # The time that steps should have taken before it arrived (`workers.scheduler.expected_time`).
     work_before_s: float = 0.0
 
 

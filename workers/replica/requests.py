@@ -29,9 +29,9 @@ from workers.messages.link import (
     TokenDelta,
 )
 from workers.replica.gateway_links import GatewayLinks
+from workers.scheduler.expected_time import ExpectedTime
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import PromptDone, StepOutcome
-from workers.scheduler.step_work import StepWork
 
 _REFUSED_RETRY_S = 1.0
 # The most bytes of the log-probabilities of a prompt that are sent to the gateway as one part.
@@ -51,7 +51,7 @@ class Requests:
         gateways: GatewayLinks,
         scheduler: Scheduler,
         hand_overs: KvHandOvers,
-        work: StepWork,
+        work: ExpectedTime,
         clock: Clock,
         vocab_size: int,
     ) -> None:

@@ -20,10 +20,10 @@ from workers.errors import WorkerError
 from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
 from workers.replica.expert_copies import ExpertCopies
 from workers.replica.step_stats import StepStats
+from workers.scheduler.expected_time import ExpectedTime
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
 from workers.scheduler.step_costs import StepCosts
-from workers.scheduler.step_work import StepWork
 
 # The most unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
@@ -76,7 +76,7 @@ class StepLoop:
         self.costs = costs or StepCosts()
         self.stats = stats or StepStats()
         self.copies = copies or ExpertCopies()
-        self.work = StepWork()
+        self.work = ExpectedTime()
         self.num_steps = 0
 
     def feed(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduler.step_work import StepWork
+from workers.scheduler.expected_time import ExpectedTime
 
 # Times: from one batch of steps to the next, of each of its steps, and how much longer that really takes.
 BATCHES = st.lists(
@@ -26,7 +26,7 @@ def test_the_difference_is_the_time_of_the_steps_between(
     batches: list[tuple[int, list[tuple[int, int]]]], arrived: int
 ) -> None:
     """Steps follow each other without a pause in a batch. One arrives in a step, between two, or in none."""
-    work, now = StepWork(), 0
+    work, now = ExpectedTime(), 0
     mark: float | None = None
     # When each step began and ended, and what it should have taken.
     steps: list[tuple[int, int, int]] = []
@@ -50,7 +50,7 @@ def test_the_difference_is_the_time_of_the_steps_between(
 
 
 def test_steps_that_take_as_long_as_expected_fill_the_time() -> None:
-    work = StepWork()
+    work = ExpectedTime()
     work.begun(1.0)
     moments = [2.0, 2.5, 5.0]
     marks = [work.at(1.0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class StepWork:
+class ExpectedTime:
     """The sum of these times over all steps that are done, and how far the step that runs has come.
 
     The difference between two moments is the time in which a replica would have done what it did between
