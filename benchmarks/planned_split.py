@@ -28,7 +28,7 @@ LIMIT = 1
 TIE = 0.01
 
 
-class Case(NamedTuple):
+class DividedLoad(NamedTuple):
     """A model on replicas of `tp` devices, and a load that needs at most eight of them, so that all are
     simulated."""
 
@@ -41,10 +41,10 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("chat", "qwen3-8b", "L40S", 1, PlannedLoad(1024, 128, 1.0, 0.05), 50.0),
-    Case("summaries", "llama-3.1-8b", "H100", 1, PlannedLoad(6000, 150, 2.0, 0.03), 32.0),
-    Case("answers", "qwen3-8b", "L40S", 1, PlannedLoad(500, 400, 1.0, 0.05), 22.0),
-    Case("large", "llama-3.3-70b", "H200", 4, PlannedLoad(3000, 300, 2.0, 0.04), 16.0),
+    DividedLoad("chat", "qwen3-8b", "L40S", 1, PlannedLoad(1024, 128, 1.0, 0.05), 50.0),
+    DividedLoad("summaries", "llama-3.1-8b", "H100", 1, PlannedLoad(6000, 150, 2.0, 0.03), 32.0),
+    DividedLoad("answers", "qwen3-8b", "L40S", 1, PlannedLoad(500, 400, 1.0, 0.05), 22.0),
+    DividedLoad("large", "llama-3.3-70b", "H200", 4, PlannedLoad(3000, 300, 2.0, 0.04), 16.0),
 )
 
 
@@ -57,7 +57,7 @@ class Simulated(NamedTuple):
     ttft_s: float
 
 
-def divided(case: Case) -> Plan:
+def divided(case: DividedLoad) -> Plan:
     """Return the plan with a pool for each role, of as many replicas as hold the rate."""
     kind = ModelOnDevices(planned_model(case.model, "auto", "auto"), device_profile(case.device))
     finder, pools = kind.finder(case.load), []
@@ -86,7 +86,7 @@ def best_of(divisions: list[Simulated]) -> Simulated:
     return min((it for it in divisions if it.kept >= most - TIE), key=lambda it: it.ttft_s)
 
 
-def judge(case: Case, num_seeds: int) -> bool:
+def judge(case: DividedLoad, num_seeds: int) -> bool:
     """Compare the plan with all divisions; return whether it keeps the limit."""
     plan = divided(case)
     num_all, num_planned = sum(it.num_replicas for it in plan.pools), plan.pools[0].num_replicas

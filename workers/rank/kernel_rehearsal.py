@@ -21,6 +21,7 @@ from triton.runtime.jit import KernelInterface
 
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import RankSpec
+from workers.model import cuda
 from workers.model.cuda import card
 from workers.model.decoder import Decoder
 from workers.model.model_config import ModelConfig, read_model_config
@@ -42,7 +43,9 @@ class KernelVariant(NamedTuple):
 
 def rehearse(spec: RankSpec, capability: int) -> list[KernelVariant]:
     """Return the variants that the rank of a specification launches on a card of this compute capability, 90
-    for 9.0. Kernels are then those of such a card for the rest of the process. Raises `CheckpointError`."""
+    for 9.0. Kernels are then those of such a card, also for tensors without memory, for the rest of the
+    process. Raises `CheckpointError`."""
+    cuda.DEVICE_TYPES.add(_META.type)
     card.stand_in = card.Card(capability)
     triton.runtime.driver.set_active(_TargetAlone(capability))
     with collected_variants() as variants:

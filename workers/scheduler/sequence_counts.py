@@ -52,8 +52,8 @@ class SequenceCounts:
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
-        sequences excluded: nobody waits for these."""
+        """Prompt tokens accepted and not yet computed, also those of plans that are out. Those expected in
+        the prefix cache and those of paused sequences are excluded: nobody waits for these."""
         waiting: Seq[Sequence] = self._life.waiting
         running: Seq[Sequence] = self._life.running
         if self._pause.is_active:
@@ -61,9 +61,9 @@ class SequenceCounts:
             running = [it for it in running if not self._pause.is_paused(it)]
         num_tokens = sum([it.num_tokens - it.num_expected_cached_tokens for it in waiting])
         for it in running:
-            # `num_remaining`, of many sequences and with most steps.
-            target = it.request.num_prompt_tokens if it.forks else it.num_tokens + it.num_pending
-            if (num_later := target - it.num_scheduled - 1) > 0:
+            known = it.request.num_prompt_tokens if it.forks else it.num_tokens
+            # The last token is that which a decode computes.
+            if (num_later := known - 1 - it.num_settled) > 0:
                 num_tokens += num_later
         return num_tokens
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.common.clock import Clock
+from kvtransfer.common.clock import Clock, give_way
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.catalog import Catalog
@@ -85,7 +85,7 @@ class Disk:
             for number, (info, ref) in enumerate(found, 1):
                 self._added(info, ref)
                 if number % _ADDED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+                    await give_way()
             self.is_open, self._note = True, ""
         self.was_tried.set()
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvtransfer.common.clock import Clock
+from kvtransfer.common.clock import Clock, give_way
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupUsage
 from kvtransfer.common.tasks import Spawn, wait_first
@@ -124,7 +124,7 @@ class NodeTiers:
             self._has_news.clear()
             self._turn()
             if self._has_news.is_set():
-                await asyncio.sleep(0)
+                await give_way()
 
     def _turn(self) -> None:
         if self._settle():

@@ -155,7 +155,7 @@ def test_ranks_that_divide_latents_read_their_parts_of_them() -> None:
         (("--latent-kv", "halved"), "halved is none of replicated, split"),
         (("--gpu", "H100,h100"), "--gpu: H100 is named more than once"),
         (("--api-price", "1:2:3"), "give one price, or those of prompts and answers"),
-        (("--api-price", "free"), "--api-price free: no number above 0"),
+        (("--api-price", "free"), "--api-price free: 'free' is no number above 0"),
         (("--utilization", 0), "greater than or equal to 0.001"),
     ],
 )

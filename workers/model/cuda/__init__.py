@@ -1,6 +1,5 @@
 """Triton kernels of a step on CUDA, and where they are used. Without a device, tests run them in Triton's
-interpreter, on CPU tensors. For tensors without memory ("meta") they are compiled but not launched
-(`workers.rank.kernel_rehearsal`).
+interpreter, on CPU tensors.
 
 Triton comes with torch for CUDA and is missing elsewhere, so the modules of this package are imported by
 whoever has seen that they serve a device."""
@@ -9,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-# The types of devices with kernels. Tests add "cpu", whose tensors Triton's interpreter takes.
-DEVICE_TYPES = {"cuda", "meta"}
+# The types of devices with kernels. Tests add "cpu", whose tensors Triton's interpreter takes. A process that
+# compiles kernels alone adds "meta", for tensors without memory (`workers.rank.kernel_rehearsal`).
+DEVICE_TYPES = {"cuda"}
 
 
 def serves(device: torch.device) -> bool:
