@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make demo` is the place to start.
 PYTHON ?= python3
 VENV := .venv
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 BIN := $(VENV)/bin
 # Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,7 +62,7 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
-# The fast tests run in three processes, more than the smallest machine has cores because many tests wait. Each
+# The fast tests run in four processes, more than the smallest machine has cores because many tests wait. Each
 # takes file by file, and reads no others (tests/support/parallel_files.py).
 # Their many processes read what the first of them compiled, also where the environment forbids to keep that.
 test test-all: export PYTHONDONTWRITEBYTECODE :=

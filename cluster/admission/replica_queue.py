@@ -25,7 +25,10 @@ class ReplicaQueue:
     """The requests that wait for one replica, and the rate at which the replica takes work: seconds of
     predicted work a second, measured while some work waits that the replica cannot take."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica_id: str, busy: dict[str, ReplicaQueue]) -> None:
+        """`busy` gets this queue while something waits in it."""
+        self._replica_id = replica_id
+        self._busy = busy
         self.order = FairQueue()
         # Tokens to be computed of the waiting requests.
         self.num_tokens = 0
@@ -40,12 +43,13 @@ class ReplicaQueue:
         """Let a request wait here."""
         self.order.put(queued, weight, now)
         self.num_tokens += queued.num_tokens
+        self._busy[self._replica_id] = self
 
     def pop(self, now: float, without: ServiceClass | None) -> QueuedRequest | None:
         """Take out the next request, which the replica takes; None: there is none."""
         queued = self.order.pop(now, without=without)
         if queued is not None:
-            self.num_tokens -= queued.num_tokens
+            self._took_out(queued)
             self._count(now)
             if self.waits_for:
                 self._taken_s += queued.cost_s
@@ -55,7 +59,7 @@ class ReplicaQueue:
         """Take out a request that does not wait here any more."""
         queued = self.order.drop(request_id, now)
         if queued is not None:
-            self.num_tokens -= queued.num_tokens
+            self._took_out(queued)
             if not len(self.order):
                 self.blocked(now, ())
 
@@ -69,6 +73,11 @@ class ReplicaQueue:
         """Note which replicas the next request waits for, from now on; (): none."""
         self._count(now)
         self.waits_for = waits_for
+
+    def _took_out(self, queued: QueuedRequest) -> None:
+        self.num_tokens -= queued.num_tokens
+        if not len(self.order):
+            del self._busy[self._replica_id]
 
     def _count(self, now: float) -> None:
         """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
@@ -94,49 +103,51 @@ class ReplicaQueues:
     def __init__(self, router: RouterService) -> None:
         self._router = router
         self._queues: dict[str, ReplicaQueue] = {}
+        # Those in which something waits: few, as a rule.
+        self._busy: dict[str, ReplicaQueue] = {}
 
     def __getitem__(self, replica_id: str) -> ReplicaQueue:
         """Return the queue of a replica, which may be new."""
         queue = self._queues.get(replica_id)
         if queue is None:
-            queue = self._queues[replica_id] = ReplicaQueue()
+            queue = self._queues[replica_id] = ReplicaQueue(replica_id, self._busy)
         return queue
 
     def busy(self) -> list[tuple[str, ReplicaQueue]]:
         """Return the queues in which something waits."""
-        return [(name, queue) for name, queue in self._queues.items() if len(queue.order)]
+        return list(self._busy.items())
 
     def blocked_sides(self, now: float, paused: ServiceClass | None) -> dict[str, str]:
         """Return by replica, of the queues in which something waits, which side cannot take the next request;
         "": both can (`RouterService.blocked_side`)."""
         sides: dict[str, str] = {}
-        for name, queue in self.busy():
+        for name, queue in self._busy.items():
             queued = queue.order.peek(now, without=paused)
             sides[name] = self._router.blocked_side(queued.request_id) if queued is not None else ""
         return sides
 
     def forget(self, replica_id: str) -> None:
         """Forget how fast a replica took work that takes nothing more, unless something waits for it."""
-        if (queue := self._queues.get(replica_id)) is not None and not len(queue.order):
-            del self._queues[replica_id]
+        if replica_id not in self._busy:
+            self._queues.pop(replica_id, None)
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
         total: Counter[ServiceClass] = Counter()
-        for queue in self._queues.values():
+        for queue in self._busy.values():
             total.update(queue.order.num_by_class())
         return {name: total[name] for name in SERVICE_CLASSES}
 
     def waiting_s(self) -> float:
         """Return the predicted work of all waiting requests."""
-        return sum(queue.order.cost_s for queue in self._queues.values())
+        return sum(queue.order.cost_s for queue in self._busy.values())
 
     def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
         """Return the wait of a request of the flow in the order of each replica."""
         waits: dict[str, float] = {}
         before_s = total_s = 0.0
-        for name, queue in self._queues.items():
-            if len(queue.order) and name in self._router.members:
+        for name, queue in self._busy.items():
+            if name in self._router.members:
                 rate = queue.rate(now)
                 ahead_s = queue.order.ahead_s(flow, weight, now, rate=rate, without=paused)
                 waits[name] = (
@@ -164,6 +175,7 @@ class ReplicaQueues:
 
     def check(self) -> None:
         """Assert that sums and requests agree."""
+        assert self._busy == {name: queue for name, queue in self._queues.items() if len(queue.order)}
         for queue in self._queues.values():
             queue.order.check()
             assert queue.num_tokens == sum(it.num_tokens for it in queue.order)
@@ -174,7 +186,5 @@ class ReplicaQueues:
 
     def _compute_ids(self) -> Iterator[str]:
         """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
-        used = (
-            name for name, queue in self._queues.items() if len(queue.order) and name in self._router.members
-        )
+        used = (name for name in self._busy if name in self._router.members)
         return iter({*self._router.members.compute_ids(), *used})
