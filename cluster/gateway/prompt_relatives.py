@@ -28,25 +28,25 @@ class _Prompt:
 
 
 class PromptRelatives:
-    """The latest prompts of a gateway, as many as have `max_blocks` together.
+    """The latest prompts of a gateway, as many as have `max_blocks` together (None: `MAX_BLOCKS`).
 
     A key names all of the prompt up to its end, so the remembered keys have with each key all before it, and
     the last one that a prompt shares is found by bisection. Each block leads to the latest prompt with it.
     """
 
-    def __init__(self, block_tokens: int, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, block_tokens: int, max_blocks: int | None = None) -> None:
         self._block_tokens = block_tokens
-        self._max_blocks = max_blocks
+        self._max_blocks = MAX_BLOCKS if max_blocks is None else max_blocks
         self._prompts: deque[_Prompt] = deque()
         self._hash_to_prompt: dict[int, _Prompt] = {}
         self._num_blocks = 0
 
     def meet(self, prepared: PreparedRequest, request_id: str) -> Relative:
-        """Return the nearest relative of a prompt, and remember the prompt. A private one has none and is not
-        remembered."""
-        if prepared.facts.is_private:
-            return NO_RELATIVE
+        """Return the nearest relative of a prompt, and remember the prompt. A private one, and one without a
+        full block, have none and are not remembered."""
         hashes = tuple(map(hash, prepared.block_keys[:MAX_PROMPT_BLOCKS]))
+        if prepared.facts.is_private or not hashes:
+            return NO_RELATIVE
         num_shared = bisect_left(hashes, True, key=lambda each: each not in self._hash_to_prompt)
         relative = NO_RELATIVE
         if num_shared:

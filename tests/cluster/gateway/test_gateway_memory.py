@@ -19,8 +19,8 @@ from slow_cases import slow_but
 from cluster.api.client import Client
 from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
-from cluster.gateway import history, prefix_reuse, request_manager, request_records
-from cluster.metrics import curves
+from cluster.gateway import history, prefix_reuse, prompt_relatives, request_manager, request_records
+from cluster.metrics import curves, recent_outcomes
 from cluster.serve.gateway_server import Gateway
 from router import service
 
@@ -58,6 +58,8 @@ async def test_requests_that_are_over_leave_nothing_behind(
         (service, ("NUM_DECISIONS_KEPT",)),
         (history, ("MAX_REQUESTS",)),
         (prefix_reuse, ("MAX_PROMPTS", "MAX_KEYS", "MAX_ANCHORS")),
+        (prompt_relatives, ("MAX_BLOCKS",)),
+        (recent_outcomes, ("MAX_REQUESTS",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, 16)
@@ -68,7 +70,9 @@ async def test_requests_that_are_over_leave_nothing_behind(
     config = harness.config()
     router = config.router.model_copy(update={"prediction_ttl_s": 0.001})
     replicas = [await harness.add_replica("p0", "prefill"), await harness.add_replica("d0", "decode")]
-    _, address = await harness.add_gateway(config.model_copy(update={"router": router}))
+    recording = config.recording.model_copy(update={"max_mb": 0.001})
+    config = config.model_copy(update={"router": router, "recording": recording})
+    _, address = await harness.add_gateway(config)
     client, draw = harness.client(address), random.Random(3)
     await serve(client, replicas, draw)
     kept = KeptObjects(NUM_SESSIONS * NUM_TURNS)

@@ -158,6 +158,14 @@ def test_the_latest_of_the_nearest_relatives_is_named() -> None:
     assert relatives.meet(prepared([1, 2]), "short") == NO_RELATIVE
 
 
+def test_prompts_without_a_full_block_are_not_remembered() -> None:
+    """They count no blocks, and there would be no end of them."""
+    relatives = PromptRelatives(BLOCK_TOKENS)
+    for number in range(3):
+        relatives.meet(prepared([1, 2]), str(number))
+    assert not relatives._prompts
+
+
 def test_private_prompts_have_no_relatives_and_are_none() -> None:
     relatives = PromptRelatives(BLOCK_TOKENS)
     relatives.meet(prepared(tokens(2, 3), is_private=True), "secret")
