@@ -147,12 +147,10 @@ def test_one_pool_that_does_both_follows_the_demand() -> None:
     output=st.integers(5, 60),
     seed=st.integers(0, 1000),
 )
-def test_a_steady_load_moves_no_pool_to_and_fro(per_s: float, prompt: int, output: int, seed: int) -> None:
-    """Poisson arrivals with sizes that vary by a third; the pools begin where the demand puts them. By chance
-    more may arrive in the first half minute: a pool may grow, and shrink once that is seen."""
+def test_a_steady_load_moves_each_pool_once_at_most(per_s: float, prompt: int, output: int, seed: int) -> None:
+    """Poisson arrivals with sizes that vary by a third; the pools begin where the demand puts them."""
     counts = by_demand(per_s, prompt, output)
     run = scaled(per_s, lambda at: (prompt, output), 300.0, counts, sigma=0.2, seed=seed, forecast_s=150.0)
     for name in counts:
         own = [move for move in run.moves if move.pool == name and move.at < 300]
-        ups = [move.after > move.before for move in own]
-        assert ups in ([], [True], [False], [True, False]), [(move.at, move.reason) for move in own]
+        assert len(own) <= 1, [(move.at, move.before, move.after, move.reason) for move in own]
