@@ -38,8 +38,9 @@ class RouterConfig(BaseModel):
     skip_prefill_tokens: int = Field(default=64, ge=0)
     # Output tokens whose time counts as much as the time to the first one, where a decode replica is chosen.
     decode_steps: float = Field(default=10.0, ge=0)
-    # Steps of work that a replica is sent at a time; what exceeds them is held in the gateway.
-    steps_ahead: float = Field(default=2.5, gt=0)
+    # Steps of work that a replica has at a time, those under way included; what exceeds them is held in the
+    # gateway.
+    steps_ahead: float = Field(default=3.5, gt=0)
 
     @field_validator("policy", mode="before")
     @classmethod

@@ -142,15 +142,29 @@ def test_one_pool_that_does_both_follows_the_demand() -> None:
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    per_s=st.floats(0.5, 3.0),
-    prompt=st.integers(50, 800),
-    output=st.integers(5, 60),
+    per_s=st.floats(1.0, 12.0),
+    prompt=st.integers(25, 500),
+    output=st.integers(1, 12),
     seed=st.integers(0, 1000),
 )
-def test_a_steady_load_moves_each_pool_once_at_most(per_s: float, prompt: int, output: int, seed: int) -> None:
-    """Poisson arrivals with sizes that vary by a third; the pools begin where the demand puts them."""
+def test_a_steady_load_moves_each_pool_once_at_most_and_never_back(
+    per_s: float, prompt: int, output: int, seed: int
+) -> None:
+    """Poisson arrivals with sizes that vary by a fifth, at the times that are the defaults but for twice the
+    cool-down; the pools begin where the demand puts them."""
     counts = by_demand(per_s, prompt, output)
-    run = scaled(per_s, lambda at: (prompt, output), 300.0, counts, sigma=0.2, seed=seed, forecast_s=150.0)
+    run = scaled(
+        per_s,
+        lambda at: (prompt, output),
+        600.0,
+        counts,
+        limits=dict.fromkeys(counts, PoolLimits(min=1, max=16)),
+        sigma=0.2,
+        seed=seed,
+        forecast_s=300.0,
+        up_cool_down_s=15.0,
+        down_cool_down_s=120.0,
+    )
     for name in counts:
-        own = [move for move in run.moves if move.pool == name and move.at < 300]
+        own = [move for move in run.moves if move.pool == name and move.at < 600]
         assert len(own) <= 1, [(move.at, move.before, move.after, move.reason) for move in own]
