@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -243,7 +242,8 @@ def watch(
         for _ in range(num_steps - num_steps // 2):
             _run(rank, steps.next())
         end = Resident.of(process_id)
-    token_bytes = math.prod(config.kv_cells) * 2
+    cells = config.kv_cells
+    token_bytes = cells.num_layers * cells.num_cells * cells.width * cells.num_kinds * 2
     weights_bytes = sum(file.stat().st_size for file in weight_files(model_dir))
     return MemoryCourse(resident_of_torch(), ready, middle, end, weights_bytes, kv_tokens * token_bytes)
 

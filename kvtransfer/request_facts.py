@@ -36,6 +36,11 @@ class RequestFacts(Part, frozen=True):
     pooling: Pooling | None = None
 
     @property
+    def limited_group(self) -> str:
+        """The sharing group, if it may use a part of the KV alone; "": it may use all."""
+        return self.sharing_group if self.kv_share < 1 else ""
+
+    @property
     def decodes(self) -> bool:
         """Whether the request generates tokens; if not, it ends with its prompt."""
         return self.pooling is None

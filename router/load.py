@@ -160,8 +160,7 @@ class LoadTracker:
             return None
         placement.prefilled_at = self._clock.now() if prefilled_at is None else prefilled_at
         if (replica := self._replicas.get(placement.compute_id)) is not None:
-            replica.computing.drop(placement)
-            replica.touch()
+            replica.computed(placement)
             if not gateway_id:
                 took_s = placement.prefilled_at - placement.routed_at
                 replica.correct(placement, took_s, self._clock.now(), steps_s)
@@ -214,6 +213,18 @@ class LoadTracker:
             )
         return replica.state
 
+    def sent_backlog_tokens(self, replica_id: str, limited_group: str) -> int:
+        """Return the prompt tokens that a known replica has to compute before a request of that group ("": of
+        one that may use all KV), without what gateways hold. What this gateway has sent of other groups that
+        may use a part of the KV alone does not count: where it waits for their share, it lets others pass."""
+        state = self.state(replica_id)
+        others = [
+            it.num_prefill_tokens
+            for it in self._replicas[replica_id].limited
+            if it.limited_group != limited_group
+        ]
+        return max(0, state.backlog_tokens - state.num_queued_tokens - sum(others))
+
     def state_with(
         self,
         replica_id: str,
@@ -250,6 +261,9 @@ class LoadTracker:
                 sums.check()
                 for item in sums.placements:
                     assert self.find(item.request_id, item.gateway_id) is item
+            for item in replica.limited:
+                assert self.placement(item.request_id) is item
+                assert item.prefilled_at is None
         for placements in self._placements.values():
             sent_at = [it.routed_at for it in placements if not it.is_queued and not it.gateway_id]
             assert sent_at == sorted(sent_at)

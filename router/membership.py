@@ -198,7 +198,14 @@ class Members:
         if not can_decode or self._is_avoided(decode_id, "decode"):
             return "decode"
         is_avoided = bool(placement.decode_id) and self._is_avoided(compute_id, "prefill")
-        return "prefill" if is_avoided or not self.can_compute(compute_id) else ""
+        return "prefill" if is_avoided or not self.can_compute(compute_id, placement.limited_group) else ""
+
+    def waits_for_share(self, placement: Placement) -> bool:
+        """Return whether the replicas of a placement could take one of a group that may use all KV, but not
+        this one."""
+        if not placement.limited_group or self.blocked_side(placement) != "prefill":
+            return False
+        return self.can_compute(placement.compute_id)
 
     def takes_more(self, replica_id: str) -> bool:
         """Return whether a replica could take another request now, of any kind."""
@@ -209,13 +216,15 @@ class Members:
             and self.can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
         )
 
-    def can_compute(self, replica_id: str) -> bool:
-        """Whether the replica has less than `steps_ahead` steps to compute."""
+    def can_compute(self, replica_id: str, limited_group: str = "") -> bool:
+        """Whether the replica has less than `steps_ahead` steps to compute before a request of this group
+        (`LoadTracker.sent_backlog_tokens`)."""
         if self._has_refused(replica_id):
             return False
         state = self._load.state(replica_id)
         batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        return state.backlog_tokens - state.num_queued_tokens < self._steps_ahead * batch_tokens
+        num_tokens = self._load.sent_backlog_tokens(replica_id, limited_group)
+        return num_tokens < self._steps_ahead * batch_tokens
 
     def can_decode(self, replica_id: str, num_new_sequences: int, num_prompt_tokens: int) -> bool:
         """Whether the replica has places and blocks for so much more, or nothing to do."""

@@ -204,6 +204,7 @@ class RouterService:
             is_queued=is_queued,
             prefill_s=decision.prediction.prefill_s / self.loads.state(compute_id).rates.correction,
             load_s=decision.prediction.load_s,
+            limited_group=request.facts.limited_group,
         )
         self.loads.on_routed(placement)
         self._predict_computed(placement)
@@ -257,6 +258,12 @@ class RouterService:
         """Return which side of a placed request cannot take it now; "": both can (`Members.blocked_side`)."""
         placement = self.loads.placement(request_id)
         return "" if placement is None else self.members.blocked_side(placement)
+
+    def waits_for_share(self, request_id: str) -> bool:
+        """Return whether a placed request cannot be taken now only because of what was sent before of groups
+        that may use a part of the KV alone, its own among them."""
+        placement = self.loads.placement(request_id)
+        return placement is not None and self.members.waits_for_share(placement)
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has refused a request. It counts as full until its next report."""
@@ -443,7 +450,7 @@ class RouterService:
             decodes = replica_costs(query, self._states(decode_ids), view)
             candidates = priced = self._policy.candidates(query, prefills, decodes)
             if prefers_capacity:
-                candidates = priced = self._with_capacity(query, priced)
+                candidates = priced = self._with_capacity(request, query, priced)
             choice = choose(priced, finds_other=self._is_shared and is_free_choice, limit=view.limit)
             if choice is not None and before is not None:
                 gain_s = cost_of(priced, before.prefill, before.decode, view.limit) - choice.cost_s
@@ -503,13 +510,16 @@ class RouterService:
             return self.members
         return sorted(self.members, key=lambda replica_id: hashed(replica_id, seed))
 
-    def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
+    def _with_capacity(
+        self, request: RouteRequest, query: RouteQuery, candidates: list[Candidate]
+    ) -> list[Candidate]:
         """Return the candidates that can take the request now, or all if those allow no choice."""
+        limited_group = request.facts.limited_group
 
         def has_capacity(candidate: Candidate) -> bool:
             name = candidate.replica_id
             computes, decodes = candidate.side != "decode", candidate.side != "prefill"
-            return (not computes or self.members.can_compute(name)) and (
+            return (not computes or self.members.can_compute(name, limited_group)) and (
                 not decodes or self.members.can_decode(name, query.num_samples, query.num_tokens)
             )
 

@@ -49,6 +49,9 @@ class TrackedReplica:
     computing: PlacementSums = field(default_factory=PlacementSums)
     staying: PlacementSums = field(default_factory=PlacementSums)
     expected: PlacementSums = field(default_factory=PlacementSums)
+    # What this gateway has sent of groups that may use a part of the KV alone, and is not computed: it may
+    # wait there for their share, and keeps no other group waiting.
+    limited: set[Placement] = field(default_factory=set)
     # None: it is made again when it is asked for, and the id is in `changed`.
     state: CurrentLoad | None = None
     # The logarithm of the times that prefills took there over those predicted, and when that was measured.
@@ -118,6 +121,9 @@ class TrackedReplica:
     def count(self, placement: Placement) -> None:
         """Add the placement where the last report does not show it."""
         until = self.covered_until
+        is_open = placement.prefilled_at is None and not placement.is_queued
+        if placement.limited_group and is_open and placement.compute_id == self.identity.replica_id:
+            self.limited.add(placement)
         is_shown = placement.routed_at <= until and not placement.is_queued
         if placement.compute_id == self.identity.replica_id and not is_shown:
             if placement.prefilled_at is None:
@@ -132,6 +138,13 @@ class TrackedReplica:
         """Do not count the placement any more."""
         for sums in self.sums:
             sums.drop(placement)
+        self.limited.discard(placement)
+        self.touch()
+
+    def computed(self, placement: Placement) -> None:
+        """Note that nothing is left to compute of a placement."""
+        self.computing.drop(placement)
+        self.limited.discard(placement)
         self.touch()
 
 

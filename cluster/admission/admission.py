@@ -72,7 +72,8 @@ _EARLY_S = 0.002
 # The most requests that one pump may refuse, place again because their replica is gone, or release: some
 # milliseconds of work. The rest is done in later turns of the event loop.
 MOST_PER_PUMP = 8
-# The pump looks at all waiting requests at least this often, whatever replica it was called for.
+# While anything waits, or a rung of the ladder is taken, the pump looks at all of it at least this often: the
+# pressure, and where requests would wait best, change with time too.
 _LOOK_S = 0.1
 
 
@@ -191,9 +192,9 @@ class RequestAdmission:
 
     def pump(self, replica_id: str = "") -> None:
         """Refuse requests that have waited too long, and release those that the replicas can take now, in the
-        fair order of each replica. Call this whenever a replica may have capacity. With a `replica_id`, most
-        calls look only at the requests that wait for that replica. Work beyond `MOST_PER_PUMP` is done in the
-        next turns of the event loop."""
+        fair order of each replica. Call this whenever a replica may have capacity; the looks that time asks
+        for come by themselves. With a `replica_id`, most calls look only at the requests that wait for that
+        replica. Work beyond `MOST_PER_PUMP` is done in the next turns of the event loop."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -237,11 +238,14 @@ class RequestAdmission:
 
     def _pump_queue(self, name: str, queue: ReplicaQueue, now: float) -> None:
         paused = self.degradation.paused
+        # Flows whose own share of the KV they wait for, and the replicas that cannot take the first of them.
+        passed: set[Flow] = set()
+        waits_for: tuple[str, ...] = ()
         while True:
-            queued = queue.order.peek(now, without=paused)
+            queued = queue.order.peek(now, without=paused, passed=passed)
             if queued is None and paused is not None and self._is_idle(name):
                 paused = None
-                queued = queue.order.peek(now)
+                queued = queue.order.peek(now, passed=passed)
             if queued is None:
                 break
             if self._num_left <= 0:
@@ -253,16 +257,20 @@ class RequestAdmission:
                     self._has_moved(queued)
                 continue
             if not self._router.has_capacity(queued.request_id):
-                queue.blocked(now, (queued.decision.prefill, queued.decision.decode))
+                waits_for = waits_for or (queued.decision.prefill, queued.decision.decode)
+                if self._router.waits_for_share(queued.request_id):
+                    passed.add(queued.flow)
+                    continue
+                queue.blocked(now, waits_for)
                 return
             self._num_left -= 1
-            queue.pop(now, paused)
+            queue.pop(now, paused, passed)
             self.waiting.forget(queued)
             self.num_released[queued.flow.service_class] += 1
             self._served.add(*queued.flow, queued.cost_s, now)
             self._router.on_submitted(queued.request_id)
             self._release(queued)
-        queue.blocked(now, ())
+        queue.blocked(now, waits_for)
 
     def _release(self, queued: QueuedRequest) -> None:
         """Report a request whose turn it is. If it has waited, the bound of the backlog is dropped: it was
@@ -296,8 +304,12 @@ class RequestAdmission:
             queued.report(Refused(self.refusals.overloaded("aged", queued.flow, because, least_wait_s)))
 
     def _wake_in_time(self) -> None:
-        """Schedule a wake-up for the end of the next request's longest wait. That end may have passed: the
-        pump took time, or the request was moved to a queue with an earlier end."""
+        """Schedule the next look at everything, and a wake-up for the end of the next request's longest wait.
+        That end may have passed: the pump took time, or the request was moved to a queue with an earlier
+        end."""
+        is_normal = self.degradation.ladder.rung is Rung.NORMAL
+        if self.waiting or len(self.retries.queue) or not is_normal:
+            self._wake_ups.wake_by(self._pumped_at + _LOOK_S)
         first = self.waiting.first_bound()
         if first is not None and first[1].report is not None:  # otherwise `wait` pumps when its task begins
             self._wake_ups.wake_by(first[0])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -168,21 +168,25 @@ class FairQueue:
         self._due.put(queued, queued.due_at)
         self._waiting[queued.request_id] = queued
 
-    def peek(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
+    def peek(
+        self, now: float, *, without: ServiceClass | None = None, passed: Collection[Flow] = ()
+    ) -> QueuedRequest | None:
         """Return the next request, or None. `without` names a paused class, of which only due requests
-        count."""
+        count; requests of the flows that are `passed` over do not."""
         due = self._due.first() if self._credit_s >= 0 else None
-        if due is not None and due[0] <= now:
+        if due is not None and due[0] <= now and due[1].flow not in passed:
             return due[1]
-        return self._next_by_turn(without)
+        return self._next_by_turn(without, passed)
 
-    def pop(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
+    def pop(
+        self, now: float, *, without: ServiceClass | None = None, passed: Collection[Flow] = ()
+    ) -> QueuedRequest | None:
         """Remove and return the next request, which goes to the replica, and charge its flow; None: there is
-        none."""
-        queued = self.peek(now, without=without)
+        none. A flow that is `passed` over keeps its turn."""
+        queued = self.peek(now, without=without, passed=passed)
         if queued is None:
             return None
-        flow, has_turn = self._flows[queued.flow], self._next_by_turn(without) is queued
+        flow, has_turn = self._flows[queued.flow], self._next_by_turn(without, passed) is queued
         if without is not None:
             self._resumed_s[without] = self._virtual_s  # the class claims no time for its pause
         tag = self._tag(flow)
@@ -292,10 +296,16 @@ class FairQueue:
         self._greatest_tag = max(self._greatest_tag, tag)
         self._turns[flow.key.service_class].put(flow, tag)
 
-    def _next_by_turn(self, without: ServiceClass | None) -> QueuedRequest | None:
+    def _next_by_turn(
+        self, without: ServiceClass | None, passed: Collection[Flow] = ()
+    ) -> QueuedRequest | None:
         """Return the next request of the flow whose turn it is."""
         least, turn = math.inf, None
-        for name, turns in self._turns.items():
+        if passed:
+            flows = (it for key, it in self._flows.items() if it.waiting and key not in passed)
+            able = [it for it in flows if it.key.service_class != without]
+            turn = min(able, key=self._tag, default=None)
+        for name, turns in self._turns.items() if not passed else ():
             first = turns.first() if name != without else None
             if first is not None and (tag := self._tag(first[1])) < least:
                 least, turn = tag, first[1]

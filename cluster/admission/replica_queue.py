@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from cluster.admission.fair_queue import FairQueue
@@ -45,9 +45,12 @@ class ReplicaQueue:
         self.num_tokens += queued.num_tokens
         self._busy[self._replica_id] = self
 
-    def pop(self, now: float, without: ServiceClass | None) -> QueuedRequest | None:
-        """Take out the next request, which the replica takes; None: there is none."""
-        queued = self.order.pop(now, without=without)
+    def pop(
+        self, now: float, without: ServiceClass | None, passed: Collection[Flow] = ()
+    ) -> QueuedRequest | None:
+        """Take out the next request, which the replica takes, flows that are `passed` over left out; None:
+        there is none."""
+        queued = self.order.pop(now, without=without, passed=passed)
         if queued is not None:
             self._took_out(queued)
             self._count(now)

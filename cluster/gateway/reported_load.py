@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from router.messages import QueueState, ReplicaLoad
-from workers.messages.link import LoadReport, QueueReport, ReplicaHello
+from workers.messages.link import LoadReport, QueueReport, ReplicaHello, StepFrame
 from workers.stats_record import ReplicaStats
 
 # The statistics that the router reads.
@@ -30,6 +30,16 @@ def routed_load(load: LoadReport, hello: ReplicaHello | None, now: float) -> Rep
         **transfer_of(load, hello),
         num_running=num_running,
         **dict(zip(_ROUTED, _routed_values(load), strict=True)),
+    )
+
+
+def may_free_capacity(frame: StepFrame) -> bool:
+    """Return whether a replica may take more after this news than before. Tokens alone change nothing of
+    that: what their request has left free is reported, and its own end is an occasion."""
+    return (
+        frame.queue is not None
+        or frame.load is not None
+        or bool(frame.prefills or frame.hand_overs or frame.failures or frame.moves)
     )
 
 

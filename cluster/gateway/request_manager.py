@@ -24,6 +24,7 @@ from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.prompt_relatives import PromptRelatives
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.reported_load import may_free_capacity
 from cluster.gateway.request_records import RequestRecords
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestStart, RequestTask, Router, ended_by_faults
@@ -219,7 +220,8 @@ class RequestManager:
         for ended in frame.moves:
             if (task := self._running.tasks.get(ended.request_id)) is not None:
                 task.apply(task.state.on_move_ended, source, ended)
-        self.admission.pump(source.replica_id)
+        if may_free_capacity(frame):
+            self.admission.pump(source.replica_id)
 
     def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
         """Report successes, and failures that are the replica's own fault, to its circuit breaker."""

@@ -36,23 +36,22 @@ class TokenObserver(Protocol):
 class GatewayEnd:
     """What is sent arrives after the time of the network.
 
-    Tokens between the first and the last of an attempt change nothing at a gateway where nothing waits. They
-    are kept, and go with the next token that does; a frame that has nothing else is not sent.
+    Tokens between the first and the last of an attempt let no waiting request go
+    (`cluster.gateway.reported_load.may_free_capacity`). They are kept, and go with the next token that does
+    more; a frame that has nothing else is not sent.
     """
 
     def __init__(
         self,
         events: EventQueue,
         arrive: Callable[[LinkUp], None],
-        is_quiet: Callable[[], bool],
         observer: TokenObserver,
     ) -> None:
-        """`arrive` takes a message at the gateway, at which nothing waits while it `is_quiet`."""
+        """`arrive` takes a message at the gateway."""
         self._observer = observer
         self._passed: tuple[float, PassedSteps] | None = None
         self._events = events
         self._arrive = arrive
-        self._is_quiet = is_quiet
         self._kept: dict[tuple[RequestKey, int], TokenDelta] = {}
 
     def send(self, frame: LinkUp) -> None:
@@ -87,7 +86,7 @@ class GatewayEnd:
         """The gateway hears of a replica's end from the cluster."""
 
     def _send_step(self, frame: StepFrame) -> None:
-        if not self._is_quiet() or frame.failures or frame.moves:
+        if frame.failures or frame.moves:
             self.send_kept()
             self._post(frame)
             return

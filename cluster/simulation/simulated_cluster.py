@@ -89,7 +89,6 @@ class SimulatedCluster:
                 router=shape.router,
                 block_tokens=block_tokens,
                 seed=seed + index,
-                on_hold=self._catch_up,
                 holds_back=shape.holds_back,
                 observer=self.placements.senders[index],
             )
@@ -123,7 +122,7 @@ class SimulatedCluster:
         phase_s = _TICK_S * float(self._random.random())
         store = None if self.stores is None else self.stores.of(replica_id, engine.block_bytes)
         replica = SimulatedReplica(
-            identity, role, engine, self.events, self.find, self._links, self._may_skip, phase_s, store
+            identity, role, engine, self.events, self.find, self._links, self.shape.skips, phase_s, store
         )
         self._replicas[replica_id] = replica
         self._began_at[identity] = self.clock.now() if ordered_at is None else ordered_at
@@ -168,13 +167,6 @@ class SimulatedCluster:
             other.wake()
         for gateway in self.gateways:
             gateway.lost(replica.identity, reason)
-
-    def _may_skip(self) -> bool:
-        return self.shape.skips and all(gateway.is_quiet for gateway in self.gateways)
-
-    def _catch_up(self) -> None:
-        for replica in self._replicas.values():
-            replica.send_all()
 
     def arrive(
         self,

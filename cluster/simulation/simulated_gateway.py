@@ -14,7 +14,7 @@ from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import OverloadedError, RequestError
-from cluster.gateway.reported_load import routed_load, routed_queue
+from cluster.gateway.reported_load import may_free_capacity, routed_load, routed_queue
 from cluster.gateway.request_task import RequestStart
 from cluster.gateway.submissions import first_route_request
 from cluster.simulation.gateway_figures import GatewayFigures
@@ -68,13 +68,10 @@ class SimulatedGateway:
         router: RouterConfig,
         block_tokens: int,
         seed: int,
-        on_hold: Callable[[], None],
         holds_back: bool = True,
         observer: PlacementObserver | None = None,
     ) -> None:
-        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load.
-        `on_hold` is called when requests begin to wait here: from then on every step of a replica may let one
-        of them go."""
+        """Without `holds_back`, requests are routed and submitted as they arrive, whatever the load."""
         self.name = name
         self.key: GatewayKey = name, 1
         self._events = events
@@ -82,8 +79,6 @@ class SimulatedGateway:
         self._replicas = replicas
         self._block_tokens = block_tokens
         self._holds_back = holds_back
-        self._on_hold = on_hold
-        self._is_holding = False
         self.router = RouterService(router, block_tokens, self._clock, seed, salt=name, observer=observer)
         self.rungs: list[tuple[float, Rung]] = []
         seeds = itertools.count(seed)
@@ -103,22 +98,6 @@ class SimulatedGateway:
         """The requests that have arrived and not ended."""
         return len(self._calls)
 
-    def _is_quiet(self) -> bool:
-        return self.is_quiet
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no request waits here for a replica, and none is under pressure to."""
-        if self.admission.degradation.ladder.rung is not Rung.NORMAL:
-            return False
-        return not self.admission.waiting and not len(self.admission.retries.queue)
-
-    def _look(self) -> None:
-        """Notice that requests begin to wait here."""
-        was_holding, self._is_holding = self._is_holding, not self.is_quiet
-        if self._is_holding and not was_holding:
-            self._on_hold()
-
     # ---------------------------------------------------------------------------------------- calls
 
     def arrive(
@@ -135,7 +114,6 @@ class SimulatedGateway:
         except RequestError as error:
             _refused(record, error, now)
             on_end(record)
-        self._look()
 
     def _accept(
         self,
@@ -229,7 +207,7 @@ class SimulatedGateway:
 
     def join(self, replica: SimulatedReplica) -> None:
         """Open the link to a replica that is ready."""
-        replica.connect(self.key, partial(self._on_message, replica.identity), self._is_quiet, self.figures)
+        replica.connect(self.key, partial(self._on_message, replica.identity), self.figures)
 
     def lost(self, identity: ReplicaIdentity, reason: str) -> None:
         """Take in that a replica's link has ended: its requests go to others."""
@@ -243,7 +221,6 @@ class SimulatedGateway:
             if call.state.is_at(identity):
                 call.apply(call.state.on_lost, identity, reason)
         self.admission.pump()
-        self._look()
 
     def _on_message(self, source: ReplicaIdentity, message: LinkUp) -> None:
         if source not in self._hellos:
@@ -311,8 +288,8 @@ class SimulatedGateway:
         for ended in frame.moves:
             if (call := calls.get(ended.request_id)) is not None:
                 call.apply(call.state.on_move_ended, source, ended)
-        self.admission.pump(source.replica_id)
-        self._look()
+        if may_free_capacity(frame):
+            self.admission.pump(source.replica_id)
 
     def _on_failure(self, source: ReplicaIdentity, failure: RequestFailed) -> None:
         if (call := self._calls.get(failure.request_id)) is not None:

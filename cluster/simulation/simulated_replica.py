@@ -85,10 +85,6 @@ class SimulatedEngine(NamedTuple):
         )
 
 
-def _never() -> bool:
-    return False
-
-
 def _ready(engine: SimulatedEngine, compatibility: CompatibilityRecord, shard: Shard) -> RankReady:
     """Return the report of the one rank that it has loaded."""
     return RankReady(
@@ -121,17 +117,17 @@ class SimulatedReplica(EngineDecisions):
         events: EventQueue,
         find: Callable[[str], LinkedReplica | None],
         links: MutableMapping[ReplicaIdentity, SimulatedPeers],
-        may_skip: Callable[[], bool],
+        skips: bool,
         phase_s: float = 0.0,
         store: NodeStore | None = None,
     ) -> None:
-        """`find` returns a replica by its id, and `links` has the links of every one that lives. While it
-        `may_skip`, steps that only decode are done in runs. The first look at leases comes after `phase_s`,
-        so that replicas do not look at once. `store` is that of the node; None: there is none."""
+        """`find` returns a replica by its id, and `links` has the links of every one that lives. If it
+        `skips`, steps that only decode are done in runs. The first look at leases comes after `phase_s`, so
+        that replicas do not look at once. `store` is that of the node; None: there is none."""
         self.engine = engine
         self._events = events
         self._pump_scheduled = False
-        self._may_skip = may_skip
+        self._skips = skips
         self._ends: list[GatewayEnd] = []
         clock, config, shard = events.clock, engine.config, Shard(0, 1, 0, 1)
         compatibility = engine.compatibility
@@ -222,11 +218,10 @@ class SimulatedReplica(EngineDecisions):
         self,
         gateway: GatewayKey,
         arrive: Callable[[LinkUp], None],
-        is_quiet: Callable[[], bool],
         observer: TokenObserver,
     ) -> None:
         """Open the link of a gateway, as `GatewayEnd` has it."""
-        end = GatewayEnd(self._events, arrive, is_quiet, observer)
+        end = GatewayEnd(self._events, arrive, observer)
         self._ends.append(end)
         self._gateways.connected(gateway, end)
         self._gateways.send(gateway, self.hello())
@@ -250,7 +245,7 @@ class SimulatedReplica(EngineDecisions):
 
     def stop_runs(self) -> None:
         """Send all tokens up to now, and do steps one by one from now on."""
-        self._may_skip = _never
+        self._skips = False
         self.send_all()
 
     def send_all(self) -> None:
@@ -317,8 +312,8 @@ class SimulatedReplica(EngineDecisions):
 
     @property
     def _may_run(self) -> bool:
-        """Whether nothing waits, here or in a gateway, for which a step may make room."""
-        if not self._may_skip() or not (self.connector is None or self.connector.is_idle):
+        """Whether nothing waits here for which a step may make room."""
+        if not self._skips or not (self.connector is None or self.connector.is_idle):
             return False
         landings = self.kv_receiver.landings
         return not (landings.num_waiting or landings.has_claims or len(self.migration))

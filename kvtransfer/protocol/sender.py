@@ -336,7 +336,7 @@ class SendTable:
     def tick(self, now: float) -> list[PushAction]:
         """Call often: renews leases, and ends the ranks when one of them ignores a stop."""
         actions: list[PushAction] = []
-        is_due = now >= self._next_renewal_at
+        is_due = bool(self._pushes) and now >= self._next_renewal_at
         if is_due:
             self._next_renewal_at = now + self._config.landing_lease_s / 4
         for push in self._pushes.values():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import example, given
 
 from kvtransfer.common.moving_average import RateMeter
 from kvtransfer.kv_events import BlocksStored
@@ -106,6 +106,11 @@ _operations = st.lists(
 )
 
 
+@example(drawn=["ask 1", (KEYS[0], WHOLE, "d"), "ask 0", (KEYS[0], WHOLE, "")], shards=(WHOLE,))
+@example(
+    drawn=[(KEYS[0], WHOLE, "n"), "ask 1", (KEYS[0], WHOLE, "d"), "ask 0", (KEYS[0], WHOLE, "n")],
+    shards=(WHOLE,),
+)
 @given(drawn=_operations, shards=st.sampled_from([(WHOLE,), (LEFT, RIGHT), (LEFT,)]))
 def test_engine_cores_know_what_there_is_whenever_they_ask(
     drawn: list[tuple[bytes, Shard, str] | str], shards: tuple[Shard, ...]

@@ -436,6 +436,37 @@ def test_both_replicas_of_a_pair_have_capacity() -> None:
     assert harness.route(prefers_capacity=True).decode == "d1"
 
 
+def test_what_waits_for_a_share_of_the_kv_takes_no_capacity_from_others() -> None:
+    harness = RouterHarness("b0")
+    harness.load("b0")
+    for _ in range(6):
+        harness.route(limited_group="a", num_tokens=2000)
+    first, others = "q1", harness.route(is_queued=True)
+    of_another = harness.route(is_queued=True, limited_group="c").request_id
+    own = harness.route(is_queued=True, limited_group="a").request_id
+    for _ in range(2):
+        router = harness.router
+        assert router.has_capacity(others.request_id)
+        assert router.has_capacity(of_another)
+        assert not router.has_capacity(own)
+        assert router.waits_for_share(own)
+        assert router.members.takes_more("b0")
+        router.check()
+        harness.clock.advance(0.1)
+        harness.load("b0", backlog=12_000)  # the report shows them now
+    harness.load("b0", backlog=30_000)
+    assert not harness.router.has_capacity(others.request_id)
+    assert not harness.router.has_capacity(own)
+    assert not harness.router.waits_for_share(own), "others are before it too"
+    harness.load("b0", backlog=9_000)
+    harness.router.on_prefilled(first)
+    harness.router.on_finished("q2")
+    assert harness.router.loads.sent_backlog_tokens("b0", "") == 1000
+    assert harness.router.loads.sent_backlog_tokens("b0", "a") == 9000
+    assert harness.router.has_capacity(others.request_id)
+    harness.router.check()
+
+
 def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> None:
     harness = RouterHarness("b0", "b1")
     decision = harness.route(excluded=("b1",))

@@ -91,9 +91,7 @@ class Server(SimulatedReplica):
         self._disturbed = _DisturbedSteps(*ENGINE.steps)
         self._has_turn = False
         engine = ENGINE._replace(steps=self._disturbed)
-        super().__init__(
-            ReplicaIdentity(name, 1), role, engine, events, lambda _: None, {}, lambda: False, _SOON_S
-        )
+        super().__init__(ReplicaIdentity(name, 1), role, engine, events, lambda _: None, {}, False, _SOON_S)
         self.num_running = 0
         self.num_submitted = 0
         self._on_end = on_end
@@ -274,14 +272,16 @@ class AdmissionWorld:
         num_bytes: int = 100,
         priority: int = 0,
         keys: tuple[bytes, ...] = (),
+        kv_share: float = 1.0,
     ) -> QueuedRequest | None:
         """Add a request that arrives and return it; None where it is refused."""
+        facts = RequestFacts(tenant, sharing_group=tenant, kv_share=kv_share)
         queued = self.new(
             request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
         )
         try:
             self.admission.checks.check_early(queued, num_bytes)
-            self.admission.place(queued, RouteRequest(request_id, RequestFacts(tenant), keys, num_tokens, 16))
+            self.admission.place(queued, RouteRequest(request_id, facts, keys, num_tokens, 16))
         except OverloadedError as error:
             self.ended_early[request_id] = error
             return None

@@ -85,12 +85,20 @@ class RouterHarness:
         prefers_capacity: bool = False,
         decodes: bool = True,
         is_queued: bool = False,
+        limited_group: str = "",
     ) -> Decision:
+        """Route a request, that of a group with a limit where it has one."""
         self.num_requests += 1
+        facts = RequestFacts(
+            tenant="t",
+            sharing_group=limited_group,
+            kv_share=0.5 if limited_group else 1.0,
+            pooling=None if decodes else "last",
+        )
         decision = self.router.route(
             RouteRequest(
                 request_id=f"q{self.num_requests}",
-                facts=RequestFacts(tenant="t", pooling=None if decodes else "last"),
+                facts=facts,
                 block_keys=keys,
                 num_tokens=num_tokens,
                 max_new_tokens=32,

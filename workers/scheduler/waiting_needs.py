@@ -35,8 +35,8 @@ def landing_needs(
     before its turn.
 
     Paused requests are ahead of nobody. Requests that wait for the share of their sharing group are ahead of
-    their own group alone. So are requests of a group with a limit that have waited for their landing for
-    `_WAIT_S`, since they may wait for the share.
+    their own group alone. So are requests of a group with a limit that wait for their landing, since they may
+    wait for the share there.
     """
     needs: list[LandingNeed] = []
     if not waiting:
@@ -84,7 +84,7 @@ def landing_needs(
         elif is_late and of_group not in passed_targets:
             passed_targets.add(of_group)
             continue
-        target_to_asked_tokens[of_group if is_late else target] += num_uncached_tokens
+        target_to_asked_tokens[of_group] += num_uncached_tokens
     return needs
 
 

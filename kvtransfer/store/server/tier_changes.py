@@ -51,6 +51,8 @@ class TierChanges:
         self._num_sent_slices = 0
         # The blocks that may have changed, with the reason of a removal.
         self._changed: dict[bytes, str] = {}
+        # Those of them whose change somebody knows from a part: if it is undone before `take`, that is news.
+        self._sent_ahead: set[bytes] = set()
 
     def changed(self, key: bytes, reason: str = "") -> None:
         """Note that a record of this block was added, moved or, for this reason, removed."""
@@ -62,15 +64,16 @@ class TierChanges:
         stored: dict[bytes, BlockLocation] = {}
         removed: dict[bytes, str] = {}
         for key, reason in self._changed.items():
-            now, sent = self._find(key), self._sent.get(key)
+            now, sent, is_ahead = self._find(key), self._sent.get(key), key in self._sent_ahead
             if now is None:
-                if sent is not None:
+                if sent is not None or is_ahead:
                     removed[key] = reason
                     self._sent.pop(key)
-            elif now.tier != sent:
+            elif now.tier != sent or is_ahead:
                 stored[key] = now
                 self._sent[key] = now.tier
         self._changed.clear()
+        self._sent_ahead.clear()
         return _messages(stored, removed)
 
     def part(self, number: int) -> TierPart:
@@ -86,6 +89,8 @@ class TierChanges:
                 # A slice that was in a part before is known to others, who are sent its changes by `take`.
                 if sent is None and number >= self._num_sent_slices:
                     self._sent[key] = now.tier
+                elif sent != now.tier:
+                    self._sent_ahead.add(key)
             number += 1
             self._num_sent_slices = max(self._num_sent_slices, number)
         return TierPart(tuple(stored), first, number % NUM_SLICES)

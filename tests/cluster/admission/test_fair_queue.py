@@ -55,6 +55,26 @@ def test_flows_take_turns_whatever_their_numbers() -> None:
     assert drain(queue) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
+def test_a_flow_that_is_passed_over_keeps_its_turn() -> None:
+    queue = FairQueue()
+    for index in range(2):
+        queue.put(waiting(f"a{index}", "a", due_at=1.0), 1.0, 0.0)
+    for index in range(3):
+        queue.put(waiting(f"b{index}", "b"), 1.0, 0.0)
+    queue.put(waiting("c0", "c", service_class="batch"), 1.0, 0.0)
+    passed = {Flow("a", "standard")}
+    for now in (0.0, 2.0):  # whether it is due or not
+        popped = queue.pop(now, without="batch", passed=passed)
+        assert popped is not None
+        assert popped.flow.tenant == "b"
+        queue.check()
+    assert queue.peek(0.0, passed={*passed, Flow("b", "standard"), Flow("c", "batch")}) is None
+    assert queue.peek(0.0, without="batch", passed={*passed, Flow("b", "standard")}) is None
+    order = drain(queue)
+    assert order[0] == "a0"
+    assert order.index("a1") < order.index("b2"), "b has had two turns more"
+
+
 def test_a_flow_does_not_save_up_the_time_of_its_absence() -> None:
     queue = FairQueue()
     for index in range(10):

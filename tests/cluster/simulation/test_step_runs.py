@@ -31,7 +31,7 @@ class Listener:
         self._clock = cluster.clock
         for replica in cluster.replicas:
             arrive = partial(self._arrive, replica.identity.replica_id)
-            replica.connect(("listener", 1), arrive, lambda: True, self)
+            replica.connect(("listener", 1), arrive, self)
 
     def streamed(self, delta: TokenDelta, at: float, passed: PassedSteps | None) -> None:
         raise AssertionError("it has no requests")
