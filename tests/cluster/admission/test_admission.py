@@ -71,20 +71,6 @@ def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_queued(world: Admi
     assert world.admission.num_released == {"interactive": 8}
 
 
-def test_a_flood_that_may_use_a_part_of_the_kv_keeps_nobody_else_waiting(world: AdmissionWorld) -> None:
-    """It may wait at the replica for its share, and has 2.5 steps of 100 tokens there like all others."""
-    for index in range(8):
-        world.arrive(f"a{index}", num_tokens=100, tenant="a", kv_share=0.3)
-    assert list(world.released) == ["a0", "a1", "a2"]
-    for index in range(4):
-        world.arrive(f"b{index}", num_tokens=100, tenant="b")
-    assert list(world.released) == ["a0", "a1", "a2", "b0", "b1", "b2"]
-    world.arrive("c0", num_tokens=100, tenant="c", kv_share=0.3)
-    assert "c0" not in world.released, "what may use all of it is before it"
-    world.run()
-    assert len(world.first_token_at) == 13
-
-
 def test_what_waits_is_told_by_the_replica_that_it_waits_for() -> None:
     world = AdmissionWorld(names=("p0", "d0"))
     for index in range(8):

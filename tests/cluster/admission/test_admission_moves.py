@@ -256,3 +256,18 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
     assert not world.unplaced
     waiting = [it for it in requests if it.request_id not in world.ended]
     assert not [it for it in waiting if it.decision.decode in gone]
+
+
+def test_a_flood_that_may_use_a_part_of_the_kv_keeps_nobody_else_waiting() -> None:
+    """It may wait at the replica for its share, and has 2.5 steps of 100 tokens there like all others."""
+    world = AdmissionWorld()
+    for index in range(8):
+        world.arrive(f"a{index}", num_tokens=100, tenant="a", kv_share=0.3)
+    assert list(world.released) == ["a0", "a1", "a2"]
+    for index in range(4):
+        world.arrive(f"b{index}", num_tokens=100, tenant="b")
+    assert list(world.released) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    world.arrive("c0", num_tokens=100, tenant="c", kv_share=0.3)
+    assert "c0" not in world.released, "what may use all of it is before it"
+    world.run()
+    assert len(world.first_token_at) == 13
