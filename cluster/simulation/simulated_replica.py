@@ -297,8 +297,12 @@ class SimulatedReplica(EngineDecisions):
     def pump(self) -> None:
         self._pump_scheduled = False
         runs = self._runs
-        if not (runs.is_intact and self._may_run):
-            runs.end()
+        if runs.is_intact and self._may_run and self._gate is None:
+            # The rest of a turn has nothing to do: what could change that ends the run first.
+            self.publish()
+            runs.wait()
+            return
+        runs.end()
         super().pump()
         if self._gate is not None:
             self._gate.review(self.table.__contains__)

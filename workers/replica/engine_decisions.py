@@ -349,6 +349,10 @@ class EngineDecisions:
         for report in self.scheduler.isolation.take_reports():
             self.requests.isolated(report)
         self._report_stall()
+        self.publish()
+
+    def publish(self) -> None:
+        """Send the news: of blocks first, then those for each gateway."""
         self._publish_kv()
         self.flush()
 
