@@ -7,7 +7,9 @@ a minute to start, gets three loads:
   changes. Autoscaling begins with the best static split, and shall keep 0.98 of its goodput.
 - `diurnal`: half an hour whose rate rises from a tenth of its peak and falls. Autoscaling shall have 1.1
   times the goodput.
-- `shift`: long prompts with short answers, then short ones with long answers. 1.1 times as well.
+- `shift`: long prompts with short answers, then short ones with long answers. 1.1 times as well. Beside it
+  stands what there is to gain: the goodput if each half had the split that is best for it, without any time
+  for a change, over that of the best split for both.
 
 A good request keeps both objectives. Of each number of replicas the best split is searched: from the split of
 the means of the autoscaled counts upward and downward until goodput falls. Between the two whole numbers
@@ -72,6 +74,8 @@ class Load(NamedTuple):
     objectives: SimulatedObjectives
     counts: tuple[int, int]
     least_ratio: float
+    # Whether it changes in the middle, so that each half may have another best split.
+    has_halves: bool = False
 
 
 class Run(NamedTuple):
@@ -121,6 +125,7 @@ def loads(names: Iterable[str], trace: Path | None, num_traced: int) -> list[Loa
             slow,
             (4, 1),
             1.1,
+            has_halves=True,
         ),
     ]
     if trace is not None:
@@ -191,6 +196,16 @@ class StaticSplits:
                 best, other = other, other + step
         return best, num_replicas - best
 
+    def attainable(self, num_replicas: int) -> float:
+        """Return the goodput of the best split of so many replicas for each half, over that of the best split
+        for both."""
+        halves: list[list[int]] = []
+        for num_prefill in range(1, num_replicas):
+            result = self.run(num_prefill, num_replicas - num_prefill).simulated.result
+            late = [it.arrived_at >= SPAN_S / 2 for it in result.records if self._load.objectives.kept_by(it)]
+            halves.append([late.count(False), late.count(True)])
+        return sum(map(max, zip(*halves, strict=True))) / max(map(sum, halves))
+
     def good_at(self, mean_replicas: float, share: float) -> float:
         """Return the goodput of the best splits of so many replicas, between two whole numbers in
         proportion."""
@@ -238,12 +253,16 @@ def judge_seed(load: Load, seed: int, scaling: PlannedScaling, *, has_moves: boo
             show(at=round(move.at), pool=move.pool, before=move.before, after=move.after, why=move.reason)
     static = splits.good_at(ours.mean_replicas, prefill_share(counts, ours.simulated))
     ratio = ours.num_good / static
+    attainable = {}
+    if load.has_halves:
+        attainable["attainable"] = round(splits.attainable(round(ours.mean_replicas)), 4)
     show(
         load=load.name,
         seed=seed,
         scheme=_scheme(scaling),
         mean_replicas=round(ours.mean_replicas, 2),
         ratio=round(ratio, 4),
+        **attainable,
     )
     return ratio
 

@@ -40,7 +40,7 @@ class RouterConfig(BaseModel):
     decode_steps: float = Field(default=10.0, ge=0)
     # Steps of work that a replica has at a time, those under way included; what exceeds them is held in the
     # gateway.
-    steps_ahead: float = Field(default=3.5, gt=0)
+    steps_ahead: float = Field(default=2.5, gt=0)
 
     @field_validator("policy", mode="before")
     @classmethod

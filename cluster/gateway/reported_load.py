@@ -35,7 +35,8 @@ def routed_load(load: LoadReport, hello: ReplicaHello | None, now: float) -> Rep
 
 def may_free_capacity(frame: StepFrame) -> bool:
     """Return whether a replica may take more after this news than before. Tokens alone change nothing of
-    that: what their request has left free is reported, and its own end is an occasion."""
+    that: the end of a request runs the admission's pump by itself, and what it leaves free at the replica
+    comes with a report of the queue."""
     return (
         frame.queue is not None
         or frame.load is not None

@@ -43,7 +43,7 @@ class ScalingConfig(BaseModel):
     # How much history the demand forecast uses.
     forecast_s: float = Field(default=300.0, gt=0)
     # Share of the measured capacity that the forecast plans with.
-    target_load: float = Field(default=0.75, gt=0, le=1)
+    target_load: float = Field(default=0.8, gt=0, le=1)
     # The time after a pool grew until it may grow again.
     up_cool_down_s: float = Field(default=15.0, ge=0)
     # The time after a pool changed in either direction until it may shrink: about that of a start, since a

@@ -90,6 +90,11 @@ class Folder:
             r"\1 generate Hi --max-tokens 2 --request-id documented > /dev/null; \1 explain documented",
             text,
         )
+        text = re.sub(  # a cluster that has recorded requests, and measured its steps
+            r"(\S*tandem) simulate --from",
+            r"\1 bench serve --concurrency 1 > /dev/null; \1 simulate --from",
+            text,
+        )
         for shown, option in (("8780", "--port"), ("8782", "--admin-port"), ("8784", "--http-port")):
             text = re.sub(rf"\b(?:HOST|127\.0\.0\.1):{shown}\b", f"127.0.0.1:{self._ports[option]}", text)
         printed = r"$(sed -nE 's/^{}  +(in )?//p' serve-*.log | head -1)"

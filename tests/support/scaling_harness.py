@@ -34,6 +34,7 @@ def config(most: int = 16, **settings: Any) -> ScalingConfig:
         "ttft_slo_s": 2.0,
         "itl_slo_s": 0.05,
         "down_cool_down_s": 120.0,
+        "target_load": 0.75,
     }
     return ScalingConfig.model_validate(defaults | settings)
 

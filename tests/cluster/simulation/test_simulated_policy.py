@@ -24,6 +24,7 @@ from cluster.simulation.varying_load import varying_sessions
 # 1,000 tokens of prompts a second; ten sequences decode in steps of 200 ms, the objective.
 STEPS = StepModel(base_s=0.1, sequence_s=0.01, context_s=0.0, token_s=1e-3)
 ENGINE = SimulatedEngine(STEPS, num_blocks=400, block_tokens=64, max_sequences=16)
+LOAD = ScalingConfig().target_load
 PREFILL_TOK_S, DECODE_TOK_S = 1000.0, 10 / 0.2
 OBJECTIVES = SimulatedObjectives(4.0, 0.2)
 
@@ -68,10 +69,10 @@ def counts_at(run: Simulated, at: float, counts: dict[str, int]) -> dict[str, in
 
 
 def by_demand(per_s: float, prompt: int, output: int) -> dict[str, int]:
-    """Return the counts from first principles: tokens a second over three quarters of what a replica does."""
+    """Return the counts from first principles: tokens a second over four fifths of what a replica does."""
     return {
-        "prefill": math.ceil(per_s * prompt / (0.75 * PREFILL_TOK_S)),
-        "decode": math.ceil(per_s * output / (0.75 * DECODE_TOK_S)),
+        "prefill": math.ceil(per_s * prompt / (LOAD * PREFILL_TOK_S)),
+        "decode": math.ceil(per_s * output / (LOAD * DECODE_TOK_S)),
     }
 
 
@@ -135,7 +136,7 @@ def test_one_pool_that_does_both_follows_the_demand() -> None:
     both = {"both": 1}
     run = scaled(2.0, lambda at: (300, 20), 60.0, both)
     busy = 2 * 300 / PREFILL_TOK_S + 2 * 20 / DECODE_TOK_S
-    assert counts_at(run, 55.0, both)["both"] in (math.ceil(busy / 0.75), math.ceil(1.2 * busy / 0.75))
+    assert counts_at(run, 55.0, both)["both"] in (math.ceil(busy / LOAD), math.ceil(1.2 * busy / LOAD))
     assert all(record.is_good for record in run.result.records)
 
 
