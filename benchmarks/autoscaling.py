@@ -204,7 +204,8 @@ class StaticSplits:
             result = self.run(num_prefill, num_replicas - num_prefill).simulated.result
             late = [it.arrived_at >= SPAN_S / 2 for it in result.records if self._load.objectives.kept_by(it)]
             halves.append([late.count(False), late.count(True)])
-        return sum(map(max, zip(*halves, strict=True))) / max(map(sum, halves))
+        best_of_each = [max(num_good) for num_good in zip(*halves, strict=True)]
+        return sum(best_of_each) / max(sum(num_good) for num_good in halves)
 
     def good_at(self, mean_replicas: float, share: float) -> float:
         """Return the goodput of the best splits of so many replicas, between two whole numbers in
