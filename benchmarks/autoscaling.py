@@ -199,13 +199,13 @@ class StaticSplits:
     def attainable(self, num_replicas: int) -> float:
         """Return the goodput of the best split of so many replicas for each half, over that of the best split
         for both."""
-        halves: list[list[int]] = []
+        halves: list[tuple[int, int]] = []
         for num_prefill in range(1, num_replicas):
             result = self.run(num_prefill, num_replicas - num_prefill).simulated.result
             late = [it.arrived_at >= SPAN_S / 2 for it in result.records if self._load.objectives.kept_by(it)]
-            halves.append([late.count(False), late.count(True)])
-        best_of_each = [max(num_good) for num_good in zip(*halves, strict=True)]
-        return sum(best_of_each) / max(sum(num_good) for num_good in halves)
+            halves.append((late.count(False), late.count(True)))
+        best_of_each = max(early for early, _ in halves) + max(late for _, late in halves)
+        return best_of_each / max(early + late for early, late in halves)
 
     def good_at(self, mean_replicas: float, share: float) -> float:
         """Return the goodput of the best splits of so many replicas, between two whole numbers in
