@@ -47,6 +47,7 @@ class RawRedis:
         named = {name.replace("_", "-"): value for name, value in settings.items()}
         self._settings = {**fixed, **named}
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._clients: list[redis.Redis] = []
         self.start()
 
     @property
@@ -78,9 +79,11 @@ class RawRedis:
         return False
 
     def client(self, **options: Any) -> redis.Redis:
-        """Return a connection of the test's own, once the server answers."""
+        """Return a connection of the test's own, once the server answers. It is closed with the server."""
         retry = Retry(ConstantBackoff(0.02), 500)
-        return redis.Redis(port=self.port, retry=retry, retry_on_error=[redis.ConnectionError], **options)
+        client = redis.Redis(port=self.port, retry=retry, retry_on_error=[redis.ConnectionError], **options)
+        self._clients.append(client)
+        return client
 
     def signal(self, number: signal.Signals) -> None:
         assert self._watchdog is not None
@@ -93,6 +96,8 @@ class RawRedis:
         self.close()
 
     def close(self) -> None:
+        for client in self._clients:
+            client.close()
         if self._watchdog is not None and self._watchdog.stdin is not None:
             self._watchdog.stdin.close()
             self._watchdog.wait()
