@@ -37,7 +37,7 @@ class RequestFacts(Part, frozen=True):
 
     @property
     def limited_group(self) -> str:
-        """The sharing group, if it may use a part of the KV alone; "": it may use all."""
+        """The sharing group, if it may use only a part of the KV blocks; "": it may use all of them."""
         return self.sharing_group if self.kv_share < 1 else ""
 
     @property

@@ -214,9 +214,9 @@ class LoadTracker:
         return replica.state
 
     def sent_backlog_tokens(self, replica_id: str, limited_group: str) -> int:
-        """Return the prompt tokens that a known replica has to compute before a request of that group ("": of
-        one that may use all KV), without what gateways hold. What this gateway has sent of other groups that
-        may use a part of the KV alone does not count: where it waits for their share, it lets others pass."""
+        """Return the prompt tokens that a known replica has to compute before a request of that group (""
+        for one without a limit), without what gateways hold. What this gateway has sent of other groups with
+        a limit does not count: where it waits for its group's share, the replica lets others pass."""
         state = self.state(replica_id)
         others = [
             it.num_prefill_tokens

@@ -201,8 +201,8 @@ class Members:
         return "prefill" if is_avoided or not self.can_compute(compute_id, placement.limited_group) else ""
 
     def waits_for_share(self, placement: Placement) -> bool:
-        """Return whether the replicas of a placement could take one of a group that may use all KV, but not
-        this one."""
+        """Return whether only what was sent before of groups with a limited share of the KV, its own among
+        them, keeps a placement waiting."""
         if not placement.limited_group or self.blocked_side(placement) != "prefill":
             return False
         return self.can_compute(placement.compute_id)

@@ -33,8 +33,7 @@ class Placement:
     load_s: float = 0.0
     # The time until it is computed, as predicted when it was sent.
     wait_s: float = 0.0
-    # The sharing group that may use a part of the KV alone, and waits where it has used that up; "": it may
-    # use all.
+    # Its sharing group, if that may use only a part of the KV blocks (`RequestFacts.limited_group`).
     limited_group: str = ""
 
 

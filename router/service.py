@@ -260,8 +260,8 @@ class RouterService:
         return "" if placement is None else self.members.blocked_side(placement)
 
     def waits_for_share(self, request_id: str) -> bool:
-        """Return whether a placed request cannot be taken now only because of what was sent before of groups
-        that may use a part of the KV alone, its own among them."""
+        """Return whether a placed request would have capacity if its sharing group had no limit
+        (`Members.waits_for_share`)."""
         placement = self.loads.placement(request_id)
         return placement is not None and self.members.waits_for_share(placement)
 

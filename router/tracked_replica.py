@@ -49,8 +49,8 @@ class TrackedReplica:
     computing: PlacementSums = field(default_factory=PlacementSums)
     staying: PlacementSums = field(default_factory=PlacementSums)
     expected: PlacementSums = field(default_factory=PlacementSums)
-    # What this gateway has sent of groups that may use a part of the KV alone, and is not computed: it may
-    # wait there for their share, and keeps no other group waiting.
+    # What this gateway has sent of groups that may use only a part of the KV blocks, and what is not computed
+    # yet: it may wait there for its group's share, and keeps no other group waiting.
     limited: set[Placement] = field(default_factory=set)
     # None: it is made again when it is asked for, and the id is in `changed`.
     state: CurrentLoad | None = None

@@ -238,7 +238,7 @@ class RequestAdmission:
 
     def _pump_queue(self, name: str, queue: ReplicaQueue, now: float) -> None:
         paused = self.degradation.paused
-        # Flows whose own share of the KV they wait for, and the replicas that cannot take the first of them.
+        # Flows that wait for their own share of the KV, and the replicas that the first of them waits for.
         passed: set[Flow] = set()
         waits_for: tuple[str, ...] = ()
         while True:

@@ -300,15 +300,13 @@ class FairQueue:
         self, without: ServiceClass | None, passed: Collection[Flow] = ()
     ) -> QueuedRequest | None:
         """Return the next request of the flow whose turn it is."""
-        least, turn = math.inf, None
-        if passed:
-            flows = (it for key, it in self._flows.items() if it.waiting and key not in passed)
-            able = [it for it in flows if it.key.service_class != without]
-            turn = min(able, key=self._tag, default=None)
-        for name, turns in self._turns.items() if not passed else ():
-            first = turns.first() if name != without else None
-            if first is not None and (tag := self._tag(first[1])) < least:
-                least, turn = tag, first[1]
+        if passed:  # rare, and so looked for among all
+            waiting = (flow for key, flow in self._flows.items() if flow.waiting and key not in passed)
+        else:
+            firsts = [turns.first() for turns in self._turns.values()]
+            waiting = (first[1] for first in firsts if first is not None)
+        able = (flow for flow in waiting if flow.key.service_class != without)
+        turn = min(able, key=self._tag, default=None)
         next_of_flow = turn.waiting.first() if turn is not None else None
         return next_of_flow[1] if next_of_flow is not None else None
 

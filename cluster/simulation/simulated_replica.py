@@ -316,7 +316,7 @@ class SimulatedReplica(EngineDecisions):
 
     @property
     def _may_run(self) -> bool:
-        """Whether nothing waits here for which a step may make room."""
+        """Whether nothing waits here for which a step may free something."""
         if not self._skips or not (self.connector is None or self.connector.is_idle):
             return False
         landings = self.kv_receiver.landings

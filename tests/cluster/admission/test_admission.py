@@ -423,10 +423,7 @@ def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: AdmissionWor
     assert world.admission.degradation.max_tokens("interactive", 1000) == 1000
     assert world.ended_early["low"].retry_after_s >= (1 - JITTER) * IDLE_RELEASE_S, "no sooner than the rung"
     world.run()
-    for _ in range(60):
-        world.clock.advance(1.0)
-        world.admission.pump()
-    assert world.admission.degradation.ladder.rung is Rung.NORMAL
+    assert world.admission.degradation.ladder.rung is Rung.NORMAL, "its looks come without any news"
     assert world.rungs[-1] is Rung.NORMAL
     assert world.admission.degradation.max_tokens("standard", 1000) == 1000
 
