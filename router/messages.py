@@ -43,6 +43,8 @@ class ReplicaLoad(Part, frozen=True):
     # The tokens of a step, and the sequences that can run; 0 if unknown.
     max_batch_tokens: int = 0
     max_sequences: int = 0
+    # The time per output token that chunks of prompts leave to running sequences; 0: they are not limited.
+    tpot_objective_s: float = 0.0
     # What a prompt takes along when it is handed over, beside KV of its tokens in layers without a window, in
     # tokens of such KV: of each of its last `window_tokens` in layers with one, and its states.
     window_tokens: int = 0

@@ -34,7 +34,7 @@ struct Row {
   int64_t turn, num_sent_tokens, num_held_tokens, num_sent_sequences, num_held_sequences, num_free_blocks,
       num_total_blocks, max_local_tokens, window_tokens;
   double received_at, num_places, place_s, token_s, product_s, attention_s, mixed_s, transfer_s, dram_s, nvme_s,
-      present_step_s, step_s, state_s, window_token_s;
+      present_step_s, step_s, stretch, disturbed_part, state_s, window_token_s;
 };
 
 struct Query {
@@ -81,12 +81,13 @@ inline Costs price(const Settings& settings, const Row& now, const Query& query,
   const double load_s = dram * now.dram_s + nvme * now.nvme_s;
   const double prefill_s =
       computed * (now.product_s + now.attention_s * (static_cast<double>(num_tokens - uncached) + 0.5 * computed));
-  const double own_s = prefill_s + computed * now.mixed_s;
+  const double own_s = now.stretch * prefill_s + computed * now.mixed_s;
 
   double disturbance_s = 0.0;
   if (now.role != PREFILL) {
     const double num_streams = static_cast<double>(now.num_sent_sequences + (now.role == DECODE));
-    disturbance_s = num_streams * prefill_s * std::min(1.0, prefill_s / now.present_step_s);
+    const double part = now.disturbed_part < 0 ? std::min(1.0, prefill_s / now.present_step_s) : now.disturbed_part;
+    disturbance_s = num_streams * prefill_s * part;
   }
   const double held_tokens = query.held_part * static_cast<double>(now.num_held_tokens);
   double queue_s = (static_cast<double>(now.num_sent_tokens) + held_tokens) * now.token_s;

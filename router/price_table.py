@@ -27,7 +27,7 @@ from router.radix import PrefixTree
 # The structs of native.cpp, field by field.
 _SETTINGS = struct.Struct("6d2q")
 _ROW_IDENTITY = struct.Struct("5q")
-_ROW_LOAD = struct.Struct("9q14d")
+_ROW_LOAD = struct.Struct("9q16d")
 _QUERY = struct.Struct("7q5d")
 _RESULT = struct.Struct("4d3q")
 _TABLE = struct.Struct("2Pq2P")
@@ -190,6 +190,8 @@ class PriceTable:
             rates.nvme_s,
             rates.present_step_s,
             rates.step_s,
+            rates.stretch,
+            rates.disturbed_part,
             rates.state_s,
             rates.window_token_s,
         )

@@ -178,3 +178,6 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # of the compiler of kernels beside them.
     start_phase_s: dict[str, float] = {}
     kernels_s: float = 0.0
+
+    # The time per output token that chunks of prompts leave to running sequences; 0: they are not limited.
+    tpot_objective_s: float = 0.0

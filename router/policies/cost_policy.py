@@ -34,6 +34,8 @@ prefix is no better than computing it again on an idle replica; for all others i
 
 *Disturbance*: each of the n streams of the replica waits as long as the prefill takes. A wait that is a small
 part of a decode step goes unnoticed, so it counts by that part: n x prefill_s x min(1, prefill_s / step_s).
+Where chunks are sized by an objective that the streams keep, a tenth of the wait counts; the rest as far as
+the objective is missed (`router.rates`). So decode replicas compute prompts in the time that it leaves.
 Prefill replicas have no streams. On a replica of the decode role one more stream is counted: its capacity is
 reserved for streams, and the next is due.
 
@@ -86,7 +88,8 @@ def disturbance_s(state: CurrentLoad, prefill_s: float) -> float:
     if state.role == "prefill":
         return 0.0
     num_streams = state.num_sent_sequences + (1 if state.role == "decode" else 0)
-    return num_streams * prefill_s * min(1.0, prefill_s / state.rates.present_step_s)
+    part = state.rates.disturbed_part
+    return num_streams * prefill_s * (min(1.0, prefill_s / state.rates.present_step_s) if part < 0 else part)
 
 
 def space_penalty_s(query: RouteQuery, replica: ReplicaCost) -> float:

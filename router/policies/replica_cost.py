@@ -86,7 +86,7 @@ def replica_cost(
         matched_tokens,
         uncached_tokens=uncached_tokens,
         prefill_s=prefill_s,
-        own_s=prefill_s + uncached_tokens * rates.mixed_s,
+        own_s=rates.stretch * prefill_s + uncached_tokens * rates.mixed_s,
         queue_s=state.queue(queued_part),
         place_wait_s=state.place_wait(queued_part),
         dram_tokens=dram_tokens,

@@ -23,7 +23,15 @@ from router.policies.cost_policy import (
     space_penalty_s,
 )
 from router.policies.replica_cost import ReplicaCost, RouteQuery, replica_cost
-from router.rates import DEFAULT_LOAD_RATIO, DEFAULT_SEQUENCE_PART, DEFAULT_TRANSFER_RATIO, rates_of
+from router.rates import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_LOAD_RATIO,
+    DEFAULT_SEQUENCE_PART,
+    DEFAULT_TRANSFER_RATIO,
+    LEAST_PROMPT_SHARE,
+    rates_of,
+)
+from workers.scheduler import chunk_sizes
 
 # Of a token, at the speed of these replicas.
 TOKEN_S = 1e-4
@@ -113,6 +121,45 @@ def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
 def test_disturbance(role: str, sequences: int, uncached: int, tokens: float) -> None:
     replica = state(role, sequences=sequences)
     assert disturbance_s(replica, uncached * TOKEN_S) == pytest.approx(tokens * TOKEN_S)
+
+
+def paced(sequences: int, objective_s: float) -> CurrentLoad:
+    """A decode replica whose chunks are sized by an objective. A step takes 10 ms, and 1 ms a sequence."""
+    report = replace(
+        state(sequences=sequences).report,
+        prefill_token_s=TOKEN_S,
+        decode_base_s=0.01,
+        decode_sequence_s=0.001,
+        tpot_objective_s=objective_s,
+    )
+    return CurrentLoad("decode", report, 0, sequences, 100, rates_of(report, sequences))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "stretch", "part"),
+    [
+        (0, 1.0, 0.1),
+        (5, 40 / 35, 0.1),  # 35 of 40 ms are the chunk's
+        (20, 2.0, 0.1),
+        (50, 80 / 30, 0.55),  # 60 ms without a chunk, and 80 ms with one, of which half are beyond the 40
+    ],
+)
+def test_prompts_take_the_time_that_an_objective_leaves(sequences: int, stretch: float, part: float) -> None:
+    replica = paced(sequences, 0.04)
+    priced = replica_cost(QUERY, replica, False, 0, 0, 0)
+    assert priced.prefill_s == pytest.approx(1000 * TOKEN_S)
+    assert priced.own_s == pytest.approx(stretch * 1000 * TOKEN_S)
+    assert disturbance_s(replica, 0.1) == pytest.approx((sequences + 1) * 0.1 * part)
+
+
+def test_what_decodes_takes_its_part_of_full_steps_without_an_objective() -> None:
+    priced = replica_cost(QUERY, paced(20, 0.0), False, 0, 0, 0)
+    assert priced.own_s == pytest.approx(1000 * (TOKEN_S + 0.02 / (DEFAULT_BATCH_TOKENS - 20)))
+    assert disturbance_s(paced(20, 0.0), 0.1) == pytest.approx(21 * 0.1)
+
+
+def test_the_share_of_prompts_where_no_chunk_keeps_the_objective_is_the_scheduler_s() -> None:
+    assert LEAST_PROMPT_SHARE == chunk_sizes._PROMPT_SHARE
 
 
 def test_unmeasured_rates_have_defaults() -> None:

@@ -43,6 +43,8 @@ replicas = st.fixed_dictionaries(
         "nvme": st.integers(0, 10),
         "wait": st.sampled_from([None, None, 0.0, 3.0]),
         "sequence_s": st.sampled_from([0.0, 0.001]),
+        "base_s": st.sampled_from([0.0, 0.01]),
+        "objective_s": st.sampled_from([0.0, 0.02, 0.04]),
         # The blocks that are marked, of a replica with windows and states; None: it has neither.
         "marked": st.none() | st.sets(st.integers(0, 43)),
     }
@@ -173,7 +175,9 @@ def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_sh
                 max_local_tokens=int(str(it["max_local"])),
                 prefill_token_s=float(str(it["token_s"])),
                 attention_token_s=1e-8,
+                decode_base_s=float(str(it["base_s"])),
                 decode_sequence_s=float(str(it["sequence_s"])),
+                tpot_objective_s=float(str(it["objective_s"])),
                 max_sequences=int(str(it["max_sequences"])),
                 window_tokens=300 if has_groups else 0,
                 window_token_ratio=1.75 if has_groups else 0.0,

@@ -114,6 +114,7 @@ class ReplicaReports:
             num_paused=scheduler.counts.num_paused,
             max_sequences=scheduler.config.max_sequences,
             max_batch_tokens=scheduler.config.max_batch_tokens,
+            tpot_objective_s=scheduler.config.tpot_objective_s or 0.0,
             num_context_tokens=scheduler.counts.num_context_tokens,
             num_landings=landings.num_open + landings.num_waiting,
             num_backlog_tokens=scheduler.counts.num_backlog_tokens,
