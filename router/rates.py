@@ -36,9 +36,9 @@ DEFAULT_TRANSFER_RATIO = 0.1
 # The value of `Rates.disturbed_part` without an objective.
 BY_STEP = -1.0
 # The part of a delay that counts where sequences keep their objective all the same. Chosen on simulated loads
-# of two models, whose replicas were divided between prefill and decode in every way: all divisions with enough
-# decode replicas keep 99 % of the requests within both objectives. With 0 prefill replicas are left idle, and
-# with 0.3 decode replicas; both lose up to 4 % of the requests, without an objective up to 34 %.
+# of two models, whose replicas were divided between prefill and decode in every way: all divisions with
+# enough decode replicas keep 99 % of the requests within both objectives. With 0 prefill replicas are left
+# idle, and with 0.3 decode replicas; some then lose up to 14 % of the requests, and without an objective 34.
 WITHIN_OBJECTIVE_PART = 0.1
 # The part of a step that prompts get where no chunk keeps the objective (`workers.scheduler.chunk_sizes`).
 LEAST_PROMPT_SHARE = 0.25

@@ -16,6 +16,7 @@ from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import RosterView
 from cluster.scaling.roles import RoleTable
 from cluster.scaling.samples import DemandMeter, PoolView, ReplicaSample, ScalingSample, last_changes
+from router.policies.known_policies import is_priced
 
 
 class _Report(NamedTuple):
@@ -93,6 +94,7 @@ def pool_views(
 ) -> tuple[PoolView, ...]:
     """Return the pools of the configuration that run: those with a desired count."""
     assigned = roles.assigned()
+    prices_prompts = is_priced(config.router.policy)
     pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
     views = []
     for pool in config.pools:
@@ -111,6 +113,7 @@ def pool_views(
                 grew_at=grew_at,
                 changed_at=changed_at,
                 assigned=tuple((key, since) for key, since in assigned.items() if pool_of[key] == pool.name),
+                tpot_objective_s=pool.engine.tpot_objective_s if prices_prompts else None,
             )
         )
     return tuple(views)

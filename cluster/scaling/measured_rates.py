@@ -172,34 +172,40 @@ def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
     return StepCost(step_s - slope * batch, slope)
 
 
-def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
-    """Return the sizes of requests since they last changed beyond chance, in which recent samples count
-    more."""
+def measured_sizes(
+    history: History, now: float, fade_s: float, change_before: float = math.inf
+) -> RequestSizes:
+    """Return the sizes of requests since they last changed beyond chance, in which recent samples count more.
+    A change after `change_before` does not count."""
     if not len(history):
         return RequestSizes(None, None, 1.0)
     asked = np.array([sample.demand.values()[:8] for sample in history], dtype=np.float64)
     weights = np.array([kept_share(now - sample.at, fade_s) for sample in history])
+    num_old = sum(sample.at <= change_before for sample in history)
     arrived, sequences = (weights @ asked[:, :2]).tolist()
     return RequestSizes(
-        prompt=_moments_since_change(asked[:, 2:5], weights),
-        output=_moments_since_change(asked[:, 5:8], weights),
+        prompt=_moments_since_change(asked[:, 2:5], weights, num_old),
+        output=_moments_since_change(asked[:, 5:8], weights, num_old),
         sequences_per_request=sequences / arrived if arrived > 0 else 1.0,
     )
 
 
-def _moments_since_change(asked: _Floats, weights: _Floats) -> Moments | None:
-    """Return the moments of what was asked for since the latest change of its mean. `asked` has the count,
-    the sum and the sum of squares of each sample: [num_samples, 3]."""
-    begin = _latest_change(asked)
+def _moments_since_change(asked: _Floats, weights: _Floats, num_old: int) -> Moments | None:
+    """Return the moments of what was asked for since the latest change of its mean, which is looked for among
+    the `num_old` oldest samples. `asked` has the count, the sum and the sum of squares of each sample:
+    [num_samples, 3]."""
+    begin = _latest_change(asked, num_old)
     return moments(*(weights[begin:] @ asked[begin:]).tolist())
 
 
-def _latest_change(asked: _Floats) -> int:
+def _latest_change(asked: _Floats, num_old: int) -> int:
     """Return the first sample after the latest change of the mean, 0 without any: the values from there on
     and all before them have means that differ by many standard errors. Both are taken to be spread as the
     more uneven ones are: few values often lack the long ones."""
     after = np.cumsum(asked[::-1], axis=0)[::-1]
     for begin in range(len(asked) - _CHANGE_SAMPLES, 0, -_CHANGE_SAMPLES):
+        if begin >= num_old:
+            continue
         new, old = after[begin], after[0] - after[begin]
         if min(new[0], old[0]) < _CHANGE_REQUESTS:
             continue
@@ -209,6 +215,17 @@ def _latest_change(asked: _Floats) -> int:
         if abs(found[0].mean - found[1].mean) > _CHANGE_ERRORS * math.sqrt(variance):
             return begin
     return 0
+
+
+def larger_sizes(sizes: RequestSizes, others: RequestSizes) -> RequestSizes:
+    """Return of prompts and of outputs the larger."""
+
+    def larger(one: Moments | None, other: Moments | None) -> Moments | None:
+        return max(filter(None, (one, other)), key=lambda each: each.mean, default=None)
+
+    return sizes._replace(
+        prompt=larger(sizes.prompt, others.prompt), output=larger(sizes.output, others.output)
+    )
 
 
 def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:

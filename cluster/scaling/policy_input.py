@@ -12,6 +12,7 @@ from cluster.scaling.measured_rates import (
     ArrivalRates,
     MeasuredRates,
     RequestSizes,
+    larger_sizes,
     measured_arrivals,
     measured_rates,
     measured_sizes,
@@ -36,6 +37,7 @@ from cluster.scaling.samples import (
     kind_of,
     may_prefill,
 )
+from cluster.scaling.shared_prompts import PromptShares, shared_needs
 
 # The other role that a replica may play, by home role.
 OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
@@ -54,7 +56,8 @@ class ReplicaKind(NamedTuple):
     num_desired: int
     num_assigned: int
     num_borrowed: int
-    # The largest number that limits and operators allow.
+    # The smallest and the largest number that limits and operators allow; at least 1.
+    least: int
     reach: int
 
     @property
@@ -83,6 +86,9 @@ class PolicyView:
         self.max_sequences = min((pool.max_sequences for pool in pools if pool.role != PREFILL), default=1)
         self.rates: MeasuredRates = measured_rates(history, config, self.max_sequences, now, self.has_prefill)
         self.sizes: RequestSizes = measured_sizes(history, now, config.forecast_s / 2)
+        old = measured_sizes(history, now, config.forecast_s / 2, now - config.down_cool_down_s)
+        # What must still fit after a pool shrank: a few short requests are no reason to.
+        self.lasting_sizes = larger_sizes(self.sizes, old)
         self.start_s = max((history.start_s(pool.name) for pool in pools), default=0.0)
         self.work: ArrivalRates = measured_arrivals(
             history, config, min(self.start_s, config.forecast_s / 2), now
@@ -115,6 +121,7 @@ class PolicyView:
             self.start_s,
             self.work.expected.per_s,
             has_prefill=self.has_prefill,
+            shares_prompts=self.shares_prompts,
         )
 
     def was_short(self, kind: str, for_s: float) -> bool:
@@ -129,18 +136,27 @@ class PolicyView:
         tell."""
         if self.history.covered_s < self.config.forecast_s / 10:
             return dict.fromkeys(self.kinds, ReplicaNeed(None, ""))
-        return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
+        return self._needs_of(self.work.expected.per_s, self.sizes)
 
     def lasting_needs(self) -> dict[str, ReplicaNeed]:
         """Return the needs with the latest demand and a margin above it: no pool shrinks below these."""
-        return forecast_replicas(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
+        return self._needs_of(HYSTERESIS * self.work.lasting_per_s, self.lasting_sizes)
 
-    def _load(self, per_s: float) -> ExpectedLoad:
-        return ExpectedLoad(per_s, self.work.expected.dispersion, self.sizes, self.rates)
+    def _needs_of(self, per_s: float, sizes: RequestSizes) -> dict[str, ReplicaNeed]:
+        load = ExpectedLoad(per_s, self.work.expected.dispersion, sizes, self.rates)
+        needs = forecast_replicas(load, self.config, {name: kind.reach for name, kind in self.kinds.items()})
+        if self.shares_prompts:
+            shares = PromptShares(self.kinds[PREFILL].least, self.kinds[DECODE].reach)
+            needs = shared_needs(load, self.config, needs, shares)
+        return needs
 
     @property
-    def _reach(self) -> dict[str, int]:
-        return {name: kind.reach for name, kind in self.kinds.items()}
+    def shares_prompts(self) -> bool:
+        """Whether decode replicas compute prompts beside their sequences, within the objective."""
+        if self.kinds.keys() != {PREFILL, DECODE}:
+            return False
+        objectives = [pool.tpot_objective_s for pool in self.kinds[DECODE].pools]
+        return all(each is not None and each <= self.config.itl_slo_s for each in objectives)
 
     def side(self, kind: str, sample: ScalingSample) -> Side:
         return side_of(sample, kind, has_prefill=self.has_prefill)
@@ -198,9 +214,14 @@ def _kinds(pools: Sequence[PoolView], *, has_prefill: bool) -> dict[str, Replica
             num_desired=sum(pool.desired for pool in own),
             num_assigned=sum(len(pool.assigned) for pool in own),
             num_borrowed=num_borrowed,
+            least=max(1, sum(_least(pool) for pool in own)),
             reach=sum(_most(pool) for pool in own),
         )
     return found
+
+
+def _least(pool: PoolView) -> int:
+    return pool.desired if pool.limits is None or pool.is_pinned else pool.limits.min
 
 
 def _most(pool: PoolView) -> int:

@@ -27,6 +27,10 @@ KV_NEAR_FULL = 0.1
 _BLOCKED_SHARE = 0.3
 # First tokens, or gaps, that must have been seen before the share of late ones counts.
 _MIN_OUTCOMES = 20
+# Growth counts when it is this many times what independent arrivals and ends vary by.
+GROWTH_ERRORS = 3.0
+# The part of a decode replica's time that is left to prompts at least, whatever decodes.
+LEAST_FREE = 0.1
 
 
 class Shortage(NamedTuple):
@@ -99,9 +103,11 @@ class ReactiveSignals:
         expected_per_s: float,
         *,
         has_prefill: bool,
+        shares_prompts: bool = False,
     ) -> None:
         """`samples` are the samples of the last half minute or so, oldest first; `start_s` is how long a new
-        replica takes, `expected_per_s` how many requests a second the forecast expects."""
+        replica takes, `expected_per_s` how many requests a second the forecast expects. With
+        `shares_prompts`, decode replicas compute prompts, too (`cluster.scaling.shared_prompts`)."""
         self._samples = samples
         self._config = config
         self._rates = rates
@@ -110,28 +116,53 @@ class ReactiveSignals:
         self._start_s = start_s
         self._expected_per_s = expected_per_s
         self._has_prefill = has_prefill
+        self._shares_prompts = shares_prompts
 
     def sides(self, kind: str) -> list[Side]:
         """Return one side for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas
         come or go: the effect of that must be seen first."""
         latest = self._samples[-NUM_SAMPLES:]
-        found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in latest]
+        found = [self._side(sample, kind) for sample in latest]
         is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
         return found if is_settled and found[-1].num_replicas else []
+
+    def _side(self, sample: ScalingSample, kind: str) -> Side:
+        return side_of(sample, kind, has_prefill=self._has_prefill)
 
     def shortage(self, kind: str) -> Shortage | None:
         """Return the shortage of this kind; None: there is none."""
         found = []
-        if kind in (PREFILL, BOTH):
-            found.append(self._queue(kind))
+        if kind == BOTH or (kind == PREFILL and not self._shares_prompts):
+            found.append(self._queue(self.sides(kind)))
         if kind in (DECODE, BOTH):
-            found += [self._kv_space(kind), self._steps(kind)]
+            found += [self._kv_space(kind), self._steps(kind), self._growth(kind)]
+        if kind == DECODE and self._shares_prompts:
+            found.append(self._shared_queue())
         return max(filter(None, found), key=lambda each: each.num_replicas, default=None)
 
     # --------------------------------------------------------------------------------- prompts that wait
 
-    def _queue(self, kind: str) -> Shortage | None:
-        sides = self.sides(kind)
+    def _shared_queue(self) -> Shortage | None:
+        """Return the shortage of decode replicas where prompts wait at all replicas."""
+        pairs = list(zip(self.sides(PREFILL), self.sides(DECODE), strict=False))
+        found = self._queue([self._with_decode(*pair) for pair in pairs])
+        return found and found._replace(num_replicas=found.num_replicas - pairs[-1][0].num_replicas)
+
+    def _with_decode(self, prefill: Side, decode: Side) -> Side:
+        """Return the prefill side with decode replicas, as fast as their sequences leave them time for
+        prompts."""
+        step, num_replicas = self._rates.step, prefill.num_replicas + decode.num_replicas
+        decoding = decode.num_running * (step.per_sequence_s if step else 0.0) / self._config.itl_slo_s
+        at_decode = max(decode.num_replicas - decoding, LEAST_FREE * decode.num_replicas)
+        return prefill._replace(
+            num_replicas=num_replicas,
+            num_running=num_replicas,
+            num_waiting=prefill.num_waiting + decode.num_waiting,
+            num_backlog_tokens=prefill.num_backlog_tokens + decode.num_backlog_tokens,
+            prefill_tok_s=(prefill.num_replicas + at_decode) * self._rates.prefill_tok_s,
+        )
+
+    def _queue(self, sides: Sequence[Side]) -> Shortage | None:
         if not sides or not all(side.prefill_tok_s > 0 for side in sides):
             return None
         # One long prompt is computed by one replica, so as many requests as replicas are no queue.
@@ -173,11 +204,11 @@ class ReactiveSignals:
         expected_tok_s = self._expected_per_s * prompt.mean if prompt else 0.0
         arriving_tok_s = max(expected_tok_s, (arrived - NORMAL_TAIL * math.sqrt(arrived)) * each_s)
         clear_s = max(self._start_s, self._config.up_cool_down_s, self._config.ttft_slo_s)
-        each_tok_s = side.prefill_tok_s / side.num_replicas
         # Growth beyond chance is drawn out over the time of a start.
         growing_tok_s = max(0.0, (arrived - math.sqrt(arrived)) * each_s - side.prefill_tok_s)
         backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
-        needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
+        missing_tok_s = arriving_tok_s + backlog / clear_s - side.prefill_tok_s
+        needed = side.num_replicas + math.ceil(missing_tok_s / self._rates.prefill_tok_s)
         return max(side.num_replicas + 1, min(needed, side.num_running + side.num_waiting))
 
     # ----------------------------------------------------------------------------------- space for decoding
@@ -227,7 +258,7 @@ class ReactiveSignals:
     def _num_coming(self, decode: Side) -> float:
         """Return the number of sequences that the prefill side hands over before those that decode now have
         ended. Prompts have landings before they are computed, so those are not others."""
-        side = side_of(self._samples[-1], PREFILL, has_prefill=self._has_prefill)
+        side = self._side(self._samples[-1], PREFILL)
         if not (at_prefill := side.num_running + side.num_waiting):
             return decode.num_landings
         num_prompts = max(at_prefill, decode.num_landings)
@@ -257,6 +288,26 @@ class ReactiveSignals:
             reason += f", and {late:.0%} of the gaps were longer"
         return Shortage(min(wanted, latest.num_sequences), reason)
 
+    def _growth(self, kind: str) -> Shortage | None:
+        """Return the shortage that comes before a replica that is ordered now: where sequences become more
+        beyond chance, be it that more come or that they stay for longer. Answers that get longer are seen
+        here before the first of them have ended."""
+        first, latest = (self._side(sample, kind) for sample in (self._samples[0], self._samples[-1]))
+        span_s = self._samples[-1].at - self._samples[0].at
+        before, now = first.num_sequences, latest.num_sequences
+        if span_s < WINDOW_S / 2 or now - before <= GROWTH_ERRORS * math.sqrt(now + before):
+            return None
+        # No more than twice as many: growth may end at any moment.
+        coming = min((now - before) / span_s * self._start_s, now)
+        wanted = math.ceil((now + coming) / self._rates.batch / self._config.target_load)
+        if wanted <= latest.num_replicas:
+            return None
+        return Shortage(
+            wanted,
+            f"{before} sequences have become {now} in {span_s:.0f} s, and {now + coming:.0f} are expected "
+            f"when a new replica is ready, in batches of {self._rates.batch}",
+        )
+
     @property
     def _planned_step_s(self) -> float:
         """The step of the batch for which the forecast plans: where gaps are late, steps longer than that
@@ -269,7 +320,7 @@ class ReactiveSignals:
     def is_blocked(self) -> bool:
         """Whether prompts had to wait for decode in a good part of the recent samples: between them a place
         gets free now and then, and is taken at once."""
-        sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._samples]
+        sides = [self._side(sample, DECODE) for sample in self._samples]
         count = sides[-1].num_replicas if sides else 0
         # The sides since replicas came or went: earlier ones say nothing of now.
         stable = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))

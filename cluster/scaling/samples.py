@@ -109,6 +109,9 @@ class PoolView(NamedTuple):
     changed_at: float | None = None
     # The pool's replicas that hold a lease for another role: id, and Unix time since when.
     assigned: tuple[tuple[str, float], ...] = ()
+    # The time per output token that its engine keeps while it computes prompts that the router sends there;
+    # None: it has no objective, or the router's policy does not price prompts by it.
+    tpot_objective_s: float | None = None
 
 
 def may_prefill(pools: Sequence[PoolView]) -> bool:

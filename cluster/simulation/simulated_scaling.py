@@ -27,6 +27,7 @@ from cluster.simulation.simulated_peers import NETWORK_S
 from cluster.simulation.simulated_replica import SimulatedEngine
 from cluster.simulation.simulated_roster import SimulatedRoster
 from cluster.simulation.simulated_serve import APP, ReplicaTimes, SimulatedServe
+from router.config import RouterConfig
 from workers.config import EngineSettings
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class SimulatedScaling:
         _check_pools(plan.config.pools, engines)
         self.serve = SimulatedServe(cluster, engines, plan.times)
         self.roster = SimulatedRoster(cluster.clock)
-        config = _cluster_config(engines, plan.config)
+        config = _cluster_config(engines, plan.config, cluster.shape.router)
         self._scaler = Scaler(config, self.roster, self._open_client, cluster.clock, plan.policy)
         for gateway in cluster.gateways:
             gateway.figures.ttft_slo_s = plan.config.ttft_slo_s
@@ -108,13 +109,21 @@ def _run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("the scaler waits for something that does not come in virtual time")
 
 
-def _cluster_config(engines: Mapping[str, SimulatedEngine], scaling: ScalingConfig) -> ClusterConfig:
+def _cluster_config(
+    engines: Mapping[str, SimulatedEngine], scaling: ScalingConfig, router: RouterConfig
+) -> ClusterConfig:
     """Return a configuration with a pool for each role. The other settings are not looked at."""
     pools = [
-        PoolConfig(name=role, role=role, engine=EngineSettings(max_sequences=engine.max_sequences))  # type: ignore[arg-type]
+        PoolConfig(
+            name=role,
+            role=role,  # type: ignore[arg-type]
+            engine=EngineSettings(
+                max_sequences=engine.max_sequences, tpot_objective_s=engine.tpot_objective_s
+            ),
+        )
         for role, engine in engines.items()
     ]
-    return ClusterConfig(app=APP, model="simulated", pools=tuple(pools), scaling=scaling)
+    return ClusterConfig(app=APP, model="simulated", pools=tuple(pools), scaling=scaling, router=router)
 
 
 def _check_pools(pools: Mapping[str, PoolLimits], engines: Mapping[str, SimulatedEngine]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.config import RouterConfig
+from router.config import PolicyName, RouterConfig
 from router.policies.consistent_hash import ConsistentHash
 from router.policies.cost_policy import CostPolicy
 from router.policies.plain_policy import PlainPolicy, Ranker
@@ -13,6 +13,13 @@ from router.policies.routing_policy import RoutingPolicy
 from router.policies.seeded_random import SeededRandom
 from router.policies.simple_ranks import LeastLoaded, LongestPrefix, RandomChoice, RoundRobin
 from router.policies.threshold_rules import AibrixRule, RayRule, SglangRule
+
+_PRICED: frozenset[PolicyName] = frozenset({"tandem", "predicted_only", "reported_only"})
+
+
+def is_priced(policy: PolicyName) -> bool:
+    """Whether the policy chooses by `CostPolicy`, with what more or less is known of replicas."""
+    return policy in _PRICED
 
 
 def make_policy(
