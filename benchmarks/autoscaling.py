@@ -7,16 +7,19 @@ a minute to start, gets three loads:
   changes. Autoscaling begins with the best static split, and shall keep 0.98 of its goodput.
 - `diurnal`: half an hour whose rate rises from a tenth of its peak and falls. Autoscaling shall have 1.1
   times the goodput.
-- `shift`: long prompts with short answers, then short ones with long answers. 1.1 times as well. Beside it
-  stands what there is to gain: the goodput if each half had the split that is best for it, without any time
-  for a change, over that of the best split for both.
+- `shift`: answers get seventeen times longer within three minutes, and prompts stay. 1.1 times as well.
+  Engines keep the objective for output tokens, so decode replicas compute prompts, too.
+- `swap`: long prompts with short answers, then short ones with long answers, for which about as many replicas
+  do. Beside it stands what there is to gain: the goodput if each half had the split that is best for it,
+  without any time for a change, over that of the best split for both. That is too little for a limit: 0.95 of
+  the best static split shall be kept.
 
 A good request keeps both objectives. Of each number of replicas the best split is searched: from the split of
 the means of the autoscaled counts upward and downward until goodput falls. Between the two whole numbers
 around the mean of the autoscaled counts, goodput is interpolated. The limit is for the mean of the seeds.
 `--queue-target` also runs a policy that keeps the queue of each pool at a target.
 
-    python -m benchmarks.autoscaling [--trace FILE] [--loads public,diurnal,shift] [--seeds 1,2,3]
+    python -m benchmarks.autoscaling [--trace FILE] [--loads public,diurnal,shift,swap] [--seeds 1,2,3]
 """
 
 from __future__ import annotations
@@ -60,6 +63,9 @@ SLOW = SimulatedEngine(
 FAST = SimulatedEngine(
     StepModel(0.015, 2e-4, 6e-8, 1 / 16_000), num_blocks=1000, block_tokens=512, max_sequences=64
 )
+# Blocks of a usual size, and an objective for output tokens that the engine keeps.
+PACED_TPOT_S = 0.05
+PACED = FAST._replace(num_blocks=4000, block_tokens=128, tpot_objective_s=PACED_TPOT_S)
 # Requests of a prefill replica that the queue target aims at, Ray Serve's default, and of a decode replica.
 PREFILL_TARGET, DECODE_TARGET = 2.0, 4.0
 
@@ -76,6 +82,8 @@ class Load(NamedTuple):
     least_ratio: float
     # Whether it changes in the middle, so that each half may have another best split.
     has_halves: bool = False
+    # Whether autoscaling begins with the best static split of as many replicas.
+    begins_best: bool = False
 
 
 class Run(NamedTuple):
@@ -91,9 +99,19 @@ def diurnal(at: float) -> float:
     return 0.55 - 0.45 * math.cos(2 * math.pi * at / SPAN_S)
 
 
+def changed_share(at: float) -> float:
+    """Return how far a change in the middle, which takes a tenth of the time, has come."""
+    return min(1.0, max(0.0, (at - 0.45 * SPAN_S) / (0.1 * SPAN_S)))
+
+
 def shifting(at: float) -> DrawnLengths:
-    """Return the lengths, which change in the middle within a tenth of the time."""
-    share = min(1.0, max(0.0, (at - 0.45 * SPAN_S) / (0.1 * SPAN_S)))
+    """Return lengths of which answers get longer."""
+    return DrawnLengths(6000, round(60 + 940 * changed_share(at)))
+
+
+def swapping(at: float) -> DrawnLengths:
+    """Return lengths of which prompts get shorter, and answers longer."""
+    share = changed_share(at)
     return DrawnLengths(round(6000 - 5000 * share), round(20 + 180 * share))
 
 
@@ -120,17 +138,33 @@ def loads(names: Iterable[str], trace: Path | None, num_traced: int) -> list[Loa
         ),
         Load(
             "shift",
-            lambda seed: varying_sessions(lambda at: 0.5, shifting, SPAN_S, seed),
+            lambda seed: varying_sessions(lambda at: 5.0, shifting, SPAN_S, seed),
+            PACED,
+            SimulatedObjectives(3.0, PACED_TPOT_S),
+            (1, 2),
+            1.1,
+        ),
+        Load(
+            "swap",
+            lambda seed: varying_sessions(lambda at: 0.5, swapping, SPAN_S, seed),
             SLOW,
             slow,
             (4, 1),
-            1.1,
+            0.95,
             has_halves=True,
         ),
     ]
     if trace is not None:
         objectives = SimulatedObjectives(5.0, 0.1)
-        public = Load("public", lambda seed: part_of(trace, num_traced, seed), FAST, objectives, (4, 5), 0.98)
+        public = Load(
+            "public",
+            lambda seed: part_of(trace, num_traced, seed),
+            FAST,
+            objectives,
+            (4, 5),
+            0.98,
+            begins_best=True,
+        )
         made.insert(0, public)
     return [load for load in made if load.name in names]
 
@@ -246,7 +280,7 @@ def judge_seed(load: Load, seed: int, scaling: PlannedScaling, *, has_moves: boo
     """Return the goodput of a policy over that of the best static splits of as many replica-hours."""
     splits = StaticSplits(load, seed)
     counts = load.counts
-    if load.least_ratio < 1:
+    if load.begins_best:
         counts = splits.best(sum(counts), counts[0] / sum(counts))
     ours = run(load, seed, counts, scaling)
     if has_moves:
@@ -292,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=NUM_TRACED)
-    parser.add_argument("--loads", default="public,diurnal,shift")
+    parser.add_argument("--loads", default="public,diurnal,shift,swap")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--change-roles", action="store_true", help="replicas may play the other role")
     parser.add_argument("--queue-target", action="store_true", help="run that policy, too")

@@ -76,4 +76,5 @@ def _engine_of(replica: admin_pb.Replica, block_tokens: int) -> SimulatedEngine:
         max_sequences=load.max_sequences,
         token_bytes=max(4, sum(load.layers_token_bytes.values())),
         max_context_tokens=load.num_total_blocks * block_tokens,
+        tpot_objective_s=load.tpot_objective_s or None,
     )

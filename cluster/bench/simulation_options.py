@@ -191,6 +191,12 @@ class SimulatedReplicaOptions:
             min=0.01, max=10, help="Without a model: how busy prompts without a cache keep the replicas."
         ),
     ] = None
+    tpot_objective_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3, max=1e6, help="`engine.tpot_objective_s`: chunks of prompts leave sequences this time."
+        ),
+    ] = None
     batching: Annotated[
         str, typer.Option(help=f"{', '.join(BATCHING)}: the first two are baselines that exist only here.")
     ] = "continuous"
@@ -269,6 +275,8 @@ class SimulatedReplicaOptions:
             engine = engine._replace(block_tokens=self.block_tokens, num_blocks=num_blocks)
         if self.kv_blocks is not None:
             engine = engine._replace(num_blocks=self.kv_blocks)
+        if self.tpot_objective_ms is not None:
+            engine = engine._replace(tpot_objective_s=self.tpot_objective_ms / 1e3)
         return engine._replace(batching=cast(Batching, self.batching))
 
     def _token_s(self, load: SimulatedLoadOptions) -> float:

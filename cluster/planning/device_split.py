@@ -109,11 +109,11 @@ def pool_keys(
     return {**keys, **({"engine": engine} if engine else {}), **of_split}
 
 
-def with_sequences(keys: dict[str, object], max_sequences: int) -> dict[str, object]:
-    """Return the pool with so many sequences in a step."""
+def with_engine(keys: dict[str, object], **settings: object) -> dict[str, object]:
+    """Return the pool with these settings of its engine, too."""
     engine = keys.get("engine", {})
     assert isinstance(engine, dict)
-    return {**keys, "engine": {**engine, "max_sequences": max_sequences}}
+    return {**keys, "engine": {**engine, **settings}}
 
 
 def refusal(model: PlannedModel, profile: DeviceProfile, split: DeviceSplit) -> str:
@@ -130,7 +130,7 @@ def held_memory(
 ) -> HeldMemory | None:
     """Return what a device holds, whatever its role; None where weights and activations leave too little for
     the least KV."""
-    keys = with_sequences(pool_keys(model, profile, split, "both"), max_sequences)
+    keys = with_engine(pool_keys(model, profile, split, "both"), max_sequences=max_sequences)
     config = ClusterConfig.model_validate({"model": model.source, "pools": [keys]})
     pool = config.pools[0]
     need = pool_need(pool, config, model.shape, model.weights, ITEM_BYTES)

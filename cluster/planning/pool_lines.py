@@ -91,7 +91,10 @@ def _decode_lines(plan: Plan, pool: PlannedPool, served: ReplicaCapacity, group:
         f"({ms(parts.product_s)} products)^4)^(1/4) + {ms(parts.kv_s)} KV + {ms(parts.sequences_s)} sampling "
         f"+ {ms(parts.beside_s)} launches and sums{host}{bus}",
     )
-    others = "" if not served.busy else f" / (1 - {served.busy:.2f} busy with prompts)"
+    others = ""
+    if (chunk := served.chunk) is not None:
+        beside = f"{chunk.num_tokens:.0f} tokens of prompts take {ms(chunk.step_s)}"
+        others = f", and of the steps with prompts, {served.busy:.0%} of the time, those with {beside}"
     yield PlanLine(group, "time of a token (90 %)", ms(served.tpot_s), f"{ms(parts.total_s)}{others}")
     yield PlanLine(
         group,
@@ -111,7 +114,9 @@ def _prefill_lines(plan: Plan, pool: PlannedPool, served: ReplicaCapacity, group
         f"{load.input_tokens} tokens{cached}: max(operations / ({profile.products_efficiency:g} x rate), "
         f"weights / ({profile.weights_efficiency:g} x bandwidth)) + launches and sums",
     )
-    beside = " + hand-over of the last chunk" if served.role == "prefill" else " + steps of decodes between"
+    beside = " + hand-over of the last chunk" if served.role == "prefill" else ""
+    if (chunk := served.chunk) is not None:
+        beside = f" x {ms(chunk.step_s)} for each {chunk.num_tokens:.0f} tokens"
     if load.load_s:
         beside += f" + {ms(load.load_s)} to load what is cached"
     yield PlanLine(

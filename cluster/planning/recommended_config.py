@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cluster.planning.device_split import pool_keys, with_sequences
+from cluster.planning.device_split import pool_keys, with_engine
 from cluster.planning.plan import Plan, PlannedPool
 from cluster.planning.store_tiers import TierPlan
 
@@ -75,4 +75,5 @@ def _pool(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
     keys = pool_keys(plan.model, pool.profile, capacity.split, capacity.role)
     if capacity.role == "prefill":
         return keys
-    return with_sequences(keys, math.ceil(capacity.batch))
+    sizes = {"max_sequences": math.ceil(capacity.batch), "tpot_objective_s": round(plan.load.tpot_s, 6)}
+    return with_engine(keys, **sizes)

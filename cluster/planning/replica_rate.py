@@ -1,7 +1,12 @@
-"""Find the rate of requests that one replica holds within objectives."""
+"""Find the rate of requests that one replica holds within objectives.
+
+A replica of both roles computes prompts in chunks that are as long as the objective for output tokens lets
+them be (`engine.tpot_objective_s`, which plans set): while there are prompts, a step takes that long.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +27,8 @@ _DEVIATIONS = 1.2816
 _VARIATION = 1.0
 # The most sequences of a step for which plans are made.
 MAX_SEQUENCES = 512
+# The least chunk beside sequences: a block.
+_LEAST_CHUNK = 64
 # No replica is planned busier: queues grow without end as this comes close to 1.
 _MOST_BUSY = 0.95
 _NUM_BISECTIONS = 32
@@ -68,7 +75,7 @@ class PlannedLoad(NamedTuple):
 class ReplicaCapacity(NamedTuple):
     """What one replica holds: its rate of requests, and the sequences that decode at a time, in the mean and
     in nine of ten moments. `busy` is the share of time in which it computes prompts; the times are those of
-    nine of ten requests. `bound` says what limits it."""
+    nine of ten requests. `chunk` is that of a prompt beside sequences. `bound` says what limits it."""
 
     split: DeviceSplit
     role: Role
@@ -81,6 +88,14 @@ class ReplicaCapacity(NamedTuple):
     tpot_s: float
     prefill_s: float
     bound: str
+    chunk: ChunkBeside | None = None
+
+
+class ChunkBeside(NamedTuple):
+    """The mean chunk of prompts in a step that also decodes, and the time of the step through all stages."""
+
+    num_tokens: float
+    step_s: float
 
 
 class SplitMemory:
@@ -142,7 +157,7 @@ class _Replica:
         self._load, self._split, self._role = load, split, role
         self._memory, self._times = memory, times
         self._prefill = times.prefill(load.input_tokens, load.cached_tokens)
-        self._num_chunks = math.ceil(load.computed_tokens / times.chunk_tokens)
+        self._batch_to_chunk: dict[int, ChunkBeside | None] = {}
         of_sequence = load.input_tokens + load.output_tokens
         self._most_batch = min(float(MAX_SEQUENCES), memory.all_tokens / of_sequence)
         if split.offload_tokens and role != "prefill":
@@ -157,8 +172,10 @@ class _Replica:
         return None if found is None else found._replace(bound=self._bound(rate))
 
     def _most_rate(self) -> float:
-        if self._role == "prefill":
-            return _bisect(0.0, _MOST_BUSY / self._prefill.busy_s, lambda rate: self.at(rate) is not None)
+        if self._role != "decode":
+            chunk = self._chunk(1.0) if self._role == "both" else None
+            least_s = self._prefill.busy_s if chunk is None else self._beside_s(chunk)
+            return _bisect(0.0, _MOST_BUSY / least_s, lambda rate: self.at(rate) is not None)
 
         def holds(mean_batch: float) -> bool:
             return self._meets(self._state_of(self._rate_of(mean_batch), mean_batch))
@@ -167,14 +184,9 @@ class _Replica:
         return self._rate_of(_bisect(0.0, self._most_batch, holds)) * (1 - 1e-6)
 
     def _rate_of(self, mean_batch: float) -> float:
-        """Return the rate at which so many sequences decode at a time.
-
-        It solves rate x output x step / (1 - rate x prompt) = batch, Little's law where prompts take a part
-        of the time.
-        """
+        """Return the rate at which so many sequences decode at a time (Little's law), without prompts."""
         step_s = self._times.decode_s(max(mean_batch, 1.0), self._load.mean_context)
-        prompt_s = self._prefill.busy_s if self._role != "decode" else 0.0
-        return mean_batch / (self._load.output_tokens * step_s + mean_batch * prompt_s)
+        return mean_batch / (self._load.output_tokens * step_s)
 
     def _bound(self, rate: float) -> str:
         """Say what a slightly higher rate exceeds."""
@@ -200,24 +212,31 @@ class _Replica:
 
     def _state(self, rate: float) -> ReplicaCapacity | None:
         """Return the state at this rate, whatever the objectives; None where there is no steady one."""
-        busy = self._busy(rate)
-        mean_batch = self._mean_batch(rate, busy) if self._role != "prefill" and busy < _MOST_BUSY else 0.0
+        mean_batch = self._mean_batch(rate) if self._role != "prefill" else 0.0
         return self._state_of(rate, mean_batch)
-
-    def _busy(self, rate: float) -> float:
-        return rate * self._prefill.busy_s if self._role != "decode" else 0.0
 
     def _state_of(self, rate: float, mean_batch: float) -> ReplicaCapacity | None:
         """Return the state at this rate, at which so many sequences decode in the mean."""
-        decodes, computes = self._role != "prefill", self._role != "decode"
-        busy = self._busy(rate)
+        batch = tpot_s = ttft_s = busy = 0.0
+        chunk = None
+        if self._role != "prefill":
+            batch = max(1.0, mean_batch + _DEVIATIONS * math.sqrt(mean_batch))
+            tpot_s = self._times.decode_s(batch, self._load.mean_context)
+        if self._role == "prefill":
+            busy = rate * self._prefill.busy_s
+            ttft_s = self._ttft_s(busy, self._prefill.busy_s, self._prefill.latency_s + self._transfer_s())
+        elif self._role == "both":
+            if (chunk := self._chunk(mean_batch)) is None or self._chunk(batch) is None:
+                return None
+            of_prompt_s = self._beside_s(chunk)
+            busy = rate * of_prompt_s
+            tpot_s = self._tpot_s(batch, min(1.0, busy))
+            # At least a step, and the last chunk passes the other stages.
+            latency_s = max(of_prompt_s, chunk.step_s / self._split.pp) + chunk.step_s * (
+                1 - 1 / self._split.pp
+            )
+            ttft_s = self._ttft_s(busy, of_prompt_s, latency_s)
         if busy >= _MOST_BUSY:
-            return None
-        batch = max(1.0, mean_batch + _DEVIATIONS * math.sqrt(mean_batch)) if decodes else 0.0
-        step_s = self._times.decode_s(batch, self._load.mean_context) if decodes else 0.0
-        tpot_s = step_s / (1 - busy)
-        ttft_s = self._ttft_s(rate, step_s) if computes else 0.0
-        if ttft_s is None:
             return None
         return ReplicaCapacity(
             self._split,
@@ -231,31 +250,68 @@ class _Replica:
             tpot_s,
             self._prefill.latency_s,
             "",
+            chunk,
         )
 
-    def _mean_batch(self, rate: float, busy: float) -> float:
+    def _mean_batch(self, rate: float) -> float:
         """Return how many sequences decode at a time: as many as arrive while one decodes (Little's law).
         More than fit where they come faster than those end."""
 
         def is_too_few(batch: float) -> bool:
-            step_s = self._times.decode_s(max(batch, 1.0), self._load.mean_context)
-            return rate * self._load.output_tokens * step_s / (1 - busy) > batch
+            chunk = self._chunk(batch) if self._role == "both" else None
+            busy = min(1.0, rate * self._beside_s(chunk)) if chunk else 0.0
+            return rate * self._load.output_tokens * self._tpot_s(max(batch, 1.0), busy) > batch
 
         if is_too_few(self._most_batch):
             return 1.01 * self._most_batch
         return _bisect(0.0, self._most_batch, is_too_few)
 
-    def _ttft_s(self, rate: float, step_s: float) -> float | None:
-        """Return the time to the first token that nine of ten requests have: the prompt's chunks, between
-        which a replica of both roles decodes, what the hand-over adds, and the wait for prompts before it."""
-        between_s = self._num_chunks * step_s
-        service_s = self._prefill.busy_s + between_s
-        load = rate * service_s
-        if load >= _MOST_BUSY:
+    def _tpot_s(self, batch: float, busy: float) -> float:
+        """Return the mean time of a step, where prompts are computed for this share of the time."""
+        step_s = self._times.decode_s(batch, self._load.mean_context)
+        chunk = self._chunk(batch) if busy else None
+        return step_s if chunk is None else step_s + busy * (chunk.step_s - step_s)
+
+    def _chunk(self, batch: float) -> ChunkBeside | None:
+        """Return the longest chunk of a prompt beside so many sequences with which a step takes no longer
+        than the objective; None: not even a block."""
+        whole = max(1, math.floor(batch))
+        fewer, more = self._longest_chunk(whole), self._longest_chunk(whole + 1)
+        if fewer is None or more is None:
             return None
-        wait_s = waited_s(load, service_s)
-        transfer_s = self._transfer_s() if self._role == "prefill" else 0.0
-        return self._load.load_s + self._prefill.latency_s + between_s + transfer_s + wait_s
+        part = max(0.0, batch - whole)
+        return ChunkBeside(*(one + part * (other - one) for one, other in zip(fewer, more, strict=True)))
+
+    def _longest_chunk(self, batch: int) -> ChunkBeside | None:
+        """Return that of a whole number of sequences."""
+        if batch not in self._batch_to_chunk:
+            self._batch_to_chunk[batch] = self._found_chunk(batch)
+        return self._batch_to_chunk[batch]
+
+    def _found_chunk(self, batch: int) -> ChunkBeside | None:
+        load, times = self._load, self._times
+        decodes = max(1.0, batch / self._split.pp)
+
+        def step_s(num_tokens: int) -> float:
+            start = load.cached_tokens + max(0, load.computed_tokens - num_tokens) // 2
+            return times.step_s(decodes, load.mean_context, [(start, num_tokens)])
+
+        sizes = range(_LEAST_CHUNK, times.chunk_tokens + 1)
+        num_fitting = bisect.bisect_right(sizes, load.tpot_s, key=step_s)
+        if not num_fitting:
+            return None
+        return ChunkBeside(sizes[num_fitting - 1], step_s(sizes[num_fitting - 1]))
+
+    def _beside_s(self, chunk: ChunkBeside) -> float:
+        """Return for how long a prompt is computed in such chunks. As many are under way as there are
+        stages."""
+        return self._load.computed_tokens / (self._split.pp * chunk.num_tokens) * chunk.step_s
+
+    def _ttft_s(self, busy: float, service_s: float, latency_s: float) -> float:
+        """Return the time to the first token that nine of ten requests have: of the prompt, and of the wait
+        for prompts before it, which take `service_s` each."""
+        wait_s = waited_s(busy, service_s) if busy < _MOST_BUSY else math.inf
+        return self._load.load_s + latency_s + wait_s
 
     def _transfer_s(self) -> float:
         """Return by how much later than the prompt is computed its KV has reached the other replica: with

@@ -138,7 +138,8 @@ class History:
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._samples: deque[ScalingSample] = deque()
-        self._starting_since: dict[str, float] = {}
+        # Counts that were ordered and are not ready, by pool, with the time when each was seen first.
+        self._ordered: dict[str, list[tuple[int, float]]] = {}
         self._start_s: dict[str, float] = {}
 
     def add(self, sample: ScalingSample) -> None:
@@ -146,7 +147,7 @@ class History:
         history."""
         if self._samples and sample.at <= self._samples[-1].at:
             self._samples.clear()
-            self._starting_since.clear()
+            self._ordered.clear()
         self._samples.append(sample)
         while self._samples[0].at < sample.at - self._span_s:
             self._samples.popleft()
@@ -154,11 +155,14 @@ class History:
             self._watch_start(pool, desired, sample)
 
     def _watch_start(self, pool: str, desired: int, sample: ScalingSample) -> None:
-        """Measure from the order to the last replica's being ready."""
-        if sample.num_ready(pool) < desired:
-            self._starting_since.setdefault(pool, sample.at)
-        elif (since := self._starting_since.pop(pool, None)) is not None:
-            self._start_s[pool] = sample.at - since
+        """Measure from each order to its last replica's being ready."""
+        num_ready, ordered = sample.num_ready(pool), self._ordered.setdefault(pool, [])
+        while ordered and ordered[-1][0] > desired:
+            ordered.pop()
+        if desired > max(num_ready, ordered[-1][0] if ordered else 0):
+            ordered.append((desired, sample.at))
+        while ordered and ordered[0][0] <= num_ready:
+            self._start_s[pool] = sample.at - ordered.pop(0)[1]
 
     def start_s(self, pool: str) -> float:
         """Return how long the last order for the pool took until its replicas were ready."""

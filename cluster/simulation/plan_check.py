@@ -54,7 +54,16 @@ def check_plan(plan: Plan, rate: float, seed: int = 1) -> PlanCheck:
     # Rounding changes the proportion of roles: the rate follows the pool that has lost most.
     share = min(count / pool.num_replicas for count, pool in zip(counts, plan.pools, strict=True))
     replicas = [
-        (pool.capacity.role, planned_engine(plan.model, pool.profile, pool.capacity.split, MAX_SEQUENCES))
+        (
+            pool.capacity.role,
+            planned_engine(
+                plan.model,
+                pool.profile,
+                pool.capacity.split,
+                MAX_SEQUENCES,
+                tpot_objective_s=plan.load.tpot_s,
+            ),
+        )
         for count, pool in zip(counts, plan.pools, strict=True)
         for _ in range(count)
     ]

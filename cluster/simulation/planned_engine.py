@@ -15,7 +15,12 @@ _BLOCK_TOKENS = 64
 
 
 def planned_engine(
-    model: PlannedModel, profile: DeviceProfile, split: DeviceSplit, max_sequences: int
+    model: PlannedModel,
+    profile: DeviceProfile,
+    split: DeviceSplit,
+    max_sequences: int,
+    *,
+    tpot_objective_s: float | None = None,
 ) -> SimulatedEngine:
     """Return the engine of a replica of the model on these devices. Raises `ConfigError` where the model does
     not fit them."""
@@ -34,4 +39,5 @@ def planned_engine(
         max_sequences=max_sequences,
         token_bytes=max(4, int(StepTimes(model, profile, split).token_bytes)),
         max_context_tokens=model.shape.max_context_tokens,
+        tpot_objective_s=tpot_objective_s,
     )

@@ -15,7 +15,7 @@ from benchmarks.rank_memory import Resident
 from benchmarks.rank_process import RankProcess
 from cluster.config import parse_config
 from cluster.planning.device_profile import DeviceProfile, device_profile
-from cluster.planning.device_split import DeviceSplit, HeldMemory, held_memory, pool_keys, with_sequences
+from cluster.planning.device_split import DeviceSplit, HeldMemory, held_memory, pool_keys, with_engine
 from cluster.planning.planned_model import planned_model
 from cluster.serve.auto_kv import planned_needs
 from workers.model.rank_memory import GROUP_BYTES
@@ -139,7 +139,7 @@ def test_the_start_on_cpus_decides_as_planned(tmp_path: Path, num_sockets: int) 
     )
     held = held_memory(model, profile, DeviceSplit(1), 64)
     assert held is not None
-    keys = with_sequences(pool_keys(model, profile, DeviceSplit(1), "both"), 64)
+    keys = with_engine(pool_keys(model, profile, DeviceSplit(1), "both"), max_sequences=64)
     config = parse_config(
         {"model": model.source, "pools": [{**keys, "replicas": num_sockets, "surge": False}]}, "cluster.yaml"
     )

@@ -13,6 +13,7 @@ from cluster.planning.device_profile import device_profile
 from cluster.planning.device_split import DeviceSplit
 from cluster.planning.planned_model import planned_model
 from cluster.planning.replica_rate import MISSES, CapacityFinder, PlannedLoad, ReplicaCapacity, waited_s
+from cluster.planning.step_times import StepTimes
 
 LLAMA = planned_model("llama-3.1-8b", "auto", "auto")
 ONE = DeviceSplit(1)
@@ -64,7 +65,9 @@ def test_what_is_found_keeps_the_objectives_and_no_more_would(
     num_tokens = found.batch * (num_input + num_output)
     assert num_tokens <= found.memory.kv_tokens
     assert finder.at(DeviceSplit(1), role, 1.001 * found.rate) is None
-    longer = capacity(load._replace(ttft_s=2 * ttft_s, tpot_s=2 * tpot_s), role)
+    # Beside prompts, steps are as long as the objective lets them be, and sequences stay for longer.
+    tpot_s *= 2 if role != "both" else 1
+    longer = capacity(load._replace(ttft_s=2 * ttft_s, tpot_s=tpot_s), role)
     assert longer is not None
     assert longer.rate >= 0.999 * found.rate
 
@@ -87,7 +90,24 @@ def test_what_bounds_a_replica() -> None:
     assert patient.bound == "time for prompts"
     both = capacity(WORKLOAD, "both")
     assert both is not None
-    assert both.bound == "TPOT"
+    assert both.bound == "TTFT"
+    assert both.chunk is not None
+    assert both.chunk.step_s == pytest.approx(WORKLOAD.tpot_s, rel=0.01)
+
+
+def test_a_replica_of_both_roles_computes_prompts_in_the_time_that_decoding_leaves() -> None:
+    found = capacity(WORKLOAD, "both")
+    assert found is not None
+    assert found.chunk is not None
+    times = StepTimes(LLAMA, device_profile("H100"), ONE)
+    chunk = 1024 - round(found.chunk.num_tokens)
+    step_s = times.step_s(found.mean_batch, WORKLOAD.mean_context, [(chunk // 2, 1024 - chunk)])
+    assert step_s == pytest.approx(found.chunk.step_s, rel=0.01)
+    assert found.busy == pytest.approx(found.rate * 1024 / found.chunk.num_tokens * step_s, rel=0.01)
+    # Little's law: sequences stay for 256 steps, of which that share has prompts.
+    alone_s = times.decode_s(found.mean_batch, WORKLOAD.mean_context)
+    stay_s = 256 * (found.busy * step_s + (1 - found.busy) * alone_s)
+    assert found.mean_batch == pytest.approx(found.rate * stay_s, rel=0.01)
 
 
 def test_no_memory_and_no_time() -> None:

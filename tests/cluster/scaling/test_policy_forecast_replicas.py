@@ -331,6 +331,19 @@ def test_a_start_is_timed_from_the_order_to_the_last_replica() -> None:
         replicas = tuple(decoding(number) for number in range(num_ready))
         history.add(ScalingSample(float(at), {"decode": 1 if at < 10 else 3}, replicas, Demand()))
     assert history.start_s("decode") == 46 - 10
+
+
+def test_orders_that_follow_each_other_are_timed_each() -> None:
+    history = History(1000.0)
+    found = []
+    for at in range(0, 60, 2):
+        desired = 1 if at < 10 else 2 if at < 24 else 4 if at < 40 else 3
+        num_ready = 1 if at < 30 else 2 if at < 44 else 3
+        replicas = tuple(decoding(number) for number in range(num_ready))
+        history.add(ScalingSample(float(at), {"decode": desired}, replicas, Demand()))
+        found.append(history.start_s("decode"))
+    # The second order was changed before it was ready: 3 are seen as ordered when 4 no longer are.
+    assert found == [30.0] * 15 + [20.0] * 7 + [4.0] * 8
     assert History(1.0).start_s("prefill") == 30.0
 
 
