@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -168,7 +169,13 @@ class ReplicaQueues:
         of those that decode, each of which may compute one, too."""
         waits = self.waits(flow, weight, now, paused).waits
         ids = self._router.members.usable_ids() if includes_all else self._compute_ids()
-        return min((self._wait_s(name, waits) for name in ids), default=0.0)
+        least_s = math.inf
+        for name in ids:
+            wait_s = self._wait_s(name, waits)
+            if wait_s <= 0.0:
+                return 0.0
+            least_s = min(least_s, wait_s)
+        return 0.0 if least_s == math.inf else least_s
 
     def drain_s(self, now: float) -> float:
         """Return in how many seconds all waiting requests will have gone, at the rates of all replicas."""

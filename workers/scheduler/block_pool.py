@@ -451,6 +451,8 @@ class BlockPool:
     def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
         """Return the net change of the prefix index since the last call; the two parts name disjoint keys, so
         the order of their application does not matter."""
+        if not self._stored and not self._removed:
+            return (), ()
         stored = self._chains(self._stored)
         reasons = dict.fromkeys(self._removed.values())
         removed = tuple(
