@@ -12,10 +12,11 @@ or within the spread of the real runs where that is larger.
 
 The ranks compute a drawn model of 85 million weights, each with one thread, on the cores that the gateway,
 the engine cores and the client use too. With `--paced` they compute the bundled model and sleep for a time of
-each step (`debug.pace`), so that nothing competes.
+each step (`debug.pace`), so that nothing competes. With `--tpot-objective` (seconds) engines size the chunks
+of prompts by it, and the router prices prompts at the decode replica accordingly.
 
     python -m benchmarks.simulated_service [--paced] [--seconds 30] [--shares 0.4,0.7,0.9] [--returning 0.7]
-                                           [--runs 3]
+                                           [--runs 3] [--tpot-objective SECONDS]
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def workload(lengths: Lengths, num_requests: int, seed: int, *, returning: bool)
     )
 
 
-def cluster_file(folder: Path, *, is_paced: bool) -> Path:
+def cluster_file(folder: Path, *, is_paced: bool, tpot_objective_s: float | None = None) -> Path:
     """Write the cluster's file, and of unpaced ranks the model; return the file."""
     model = ROOT / "models" / "tiny"
     if not is_paced:
@@ -142,6 +143,7 @@ def cluster_file(folder: Path, *, is_paced: bool) -> Path:
                 "kv_tokens": kv_tokens,
                 "max_sequences": 16,
                 "max_batch_tokens": PACED_BATCH_TOKENS if is_paced else 256,
+                "tpot_objective_s": tpot_objective_s,
             },
         }
         for role, kv_tokens in KV_TOKENS.items()
@@ -378,13 +380,16 @@ def main() -> None:
     parser.add_argument("--shares", default="0.4,0.7,0.9")
     parser.add_argument("--returning", default="0.7")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tpot-objective", type=float)
     arguments = parser.parse_args()
     shares, returning = (
         [float(item) for item in text.split(",") if item] for text in (arguments.shares, arguments.returning)
     )
     plan = Plan(shares, returning, arguments.seconds, arguments.runs)
     with tempfile.TemporaryDirectory() as folder:
-        file = cluster_file(Path(folder), is_paced=arguments.paced)
+        file = cluster_file(
+            Path(folder), is_paced=arguments.paced, tpot_objective_s=arguments.tpot_objective
+        )
         with serving("--file", str(file)) as service:
             is_kept = asyncio.run(measure(service, plan))
     sys.exit(not is_kept)

@@ -1,9 +1,9 @@
 """How long a simulation takes, and how much memory, as JSON lines.
 
 Replicas of Llama 3.3 70B on four H100 serve prompts of 12,000 tokens and answers of 340 in the mean, as the
-conversations of Mooncake's public trace have them, at a share of the rate that they hold within 10 s and 50 ms
-where chunks of prompts are as long as they may be. An hour of 100 replicas at 60 % is to take less than 15
-minutes and 8 GiB.
+conversations of Mooncake's public trace have them, at a share of the rate that they hold within 10 s and 50
+ms where chunks of prompts are as long as they may be. An hour of 100 replicas at 60 % is to take less than
+15 minutes and 8 GiB.
 
     python -m benchmarks.simulation_speed [--replicas 100] [--seconds 3600] [--load 0.6]
 """
@@ -27,7 +27,7 @@ from cluster.simulation.simulation_result import SimulatedObjectives
 MODEL, DEVICE, SPLIT = "llama-3.3-70b", "H100", DeviceSplit(4)
 LENGTHS = DrawnLengths(12_000, 340)
 OBJECTIVES = SimulatedObjectives(ttft_s=10.0, tpot_s=0.05)
-# The requests a second of a replica whose steps alternate: 12,000 tokens keep it busy for 0.84 s each, and in the
+# The requests a second of a replica whose steps alternate: prompts keep it busy for 0.84 s each, and in the
 # rest of the time 11 sequences share each of the 340 steps of 21 ms that an answer takes.
 CAPACITY = 0.6867
 MAX_SEQUENCES = 256

@@ -99,7 +99,8 @@ class AdmissionChecks:
         """Raise `OverloadedError` where the request would be late at the replicas of the decision, and
         `UnattainableError` or `DeadlineError` where its prompt alone takes too long."""
         prediction = decision.prediction
-        alone_s = prediction.prefill_s / self._router.loads.state(decision.compute_id).rates.correction
+        rates = self._router.loads.state(decision.compute_id).rates
+        alone_s = prediction.prefill_s / (rates.correction * rates.stretch)
         limits = ttft_limits(self._config.of(queued.flow.service_class), queued, now)
         lateness = Lateness(limits, prediction.wait_s, prediction.prefill_s, alone_s)
         if lateness.excess_s > 0:

@@ -43,6 +43,9 @@ from cluster.scaling.shared_prompts import PromptShares, shared_needs
 OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
+# Decode replicas that take this many times as long for a prompt's token have other devices. Short chunks
+# beside sequences take up to twice as long as long ones.
+_ALIKE = 4.0
 # The share of the samples that must show that one replica less would do.
 _SPARE_SHARE = 0.9
 
@@ -152,11 +155,24 @@ class PolicyView:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether decode replicas compute prompts beside their sequences, within the objective."""
+        """Whether decode replicas compute prompts beside their sequences, within the objective, on devices
+        that are about as fast."""
         if self.kinds.keys() != {PREFILL, DECODE}:
             return False
         objectives = [pool.tpot_objective_s for pool in self.kinds[DECODE].pools]
-        return all(each is not None and each <= self.config.itl_slo_s for each in objectives)
+        if any(each is None or each > self.config.itl_slo_s for each in objectives):
+            return False
+        at_prefill, at_decode = self._token_s(PREFILL), self._token_s(DECODE)
+        return not at_prefill or at_decode <= _ALIKE * at_prefill
+
+    def _token_s(self, kind: str) -> float:
+        """Return the mean time of a prompt's token at the replicas that have measured it; 0: none has."""
+        known = [
+            replica.prefill_token_s
+            for replica in self.latest.replicas
+            if replica.prefill_token_s > 0 and kind_of(replica.role, has_prefill=self.has_prefill) == kind
+        ]
+        return sum(known) / len(known) if known else 0.0
 
     def side(self, kind: str, sample: ScalingSample) -> Side:
         return side_of(sample, kind, has_prefill=self.has_prefill)

@@ -48,7 +48,9 @@ class RouterHarness:
         epoch: int = 1,
         load_tok_s: dict[str, float] | None = None,
         max_sequences: int = 0,
+        **others: float,
     ) -> None:
+        """Report a load; `others` are further fields of it."""
         self.router.loads.on_load(
             ReplicaLoad(
                 identity=ReplicaIdentity(replica, epoch),
@@ -64,6 +66,7 @@ class RouterHarness:
                 transfer_tok_s=100_000.0,
                 load_tok_s=load_tok_s or {},
                 max_sequences=max_sequences,
+                **others,  # type: ignore[arg-type]
             )
         )
 

@@ -134,6 +134,17 @@ def test_an_engine_without_the_objective_shares_nothing(objective_s: float | Non
     assert decided(resting, views, asked) == decided(resting, PAIR, asked)
 
 
+@pytest.mark.parametrize(("slower", "pool_name"), [(2.0, "decode"), (10.0, "prefill")])
+def test_decode_replicas_on_much_slower_devices_are_left_alone(slower: float, pool_name: str) -> None:
+    resting = (
+        prefilling(prefill_token_s=1 / 8000),
+        decoding(num_running=1, decode_base_s=0.012, decode_sequence_s=0.0004, prefill_token_s=slower / 8000),
+    )
+    assert {move.pool for move in decided(resting, SHARING, demand(20, output_tokens=20)).moves} == {
+        pool_name
+    }
+
+
 @pytest.mark.parametrize(("policy", "expected"), [("tandem", 0.05), ("round_robin", None)])
 def test_only_policies_that_price_prompts_share_them(policy: str, expected: float | None) -> None:
     settings = ClusterConfig.model_validate(
