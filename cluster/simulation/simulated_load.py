@@ -22,6 +22,8 @@ from kvtransfer.request_facts import ServiceClass
 
 _BYTES_PER_TOKEN = 4
 _VOCABULARY = 1 << 30
+# Odd, so that multiplying by it modulo 2**32 takes no two numbers to one.
+_SPREAD = np.uint32(0x9E3779B1)
 
 
 class SimulatedTurn(NamedTuple):
@@ -80,8 +82,13 @@ def drawn_sessions(
 
 
 def drawn_prompt(seed: int, num_tokens: int, num_shared: int = 0) -> np.ndarray:
-    """Return the tokens of a prompt, of which the first `num_shared` are those of all others."""
-    own = np.random.default_rng(seed).integers(0, _VOCABULARY, num_tokens - num_shared, dtype=np.uint32)
+    """Return the tokens of a prompt, of which the first `num_shared` are those of all others. With another
+    seed (of 62 bits) the rest is another."""
+    own = np.arange(num_tokens - num_shared, dtype=np.uint32)
+    own += np.uint32(seed & 0x7FFFFFFF)
+    own *= _SPREAD
+    own ^= np.uint32(seed >> 31)
+    own >>= np.uint32(2)
     return np.concatenate([np.arange(num_shared, dtype=np.uint32), own]) if num_shared else own
 
 

@@ -39,9 +39,9 @@ def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes,
         raise ValueError(f"{len(tokens)} bytes are not whole uint32 token ids")
     stride = block_tokens * TOKEN_BYTES
     keys: list[bytes] = []
-    key = parent
+    key, sha256 = parent, hashlib.sha256
     for start in range(0, len(tokens) - stride + 1, stride):
-        key = hashlib.sha256(key + tokens[start : start + stride]).digest()[:KEY_BYTES]
+        key = sha256(key + tokens[start : start + stride]).digest()[:KEY_BYTES]
         keys.append(key)
     return tuple(keys)
 

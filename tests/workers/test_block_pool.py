@@ -177,14 +177,21 @@ class PoolMachine(RuleBasedStateMachine):
             keys.append((keys[-1] if keys else b"") + letter.encode())
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def register_all(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), at_once=st.booleans())
+    def register_all(self, data: st.DataObject, at_once: bool) -> None:
         blocks, keys = data.draw(st.sampled_from(self.holders))
         parent = ROOT
+        if at_once and keys:
+            begin = data.draw(st.integers(0, len(keys) - 1))
+            before = keys[begin - 1] if begin else ROOT
+            for block, key in zip(blocks[:begin], keys[:begin], strict=True):
+                self.pool.register(block, key[:-1], key, keys[0].decode()[0])
+            self.pool.register_all(blocks[begin:], before, keys[begin:], keys[0].decode()[0])
         for block, key in zip(blocks, keys, strict=True):
             known = key in self.model.index
             there = self.model.key_of(block) is not None
             expected = there or (not known and (parent == ROOT or parent in self.model.index))
+            # Once more is the same.
             assert self.pool.register(block, parent, key, keys[0].decode()[0]) == expected
             if expected and not there:
                 self.model.index[key] = (block, parent)

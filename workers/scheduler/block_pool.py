@@ -207,8 +207,14 @@ class BlockPool:
         """Drop one reference of each block. Given in the order of a prompt, so the last counts as the
         oldest."""
         refs, keys, groups = self._refs, self._keys, self._groups
+        is_plain = groups is None and not self._block_to_private_key
         for block_id in reversed(block_ids):
-            self._drop_reference(block_id)
+            if is_plain and refs[block_id] > 0:
+                # As `_drop_reference`, without a call for each of many.
+                refs[block_id] -= 1
+                self._num_references -= 1
+            else:
+                self._drop_reference(block_id)
             if refs[block_id] > 0:
                 continue
             key = keys[block_id]
@@ -291,6 +297,33 @@ class BlockPool:
         else:
             self._stored[key] = None
         return True
+
+    def register_all(
+        self, block_ids: Sequence[int], parent_key: bytes, keys: Sequence[bytes], group: str
+    ) -> None:
+        """Make blocks findable of which each is the parent of the next one, as `register` does."""
+        own_keys, refs, removed, stored = self._keys, self._refs, self._removed, self._stored
+        found, parents, children = self._key_to_block, self._key_to_parent, self._key_to_children
+        is_plain = self._groups is None and not self._block_to_private_key
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if (
+                is_plain
+                and refs[block_id] > 0
+                and own_keys[block_id] is None
+                and key not in found
+                and key not in removed
+                and parent_key in found
+                and parent_key not in children
+            ):
+                # As `register`, for the only child of its parent, without a call for each of many.
+                own_keys[block_id] = key
+                found[key] = block_id
+                parents[key] = parent_key
+                children[parent_key] = key
+                stored[key] = None
+            else:
+                self.register(block_id, parent_key, key, group)
+            parent_key = key
 
     def remember(self, block_id: int, key: bytes) -> bool:
         """Let `find` return a full, computed block whose parent is not registered, while it is referenced.

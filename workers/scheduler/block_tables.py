@@ -159,6 +159,13 @@ class BlockTables:
         keys = sequence.block_keys(num_full, self._block_tokens)
         is_snapshot = self.groups.register(sequence, keys, group)
         has_host, register = self.host.num_total > 0, self.pool.register
+        if not has_host and not self.has_store:
+            parent_key = keys[first - 1] if first else ROOT
+            self.pool.register_all(
+                sequence.block_ids[first:num_full], parent_key, keys[first:num_full], group
+            )
+            sequence.num_registered_blocks = num_full
+            return
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
             if has_host and self.host.holds(block_id):
