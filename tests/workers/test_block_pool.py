@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slow_cases import examples
@@ -510,3 +511,61 @@ def test_misuse_is_an_assertion(misuse: Callable[[BlockPool, int], object]) -> N
     (block,) = chain(pool, "a")
     with pytest.raises(AssertionError):
         misuse(pool, block)
+
+
+class _ChainStep(NamedTuple):
+    """A prompt comes, finds what is there, computes the rest and registers it from a block on; then what runs
+    may be released, and all that is cached of its first letter purged or its first block forgotten."""
+
+    path: str
+    begin: int
+    is_taken: bool
+    ends: bool
+    then: str
+
+
+_CHAIN_STEPS = st.builds(
+    _ChainStep,
+    st.text("ab", min_size=1, max_size=6),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "", "purge", "forget"]),
+)
+
+
+@settings(max_examples=examples(600))
+@given(st.lists(_CHAIN_STEPS, max_size=8), st.sampled_from(SHARES[:2]))
+def test_blocks_that_are_registered_together_are_as_if_one_by_one(
+    steps: list[_ChainStep], shares: GroupShares
+) -> None:
+    pools = [BlockPool(9, 4, shares) for _ in range(2)]
+    for step in steps:
+        keys = [step.path[: end + 1].encode() for end in range(len(step.path))]
+        outcomes = []
+        for pool, together in zip(pools, (True, False), strict=True):
+            found = pool.match(keys[:-1])
+            pool.acquire(found)
+            if len(keys) - len(found) > min(pool.num_free, pool.num_left(step.path[0])):
+                pool.release(found)
+                continue
+            blocks = [*found, *pool.allocate(len(keys) - len(found), step.path[0])]
+            begin = min(step.begin, len(keys) - 1)
+            parent = keys[begin - 1] if begin else ROOT
+            if together:
+                pool.register_all(blocks[begin:], parent, keys[begin:], step.path[0])
+            else:
+                for block, key in zip(blocks[begin:], keys[begin:], strict=True):
+                    pool.register(block, parent, key, step.path[0])
+                    parent = key
+            if step.then == "forget":
+                pool.forget(blocks[0])
+            if step.ends:
+                pool.release(blocks)
+            if step.then == "purge":
+                pool.purge(step.path[0])
+            events = pool.take_events() if step.is_taken else None
+            pool.check()
+            outcomes.append((blocks, pool.snapshot(), events, pool.num_free, pool.num_references))
+        assert outcomes[:1] == outcomes[1:]
+    assert pools[0].take_events() == pools[1].take_events()

@@ -309,13 +309,12 @@ class BlockPool:
             if (
                 is_plain
                 and refs[block_id] > 0
-                and own_keys[block_id] is None
-                and key not in found
                 and key not in removed
                 and parent_key in found
                 and parent_key not in children
             ):
-                # As `register`, for the only child of its parent, without a call for each of many.
+                # As `register`, for the first child of its parent, which nobody can have, without a call for
+                # each of many.
                 own_keys[block_id] = key
                 found[key] = block_id
                 parents[key] = parent_key
