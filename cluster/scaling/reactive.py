@@ -292,20 +292,26 @@ class ReactiveSignals:
         """Return the shortage that comes before a replica that is ordered now: where sequences become more
         beyond chance, be it that more come or that they stay for longer. Answers that get longer are seen
         here before the first of them have ended."""
-        first, latest = (self._side(sample, kind) for sample in (self._samples[0], self._samples[-1]))
         span_s = self._samples[-1].at - self._samples[0].at
-        before, now = first.num_sequences, latest.num_sequences
-        if span_s < WINDOW_S / 2 or now - before <= GROWTH_ERRORS * math.sqrt(now + before):
+        if span_s < WINDOW_S / 2:
             return None
-        # No more than twice as many: growth may end at any moment.
-        coming = min((now - before) / span_s * self._start_s, now)
-        wanted = math.ceil((now + coming) / self._rates.batch / self._config.target_load)
-        if wanted <= latest.num_replicas:
+        sides = [self._side(sample, kind) for sample in self._samples]
+        counts = [side.num_running + side.num_waiting for side in sides]
+        # Of the first and of the last third, whose middles are two thirds apart: single moments say little.
+        third = max(1, len(counts) // 3)
+        before, now = sum(counts[:third]) / third, sum(counts[-third:]) / third
+        if now - before <= GROWTH_ERRORS * math.sqrt(now + before):
+            return None
+        # Until a new replica is ready; no more than twice as many, as growth may end at any moment.
+        growing_s = self._start_s + span_s / 6
+        expected = now + min((now - before) / (span_s * 2 / 3) * growing_s, now)
+        wanted = math.ceil(expected / self._rates.batch / self._config.target_load)
+        if wanted <= sides[-1].num_replicas:
             return None
         return Shortage(
             wanted,
-            f"{before} sequences have become {now} in {span_s:.0f} s, and {now + coming:.0f} are expected "
-            f"when a new replica is ready, in batches of {self._rates.batch}",
+            f"{before:.0f} sequences have become {now:.0f} in {span_s * 2 / 3:.0f} s, and {expected:.0f} are "
+            f"expected when a new replica is ready, in batches of {self._rates.batch}",
         )
 
     @property

@@ -193,8 +193,8 @@ def grown(sizes: tuple[int, int]) -> ScalingPlan:
         ((30, 50), None),  # by chance
         ((2, 10), None),  # not too many
         ((40, 2), None),
-        ((2, 40), "2 sequences have become 40 in 30 s, and 78 are expected when a new replica is ready"),
-        ((2, 60), "2 sequences have become 60 in 30 s, and 118 are expected when a new replica is ready"),
+        ((2, 40), "7 sequences have become 35 in 20 s, and 70 are expected when a new replica is ready"),
+        ((2, 60), "10 sequences have become 52 in 20 s, and 104 are expected when a new replica is ready"),
     ],
 )
 def test_sequences_that_become_more_call_for_replicas_before_they_are_short(
