@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import Moments, tail_wait_s
-from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, prefill_need
+from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed
 from cluster.scaling.samples import DECODE, PREFILL
 
 
@@ -41,12 +41,17 @@ def shared_needs(
     least_share = 1 - decoding / decode
     if least_share <= 0 or service.mean / least_share > config.ttft_slo_s:
         return separate
-    total = math.ceil((load.per_s * service.mean + decoding) / config.target_load - 1e-9)
+    busy = load.per_s * service.mean
+    total = math.ceil((busy + decoding) / config.target_load - 1e-9)
     total = _with_wait(total, load, service, decoding, config.ttft_slo_s)
     num_decode = max(decode, min(total - shares.least_prefill, shares.most_decode))
     num_prefill = max(shares.least_prefill, total - num_decode)
-    prompts = prefill_need(load, config).reason
-    reason = f"{total} with prompts at both: decoding takes {decoding:.1f} replicas, and {prompts}"
+    tokens = load.sizes.prompt.mean if load.sizes.prompt else 0.0
+    speed = f"{tokens:.0f} tokens to compute each, against {load.rates.prefill_tok_s:.0f} tok/s a replica"
+    reason = (
+        f"{total}, as decode replicas compute prompts, too: {load.per_s:.3g} requests/s with {speed}, take "
+        f"{busy:.1f} replicas, and decoding {decoding:.1f}; at {config.target_load:.0%} load"
+    )
     needs = {PREFILL: ReplicaNeed(num_prefill, f"{num_prefill} of {reason}"), DECODE: separate[DECODE]}
     if num_decode > decode:
         needs[DECODE] = ReplicaNeed(num_decode, f"{num_decode} of {reason}")

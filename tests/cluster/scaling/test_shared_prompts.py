@@ -123,7 +123,8 @@ def test_the_decode_pool_grows_for_prompts() -> None:
     plan = decided(resting, SHARING, asked)
     (move,) = plan.moves
     assert (move.pool, move.before, move.after) == ("decode", 1, 3)
-    assert move.reason.startswith("forecast: 3 of 4 with prompts at both: decoding takes 0.1 replicas, and ")
+    assert move.reason.startswith("forecast: 3 of 4, as decode replicas compute prompts, too: 10 requests/s")
+    assert move.reason.endswith("take 2.5 replicas, and decoding 0.1; at 75% load")
 
 
 @pytest.mark.parametrize("objective_s", [None, 0.06])
