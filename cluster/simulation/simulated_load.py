@@ -146,11 +146,8 @@ class LoadDriver:
         self._num_open = 0
         self._is_read = False
         self.num_left_out = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all sessions have ended."""
-        return self._is_read and not self._num_open
+        # Whether all sessions have ended: looked at after every event.
+        self.is_over = False
 
     def start(self) -> None:
         """Let the first session begin, and the others in their turn."""
@@ -160,6 +157,7 @@ class LoadDriver:
         session = next(self._sessions, None)
         if session is None:
             self._is_read = True
+            self.is_over = not self._num_open
             return
         self._num_open += 1
 
@@ -175,12 +173,12 @@ class LoadDriver:
         request = SimulatedRequest(prompt, turn.num_output, session.tenant, session.service_class)
         if request.num_prompt + turn.num_output > self._max_context_tokens:
             self.num_left_out += len(session.turns) - number
-            self._num_open -= 1
+            self._close()
             return
 
         def ended(record: CallRecord) -> None:
             if not record.is_good or number + 1 == len(session.turns):
-                self._num_open -= 1
+                self._close()
                 return
             # The tokens of the answer, as its ranks have sampled them.
             said = prompt + (record.number + 1).to_bytes(4, "little") * record.num_output
@@ -188,6 +186,10 @@ class LoadDriver:
             self._cluster.events.after(session.turns[number + 1].think_s, follow)
 
         self._cluster.arrive(request, ended)
+
+    def _close(self) -> None:
+        self._num_open -= 1
+        self.is_over = self._is_read and not self._num_open
 
 
 def prefill_token_s(trace: TraceRequests, num_replicas: int, utilization: float) -> float:

@@ -297,6 +297,7 @@ class SimulatedReplica(EngineDecisions):
     def pump(self) -> None:
         self._pump_scheduled = False
         runs = self._runs
+        runs.advance()
         if runs.is_intact and self._may_run and self._gate is None:
             # The rest of a turn has nothing to do: what could change that ends the run first.
             self.publish()

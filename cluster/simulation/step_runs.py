@@ -57,6 +57,8 @@ class StepRuns:
         self._table = table
         self._clock = clock
         self._run: _StepRun | None = None
+        # When the replica was looked after since the latest step that is done.
+        self._looks: list[float] = []
         # The step of the run that is reported at its time; none: the report after the run is.
         self._noted = 0
 
@@ -98,13 +100,13 @@ class StepRuns:
         self._ranks.report_first_at(run.times[noted - 1 if noted else run.num_steps])
 
     def passes_look(self) -> bool:
-        """Do the steps of the run that are over by now. Return whether a turn at this moment would change
-        nothing, and send nothing: only steps are under way, and no load is due."""
-        self.advance()
+        """Return whether a turn at this moment would change nothing, and send nothing: only steps are under
+        way, and no load is due. Otherwise do the steps of the run that are over by now."""
         now = self._clock.now()
         if self._run is None or now >= self._gateways.next_load_at:
+            self.advance()
             return False
-        self._gateways.passed((now,))
+        self._looks.append(now)
         return True
 
     def passes_over(self) -> bool:
@@ -126,13 +128,22 @@ class StepRuns:
             return
         num_done = bisect_right(run.times, self._clock.now(), before, max(before, min(until, run.num_steps)))
         if num_done == before:
+            self._pass_looks()
             return
         self._decodes.advance(num_done, run.tokens)
         times = run.times[before:num_done]
         begins = [run.times[before - 1] if before else run.began_at, *times]
         step_s = [end - begin for begin, end in zip(begins, times, strict=False)]
         self._steps.pass_over(step_s, len(run.tokens), times[-1])
+        if self._looks:
+            times = sorted([*times, *self._looks])  # of one time the step is first
+            self._looks.clear()
         self._gateways.passed(times)
+
+    def _pass_looks(self) -> None:
+        if self._looks:
+            self._gateways.passed(self._looks)
+            self._looks.clear()
 
     def end(self) -> None:
         """Do the steps of the run that are over by now, send their tokens, and let single steps follow."""
