@@ -1,9 +1,9 @@
 """The reactive part: the replicas that queues, free KV blocks and step times of the last few samples call
 for.
 
-A signal counts when it stands in each of the last `NUM_SAMPLES` samples; growth is that of `WINDOW_S`. Prompts
-that wait for blocks at the decode side are decode's shortage, however long the prefill queue is: more prefill
-replicas would wait too.
+A signal counts when it stands in each of the last `NUM_SAMPLES` samples; growth is that of `WINDOW_S`.
+Prompts that wait for blocks at the decode side are decode's shortage, however long the prefill queue is: more
+prefill replicas would wait too.
 """
 
 from __future__ import annotations
