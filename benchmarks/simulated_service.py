@@ -387,9 +387,7 @@ def main() -> None:
     )
     plan = Plan(shares, returning, arguments.seconds, arguments.runs)
     with tempfile.TemporaryDirectory() as folder:
-        file = cluster_file(
-            Path(folder), is_paced=arguments.paced, tpot_objective_s=arguments.tpot_objective
-        )
+        file = cluster_file(Path(folder), is_paced=arguments.paced, tpot_objective_s=arguments.tpot_objective)
         with serving("--file", str(file)) as service:
             is_kept = asyncio.run(measure(service, plan))
     sys.exit(not is_kept)
