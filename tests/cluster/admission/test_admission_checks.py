@@ -164,8 +164,14 @@ def test_a_prompt_that_takes_too_long_by_itself_is_sent_to_another_class(parts: 
 
 def test_a_prompt_that_takes_too_long_beside_others_may_come_again(parts: AdmissionParts) -> None:
     """Six seconds by itself, and twelve beside sequences that take half of each step."""
-    paced = {"prefill_token_s": 1e-4, "decode_base_s": 0.01, "decode_sequence_s": 0.001}
-    parts.harness.load("b0", running=20, **paced, tpot_objective_s=0.04)
+    parts.harness.load(
+        "b0",
+        running=20,
+        prefill_token_s=1e-4,
+        decode_base_s=0.01,
+        decode_sequence_s=0.001,
+        tpot_objective_s=0.04,
+    )
     with pytest.raises(OverloadedError, match=r"predicted in 12\.0 s"):
         check_lateness(parts, 6 * SECOND)
 
