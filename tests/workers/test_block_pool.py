@@ -513,6 +513,18 @@ def test_misuse_is_an_assertion(misuse: Callable[[BlockPool, int], object]) -> N
         misuse(pool, block)
 
 
+def test_blocks_that_must_not_be_registered_are_not_together_either() -> None:
+    pool = BlockPool(3, 4)
+    _, second, third = chain(pool, "abc")
+    with pytest.raises(AssertionError, match="registered under another key"):
+        pool.register_all([third], b"abc", [b"abcd"], "t")
+    pool.release([third])
+    pool.forget(second)
+    pool.release([second])
+    with pytest.raises(AssertionError, match="not referenced"):
+        pool.register_all([second], b"a", [b"ab"], "t")
+
+
 class _ChainStep(NamedTuple):
     """A prompt comes, finds what is there, computes the rest and registers it from a block on; then what runs
     may be released, and all that is cached of its first letter purged or its first block forgotten."""

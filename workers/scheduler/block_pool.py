@@ -309,6 +309,7 @@ class BlockPool:
             if (
                 is_plain
                 and refs[block_id] > 0
+                and own_keys[block_id] is None
                 and key not in removed
                 and parent_key in found
                 and parent_key not in children
