@@ -82,10 +82,15 @@ def _with_wait(num_replicas: int, load: ExpectedLoad, service: Moments, busy: fl
     prompt alone takes longer no number does, and the load decides."""
     if service.mean >= slo_s:
         return num_replicas
-    num_replicas = max(num_replicas, math.floor(busy) + 1)
-    while tail_wait_s(load.per_s, service, num_replicas, load.dispersion) + service.mean > slo_s:
-        num_replicas += 1
-    return num_replicas
+    return servers_in_time(max(num_replicas, math.floor(busy) + 1), load, service, slo_s)
+
+
+def servers_in_time(num_servers: int, load: ExpectedLoad, service: Moments, slo_s: float) -> int:
+    """Return so many servers, or as many more as keep the tail of the wait, and the prompt's own time, within
+    `slo_s`. The mean prompt takes less."""
+    while tail_wait_s(load.per_s, service, num_servers, load.dispersion) + service.mean > slo_s:
+        num_servers += 1
+    return num_servers
 
 
 def decode_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:

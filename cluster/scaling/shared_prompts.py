@@ -16,8 +16,7 @@ import math
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import Moments, tail_wait_s
-from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed
+from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, servers_in_time
 from cluster.scaling.samples import DECODE, PREFILL
 
 
@@ -43,7 +42,8 @@ def shared_needs(
         return separate
     busy = load.per_s * service.mean
     total = math.ceil((busy + decoding) / config.target_load - 1e-9)
-    total = _with_wait(total, load, service, decoding, config.ttft_slo_s)
+    num_servers = servers_in_time(max(1, math.floor(total - decoding)), load, service, config.ttft_slo_s)
+    total = max(total, num_servers + math.floor(decoding))
     num_decode = max(decode, min(total - shares.least_prefill, shares.most_decode))
     num_prefill = max(shares.least_prefill, total - num_decode)
     tokens = load.sizes.prompt.mean if load.sizes.prompt else 0.0
@@ -63,11 +63,3 @@ def decoding_replicas(load: ExpectedLoad, config: ScalingConfig) -> float | None
     was measured."""
     present, step = load.num_sequences, load.rates.step
     return None if present is None or step is None else present * step.per_sequence_s / config.itl_slo_s
-
-
-def _with_wait(total: int, load: ExpectedLoad, service: Moments, decoding: float, slo_s: float) -> int:
-    """As many more as keep the tail of the wait, and the prompt's own time, within `slo_s`."""
-    num_servers = max(1, math.floor(total - decoding))
-    while tail_wait_s(load.per_s, service, num_servers, load.dispersion) + service.mean > slo_s:
-        num_servers += 1
-    return max(total, num_servers + math.floor(decoding))
