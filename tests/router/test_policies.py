@@ -21,7 +21,8 @@ from router.current_load import CurrentLoad
 from router.messages import ReplicaLoad, RouteRequest
 from router.policies.cheapest_choice import choose
 from router.policies.consistent_hash import ConsistentHash, affinity_key
-from router.policies.known_policies import make_policy
+from router.policies.cost_policy import CostPolicy
+from router.policies.known_policies import is_priced, make_policy
 from router.policies.plain_policy import PlainPolicy, Side, num_cached_tokens
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.replica_cost import ReplicaCost, RouteQuery, replica_cost
@@ -242,6 +243,13 @@ def test_candidates_are_those_that_may_be_chosen(
     assert choice is not None
     assert choice.decode in able["decode"]
     assert choice.prefill in {"", *able["prefill"]} - {choice.decode}
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_the_priced_policies_are_those_that_price(name: PolicyName) -> None:
+    config = RouterConfig(policy=name)
+    policy = make_policy(config, 1, turn_of=lambda replica_id: 0, num_cached_blocks=held_blocks)
+    assert is_priced(name) == isinstance(policy, CostPolicy)
 
 
 def test_a_stale_replica_is_the_last_choice_of_every_plain_policy() -> None:

@@ -57,6 +57,19 @@ def test_figures_of_a_drawn_load(tmp_path: Path) -> None:
     assert all(float(row["ended_at"]) > float(row["first_token_at"]) > 0 for row in rows)
 
 
+def test_an_objective_of_the_engines_lets_decode_replicas_compute_prompts() -> None:
+    """Of prompts for which one prefill replica is too slow."""
+    load = ["simulate", "--format", "synthetic", "--requests", "200", "--rate", "20", "--input", "6000"]
+    cluster = ["--output", "300", "--prefill", "1", "--decode", "4", "--model", "llama-3.1-8b"]
+    options = [*load, *cluster, "--hardware", "H100", "--no-admission"]
+    (without,), (found,) = run(*options), run(*options, "--tpot-objective-ms", "30")
+    assert found["ttft_mean_s"] < 0.5 * without["ttft_mean_s"]
+    assert found["tpot_p99_s"] < 0.035
+    error = refused(*options, "--tpot-objective-ms", "0")
+    assert "--tpot-objective-ms" in error
+    assert "0.001" in error
+
+
 def test_moves_of_the_scaler_are_figures_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger(scaler.__name__)
     level = log.level
