@@ -180,10 +180,11 @@ def test_what_a_replica_has_memory_for(llama: PlannedModel) -> None:
     assert 257 < float(multiplying.value.partition(" ")[0]) < 275
 
 
-@pytest.mark.parametrize("rate", [1.0, 200.0], ids=["one pool", "two pools"])
-def test_the_recommended_files_are_accepted(tmp_path: Path, rate: float) -> None:
+@pytest.mark.parametrize("is_disaggregated", [False, True], ids=["one pool", "two pools"])
+def test_the_recommended_files_are_accepted(tmp_path: Path, is_disaggregated: bool) -> None:
     model = planned_model("llama-3.3-70b", "int8", "fp8")
-    plan = best(model, rate, "H200")
+    plans = ClusterPlanner(model, [device_profile("H200")], WORKLOAD, {}).for_rate(5.0)
+    plan = next(plan for plan in plans if plan.is_disaggregated == is_disaggregated)
     file = tmp_path / "cluster.yaml"
     file.write_text(cluster_file(plan))
     config = parse_config(yaml.safe_load(file.read_text()), str(file))
@@ -191,6 +192,7 @@ def test_the_recommended_files_are_accepted(tmp_path: Path, rate: float) -> None
     for pool, planned in zip(config.pools, plan.pools, strict=True):
         assert (pool.tp, pool.pp, pool.replicas) == (*planned.capacity.split[:2], planned.num_replicas)
         assert (pool.weight_dtype, pool.engine.kv_dtype) == ("int8", "fp8")
+        assert pool.engine.tpot_objective_s == (WORKLOAD.tpot_s if pool.role != "prefill" else None)
         pool.check_model(model.shape)
     rendered = objects(yaml.safe_load(chart_values(plan)))
     groups = only(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
