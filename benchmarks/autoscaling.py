@@ -64,8 +64,8 @@ FAST = SimulatedEngine(
     StepModel(0.015, 2e-4, 6e-8, 1 / 16_000), num_blocks=1000, block_tokens=512, max_sequences=64
 )
 # Blocks of a usual size, and an objective for output tokens that the engine keeps.
-PACED_TPOT_S = 0.05
-PACED = FAST._replace(num_blocks=4000, block_tokens=128, tpot_objective_s=PACED_TPOT_S)
+TPOT_S = 0.05
+TPOT_BOUND = FAST._replace(num_blocks=4000, block_tokens=128, tpot_objective_s=TPOT_S)
 # Requests of a prefill replica that the queue target aims at, Ray Serve's default, and of a decode replica.
 PREFILL_TARGET, DECODE_TARGET = 2.0, 4.0
 
@@ -139,8 +139,8 @@ def loads(names: Iterable[str], trace: Path | None, num_traced: int) -> list[Loa
         Load(
             "shift",
             lambda seed: varying_sessions(lambda at: 5.0, shifting, SPAN_S, seed),
-            PACED,
-            SimulatedObjectives(3.0, PACED_TPOT_S),
+            TPOT_BOUND,
+            SimulatedObjectives(3.0, TPOT_S),
             (1, 2),
             1.1,
         ),

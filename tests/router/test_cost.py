@@ -123,7 +123,7 @@ def test_disturbance(role: str, sequences: int, uncached: int, tokens: float) ->
     assert disturbance_s(replica, uncached * TOKEN_S) == pytest.approx(tokens * TOKEN_S)
 
 
-def paced(sequences: int, objective_s: float) -> CurrentLoad:
+def tpot_bound(sequences: int, objective_s: float) -> CurrentLoad:
     """A decode replica whose chunks are sized by an objective. A step takes 10 ms, and 1 ms a sequence."""
     report = replace(
         state(sequences=sequences).report,
@@ -145,7 +145,7 @@ def paced(sequences: int, objective_s: float) -> CurrentLoad:
     ],
 )
 def test_prompts_take_the_time_that_an_objective_leaves(sequences: int, stretch: float, part: float) -> None:
-    replica = paced(sequences, 0.04)
+    replica = tpot_bound(sequences, 0.04)
     priced = replica_cost(QUERY, replica, False, 0, 0, 0)
     assert priced.prefill_s == pytest.approx(1000 * TOKEN_S)
     assert priced.own_s == pytest.approx(stretch * 1000 * TOKEN_S)
@@ -153,9 +153,9 @@ def test_prompts_take_the_time_that_an_objective_leaves(sequences: int, stretch:
 
 
 def test_what_decodes_takes_its_part_of_full_steps_without_an_objective() -> None:
-    priced = replica_cost(QUERY, paced(20, 0.0), False, 0, 0, 0)
+    priced = replica_cost(QUERY, tpot_bound(20, 0.0), False, 0, 0, 0)
     assert priced.own_s == pytest.approx(1000 * (TOKEN_S + 0.02 / (DEFAULT_BATCH_TOKENS - 20)))
-    assert disturbance_s(paced(20, 0.0), 0.1) == pytest.approx(21 * 0.1)
+    assert disturbance_s(tpot_bound(20, 0.0), 0.1) == pytest.approx(21 * 0.1)
 
 
 def test_the_share_of_prompts_where_no_chunk_keeps_the_objective_is_the_scheduler_s() -> None:

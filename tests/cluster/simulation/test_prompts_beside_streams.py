@@ -24,7 +24,7 @@ OBJECTIVES = SimulatedObjectives(TTFT_S, TPOT_S)
 ENGINE = SimulatedEngine(
     StepModel(0.015, 2e-4, 6e-8, 1 / 16_000), num_blocks=4000, block_tokens=128, max_sequences=64
 )
-PACED = ENGINE._replace(tpot_objective_s=TPOT_S)
+TPOT_BOUND = ENGINE._replace(tpot_objective_s=TPOT_S)
 
 
 def run(
@@ -48,7 +48,7 @@ def prompts(engine: SimulatedEngine, counts: tuple[int, int]) -> Simulated:
 
 
 def test_decode_replicas_compute_the_prompts_for_which_prefill_replicas_are_too_few() -> None:
-    simulated = prompts(PACED, (1, 3))
+    simulated = prompts(TPOT_BOUND, (1, 3))
     assert good_share(simulated) > 0.95
     computed = {use.role: 0 for use in simulated.result.replicas}
     for use in simulated.result.replicas:
@@ -57,14 +57,14 @@ def test_decode_replicas_compute_the_prompts_for_which_prefill_replicas_are_too_
 
 
 def test_without_an_objective_streams_are_spared_and_prompts_wait() -> None:
-    assert good_share(prompts(ENGINE, (1, 3))) < good_share(prompts(PACED, (1, 3))) - 0.05
+    assert good_share(prompts(ENGINE, (1, 3))) < good_share(prompts(TPOT_BOUND, (1, 3))) - 0.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_prefill", [1, 2, 3])
 def test_no_exact_division_is_needed(num_prefill: int) -> None:
     sessions = drawn_sessions(DrawnLengths(6000, 300), 6.0, 1500, 2)
-    assert good_share(run(PACED, (num_prefill, 6 - num_prefill), sessions)) > 0.97
+    assert good_share(run(TPOT_BOUND, (num_prefill, 6 - num_prefill), sessions)) > 0.97
 
 
 @pytest.mark.slow
@@ -82,11 +82,11 @@ def test_autoscaling_follows_answers_that_get_longer() -> None:
         itl_slo_s=TPOT_S,
     )
     sessions = varying_sessions(lambda at: 5.0, lengths, 600.0, 1)
-    simulated = run(PACED, (1, 2), sessions, PlannedScaling(config, ReplicaTimes(30.0)))
+    simulated = run(TPOT_BOUND, (1, 2), sessions, PlannedScaling(config, ReplicaTimes(30.0)))
     assert good_share(simulated) > 0.93
     assert {move.pool for move in simulated.moves} == {"decode"}
     assert max(move.after for move in simulated.moves if move.at < 600) in (5, 6, 7)
     assert simulated.result.replica_s / simulated.result.span_s < 5.5
     # The replicas of the beginning do not hold what comes.
     sessions = varying_sessions(lambda at: 5.0, lengths, 600.0, 1)
-    assert good_share(run(PACED, (1, 2), sessions)) < 0.8
+    assert good_share(run(TPOT_BOUND, (1, 2), sessions)) < 0.8
