@@ -15,12 +15,23 @@ from cluster.metrics.demand import Demand
 from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import RosterView, ScalingChange
 from cluster.scaling.config import PoolLimits, ScalingConfig
+from cluster.scaling.forecast import Moments
+from cluster.scaling.measured_rates import MeasuredRates, RequestSizes, StepCost
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 
 PREFILL_TOK_S = 8000.0
+# What replicas were measured to do, and requests of one size.
+RATES = MeasuredRates(
+    prefill_tok_s=PREFILL_TOK_S,
+    step=StepCost(0.012, 0.0004),
+    batch=64,
+    kv_blocks=1000.0,
+    blocks_per_sequence=10.0,
+)
+SIZES = RequestSizes(Moments(2000.0, 0.0), Moments(200.0, 0.0), 1.0)
 STEP_S = 0.02
 TOTAL_BLOCKS = 1000
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scaling_harness import config, decoding, demand, history_of, prefilling
+from scaling_harness import RATES, SIZES, config, decoding, demand, history_of, prefilling
 
 from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingChange
@@ -32,15 +32,6 @@ from cluster.scaling.measured_rates import (
     step_cost,
 )
 from cluster.scaling.samples import DemandMeter, History, ReplicaSample, ScalingSample, last_changes
-
-RATES = MeasuredRates(
-    prefill_tok_s=8000.0,
-    step=StepCost(0.012, 0.0004),
-    batch=64,
-    kv_blocks=1000.0,
-    blocks_per_sequence=10.0,
-)
-SIZES = RequestSizes(Moments(2000.0, 0.0), Moments(200.0, 0.0), 1.0)
 
 
 def load(per_s: float, rates: MeasuredRates = RATES, sizes: RequestSizes = SIZES) -> ExpectedLoad:

@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from scaling_harness import NOW, PAIR, config, counts, decided, decoding, demand, history_of, pool, prefilling
+from scaling_harness import (
+    NOW,
+    PAIR,
+    RATES,
+    SIZES,
+    config,
+    counts,
+    decided,
+    decoding,
+    demand,
+    history_of,
+    pool,
+    prefilling,
+)
 
 from cluster.config import ClusterConfig
 from cluster.roster.messages import RosterView
@@ -14,27 +27,21 @@ from cluster.scaling.config import PoolLimits
 from cluster.scaling.forecast import Moments
 from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, decode_need, prefill_need
 from cluster.scaling.gateway_reports import pool_views
-from cluster.scaling.measured_rates import MeasuredRates, RequestSizes, StepCost
+from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.policy import ScalingPlan, decide
 from cluster.scaling.roles import RoleTable
 from cluster.scaling.samples import ReplicaSample
 from cluster.scaling.shared_prompts import PromptShares, shared_needs
 
 SETTINGS = config()
-RATES = MeasuredRates(
-    prefill_tok_s=8000.0,
-    step=StepCost(0.012, 0.0004),
-    batch=64,
-    kv_blocks=1000.0,
-    blocks_per_sequence=1.0,
-)
-SIZES = RequestSizes(Moments(2000.0, 0.0), Moments(200.0, 0.0), 1.0)
+# Sequences take little KV.
+FEW_BLOCKS = RATES._replace(blocks_per_sequence=1.0)
 SHARING = (PAIR[0], PAIR[1]._replace(tpot_objective_s=0.05))
 # As the pools are in which two of these settings take part.
 FREE = PromptShares(1, 16)
 
 
-def load(per_s: float, sizes: RequestSizes = SIZES, rates: MeasuredRates = RATES) -> ExpectedLoad:
+def load(per_s: float, sizes: RequestSizes = SIZES, rates: MeasuredRates = FEW_BLOCKS) -> ExpectedLoad:
     return ExpectedLoad(per_s, 1.0, sizes, rates)
 
 
@@ -79,8 +86,8 @@ def test_where_prompts_take_too_long_beside_sequences_they_stay_apart() -> None:
     "expected",
     [
         load(0.0),
-        load(1.0, rates=RATES._replace(step=None)),
-        load(1.0, rates=RATES._replace(prefill_tok_s=0.0)),
+        load(1.0, rates=FEW_BLOCKS._replace(step=None)),
+        load(1.0, rates=FEW_BLOCKS._replace(prefill_tok_s=0.0)),
     ],
 )
 def test_nothing_is_shared_before_it_is_measured(expected: ExpectedLoad) -> None:
