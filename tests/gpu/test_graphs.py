@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,8 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
+from workers.model import cuda, native
+from workers.model.kv_groups import WindowCapacity
 from workers.model.rank_memory import graph_sizes
 from workers.rank.device_queue import CpuQueue, CudaQueue, DeviceQueue, Graph, Recorder, Work, make_queue
 from workers.rank.device_steps import DeviceSteps
@@ -29,6 +32,8 @@ from workers.rank.runner_settings import CheckpointFolder, RankCapacity
 BLOCK = 16
 MAX_SEQUENCES = 11
 NUM_PROMPT = 20
+# Of which the second continues what the first has left.
+NUM_DECODES = 2
 
 Make = Callable[[], ModelRunner]
 
@@ -54,11 +59,13 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
         runner.close()
 
 
-def make_runner(model_dir: Path, device: torch.device, queue: DeviceQueue | None) -> ModelRunner:
+def make_runner(
+    model_dir: Path, device: torch.device, queue: DeviceQueue | None, windows: WindowCapacity | None = None
+) -> ModelRunner:
     return ModelRunner(
         CheckpointFolder(model_dir),
         ON_CPU._replace(device=device, queue=queue),
-        RankCapacity(BLOCK, 80 * BLOCK, MAX_SEQUENCES),
+        RankCapacity(BLOCK, 80 * BLOCK, MAX_SEQUENCES, windows=windows),
         SystemClock(),
     )
 
@@ -151,6 +158,53 @@ def test_a_graph_caps_and_normalizes_as_steps_do(
     plans = [prompts(2), *(StepPlan(step, decodes=packed(range(2))) for step in (2, 3, 4))]
     by_graph, by_kernel = (outputs(runner, plans) for runner in runners)
     assert by_graph == by_kernel
+    for runner in runners:
+        runner.close()
+
+
+WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 18,
+    "max_window_layers": 1,
+}
+
+
+def with_group_tables(plan: StepPlan) -> StepPlan:
+    """The plan with tables of the group behind the first, whose blocks are others."""
+    tables = [
+        TableChange(it.slot, it.first, packed([1 + slot for slot in np.frombuffer(it.block_ids, "<u4")]), 1)
+        for it in plan.tables
+    ]
+    return msgspec.structs.replace(plan, tables=(*plan.tables, *tables))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "qwen3_5_text"])
+def test_a_graph_finds_what_each_group_of_layers_keeps(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Layers with a window whose KV lies apart, and layers with a state, with rows of padding beside."""
+    if device.type == "cpu":  # let all be computed by kernels for CUDA
+        monkeypatch.setattr(cuda, "DEVICE_TYPES", {"cpu"})
+        monkeypatch.setattr(native, "load", lambda: None)
+    if family == "qwen3":
+        write_random_checkpoint(tmp_path, family, seed=3, vocab_size=128, **WINDOWS)
+    else:
+        pytest.importorskip("transformers", reason="transformers, which makes the model, is not installed")
+        from state_families import write_state_checkpoint
+
+        write_state_checkpoint(tmp_path, family)
+    queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
+    windows = WindowCapacity(BLOCK, MAX_SEQUENCES, 64) if family == "qwen3" else None
+    runners = [make_runner(tmp_path, device, queue, windows) for _ in range(2)]
+    assert len(runners[0].layouts) == 2
+    runners[0].steps.record_graphs((4,))
+    decodes = [StepPlan(step, decodes=packed(range(3))) for step in range(2, 2 + NUM_DECODES)]
+    plans = [with_group_tables(prompts(3)), *decodes]
+    by_graph, by_kernel = (outputs(runner, plans) for runner in runners)
+    assert by_graph == by_kernel
+    for graph, kernel in zip(runners[0].window_kvs, runners[1].window_kvs, strict=True):
+        torch.testing.assert_close(graph, kernel, atol=1e-4, rtol=1e-4)
     for runner in runners:
         runner.close()
 

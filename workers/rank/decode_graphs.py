@@ -114,15 +114,7 @@ class DecodeGraphs:
         batch, sampler = self._batch, self._sampler
         slots, starts, lengths, sample_slots = batch.graph_rows[:, :num_rows]
         device = batch.step(slots, starts, lengths)
-        nothing = np.zeros(num_rows, np.int32)
-        step = StepInput(
-            tables=np.zeros((1, 1), np.int32),
-            slots=nothing,
-            starts=nothing,
-            lengths=np.ones(num_rows, np.int32),
-            block_tokens=batch.block_tokens,
-            device=device,
-        )
+        step = StepInput.on_device(device, np.ones(num_rows, np.int32), batch.block_tokens)
 
         def work() -> Decoded:
             self._unfinished.begin(num_rows, num_rows)

@@ -135,15 +135,7 @@ class MixedGraphs:
         lengths = np.ones(num_rows, np.int32)
         lengths[0] = size.chunk_tokens
         device = batch.recorded_step(slots, starts, torch.from_numpy(lengths).to(slots.device))
-        nothing = np.zeros(num_rows, np.int32)
-        step = StepInput(
-            tables=np.zeros((1, 1), np.int32),
-            slots=nothing,
-            starts=nothing,
-            lengths=lengths,
-            block_tokens=batch.block_tokens,
-            device=device,
-        )
+        step = StepInput.on_device(device, lengths, batch.block_tokens)
 
         def work() -> Decoded:
             self._unfinished.begin(size.chunk_tokens + size.num_decodes, num_rows)

@@ -134,6 +134,21 @@ class StepInput:
     group_tables: Sequence[NDArray[np.int32]] = ()
 
     @staticmethod
+    def on_device(device: DeviceStep, lengths: NDArray[np.int32], block_tokens: int) -> StepInput:
+        """Return a step of which the host knows nothing but the `lengths`, for work that is recorded: what it
+        would read of the other arrays says nothing."""
+        nothing, no_table = np.zeros(len(lengths), np.int32), np.zeros((1, 1), np.int32)
+        return StepInput(
+            tables=no_table,
+            slots=nothing,
+            starts=nothing,
+            lengths=lengths,
+            block_tokens=block_tokens,
+            device=device,
+            group_tables=(no_table,) * len(device.group_tables),
+        )
+
+    @staticmethod
     def of(
         spans: Sequence[SequenceSpan],
         block_tokens: int,
