@@ -65,6 +65,8 @@ NUM_DECODE_PROGRAMS, MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
 INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
+# Scales are read ahead too, and with three stages Triton 3.6 spills.
+_QUANTIZED_STAGES = 2
 _LOG2_E = math.log2(math.e)
 # The largest exponent of a row that has seen no key.
 LEAST = tl.constexpr(-1e30)
@@ -395,7 +397,7 @@ def attend_chunks(
         KIND_STRIDE=kv.blocks.stride(1), HEAD_STRIDE=kv.blocks.stride(2),
         HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK_TOKENS=block_tokens, ROWS=tile.rows,
         KEYS=tile.keys, HAS_WINDOW=window > 0, CAP_SCALE=scoring.cap_scale, ELEMENTS=kv.elements,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=_QUANTIZED_STAGES if kv.elements else tile.num_stages,
     )  # fmt: skip
 
 

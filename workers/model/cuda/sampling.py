@@ -25,6 +25,8 @@ from workers.model import noise
 
 # The number of logits of a piece, and of its largest values that are kept.
 _PIECE, _CANDIDATES = 1024, 32
+# A row's program may have twice the registers of which ptxas by itself spills 31: few of them run at a time.
+_ROWS_REGISTERS = 128
 # The arguments of which a program reads few items, and whose alignments differ from step to step.
 _INDICES = ["slots", "masks"]
 # The most logit biases and end tokens of a slot.
@@ -147,7 +149,7 @@ def sample(
         *arguments, tokens, last_tokens, **sizes,
         HAS_LAST=last_tokens is not None, NUM_PIECES=num_pieces,
         ALL_CANDIDATES=triton.next_power_of_2(num_pieces * _CANDIDATES),
-        ALL_PIECES=triton.next_power_of_2(num_pieces), num_warps=8,
+        ALL_PIECES=triton.next_power_of_2(num_pieces), num_warps=8, maxnreg=_ROWS_REGISTERS,
     )  # fmt: skip
     return tokens
 
