@@ -12,7 +12,7 @@ class DeviceTime:
     """Measures in its block how long the device did something, in any stream: `busy_s`, afterwards."""
 
     def __init__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profile = profile_of(torch.profiler.ProfilerActivity.CUDA)
         self.busy_s = 0.0
 
     def __enter__(self) -> DeviceTime:
@@ -26,6 +26,11 @@ class DeviceTime:
         events = self._profile.events()  # type: ignore[no-untyped-call]
         events = [each for each in events if each.device_type.name == "CUDA"]
         self.busy_s = union_us([(each.time_range.start, each.time_range.end) for each in events]) / 1e6
+
+
+def profile_of(activity: torch.profiler.ProfilerActivity) -> torch.profiler.profile:
+    """Return a profile of one run. Where events are not kept for later runs, torch 2.11 warns of that."""
+    return torch.profiler.profile(activities=[activity], acc_events=True)
 
 
 def union_us(spans: Iterable[tuple[float, float]]) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from benchmarks.device_time import DeviceTime
+from benchmarks.device_time import DeviceTime, profile_of
 from benchmarks.expert_layers import graph_of
 from kvtransfer.common.clock import SystemClock
 from workers.model.finish import Finish
@@ -258,11 +258,10 @@ def few_rows_lines(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def _profiled(bench: Bench, batch: int, num_steps: int) -> dict[str, KernelTime]:
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with profile:
+    with profile_of(torch.profiler.ProfilerActivity.CUDA) as profile:
         bench.driver.decode_s(batch, bench.context, num_steps)
         torch.cuda.synchronize()
-    return kernel_times(profile.events())  # type: ignore[no-untyped-call]
+    return kernel_times(profile.events())
 
 
 def _needs_cuda(bench: Bench) -> None:

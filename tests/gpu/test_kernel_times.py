@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_kernels
+from benchmarks.device_time import profile_of
 from benchmarks.gpu_kernels import (
     KernelTime,
     few_rows_lines,
@@ -31,7 +32,7 @@ def test_events_of_the_device_are_added_up_by_name() -> None:
 
 
 def test_a_profile_of_this_torch_has_what_is_read() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profile_of(torch.profiler.ProfilerActivity.CPU) as profile:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     found = next(it for it in profile.events() if it.name == "aten::mm")
     assert found.device_type.name == "CPU"
