@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from rank_specs import cuda_spec
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.rank_channel import RankSpec
 from workers.model.decoder import Decoder
 from workers.model.model_config import read_model_config
 from workers.model.weights import ShardSpec, WeightReader
@@ -32,7 +31,7 @@ class Compiler:
         self.num_calls = 0
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def __call__(self, spec: RankSpec, capability: int) -> KernelReport:
+    def __call__(self, variants: Sequence[object], num_processes: int) -> KernelReport:
         self.num_calls += 1
         self.meanwhile()
         return KernelReport(3, 3, self.errors)
@@ -42,7 +41,8 @@ class Compiler:
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_compiler, "_compile_all", made)
+    monkeypatch.setattr(kernel_compiler, "_rehearsed", lambda spec, capability: ((), 1))
+    monkeypatch.setattr(kernel_compiler, "compile_variants", made)
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 3.6")
     return made
 
@@ -59,6 +59,15 @@ def test_kernels_are_compiled_once_for_a_configuration_and_a_card(compiler: Comp
     (tmp_path / "config.json").write_text('{"head_dim": 64}')
     compile_kernels(spec, HOPPER)
     assert compiler.num_calls == 4
+
+
+def test_each_rank_of_a_replica_has_its_kernels_compiled(compiler: Compiler, tmp_path: Path) -> None:
+    """Heads that do not divide evenly make others of them."""
+    first = cuda_spec(tmp_path, tp=2)
+    for spec in (first, replace(first, rank=1, device="cuda:1")):
+        assert compile_kernels(spec, HOPPER) == KernelReport(3, 3)
+        assert compile_kernels(spec, HOPPER) == KernelReport(is_known=True)
+    assert len(list((tmp_path / "cache").glob("*.lock"))) == 1, "they take turns"
 
 
 def test_kernels_that_failed_are_tried_again(compiler: Compiler, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,8 +18,8 @@ from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.linear_weights import Parts
 from workers.model.model_config import weight_files
-from workers.model.quantization.kept_forms import are_alike, has_products
-from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.kept_forms import has_products
+from workers.model.quantization.quantized_weight import QuantizedWeight, are_alike
 from workers.model.quantization.rounded_weight import rounded
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.quantization.weight_parts import columns_of
@@ -34,7 +34,9 @@ _STORED_DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
     "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# How the names of tensors end that say which group of a quantized weight an input belongs to.
+_ORDERS = "g_idx"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightSlice(NamedTuple):
@@ -54,13 +56,18 @@ class _Amount:
 
 
 class _Unwritten(Mapping[str, Tensor]):
-    """Memory like that of the tensors of files."""
+    """Memory like that of the tensors of files, of which those that order the inputs of a weight have their
+    values: these are checked."""
 
     def __init__(self, name_to_file: Mapping[str, tuple[Path, Any]]) -> None:
         self._name_to_file = name_to_file
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._name_to_file[name][1].get_slice(name)
+        opened = self._name_to_file[name][1]
+        stored = opened.get_slice(name)
+        if name.endswith(_ORDERS):
+            order: Tensor = opened.get_tensor(name)
+            return order
         return torch.empty(stored.get_shape(), dtype=_STORED_DTYPES[stored.get_dtype()])
 
     def __iter__(self) -> Iterator[str]:
@@ -153,7 +160,17 @@ class TensorFiles:
         """Return the dtype in which the tensor is stored; None if there is none or it is none of floats."""
         if name not in self._name_to_file:
             return None
-        return _FLOATS.get(self._name_to_file[name][1].get_slice(name).get_dtype())
+        return FLOATS.get(self._name_to_file[name][1].get_slice(name).get_dtype())
+
+    @property
+    def stored_names(self) -> Collection[str]:
+        """The names of all tensors in the files."""
+        return self._name_to_file.keys()
+
+    def kind_of(self, name: str) -> Hashable:
+        """Return what tensors of the files that are stored alike have in common."""
+        stored = self._name_to_file[name][1].get_slice(name)
+        return tuple(stored.get_shape()), stored.get_dtype()
 
     def num_dims_of(self, name: str) -> int:
         """Return how many dimensions the tensor has; 0 if there is none of this name."""
@@ -176,7 +193,7 @@ class TensorFiles:
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
-        stored, dtype = self.mapped(name, shape, slices, _FLOATS), dtype or self.dtype
+        stored, dtype = self.mapped(name, shape, slices, FLOATS), dtype or self.dtype
         if self._uploads is not None and stored.device.type == "cpu":
             return self._uploads.upload(stored, dtype)
         return stored.to(device=self.device, dtype=dtype)

@@ -4,7 +4,8 @@ where they are packed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from workers.model.xielu import Xielu
 
 # Buffers that old checkpoints carry and the model computes by itself.
 _NOT_NEEDED = "self_attn.rotary_emb.inv_freq"
+_OTHER_EXPERT = re.compile(r"experts\.[1-9]\d*\.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,6 +221,16 @@ class WeightReader:
     def omit_values(self) -> None:
         """Read every tensor as memory of its shape and dtype in which nothing was written."""
         self._files.omit_values()
+
+    def stored_kinds(self) -> list[frozenset[tuple[str, Hashable]]]:
+        """Return, for each layer, the names of its tensors there and how each is stored. Of experts beside
+        each other the first stands for all."""
+        kinds: list[set[tuple[str, Hashable]]] = [set() for _ in range(self._config.num_layers)]
+        for name in self._files.stored_names:
+            of_layer = self._names.layer_of(name)
+            if of_layer is not None and of_layer[0] < len(kinds) and not _OTHER_EXPERT.search(of_layer[1]):
+                kinds[of_layer[0]].add((of_layer[1], self._files.kind_of(name)))
+        return list(map(frozenset, kinds))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -517,9 +529,12 @@ def _gated_queries(queries: ProductRows, head_dim: int) -> tuple[list[ProductRow
 
 
 def _are_same(one: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> bool:
+    """Whether head and embedding are the same; they are taken for such where they have no memory."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight) and are_equal(one, other)
+        return one.is_meta or torch.equal(one, other)
+    if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight):
+        return one.packed.is_meta or are_equal(one, other)
+    return False
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from kvtransfer.errors import TransferError
 from workers.errors import CheckpointError
@@ -43,7 +44,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 # The sources that decide which kernels there are, and how they are launched.
 _SOURCES = ("workers/model", "workers/rank", "kvtransfer/blocks")
 # What differs between ranks with the same kernels.
-_UNLIKE = {"replica", "rank", "engine_core_address", "trust", "transfer", "faults", "ticket", "num_threads"}
+_UNLIKE = {"replica", "engine_core_address", "trust", "transfer", "faults", "ticket", "num_threads"}
 
 # The variants that a process of the pool finds when it is forked.
 _variants: Sequence[KernelVariant] = ()
@@ -62,10 +63,11 @@ def compile_kernels(spec: RankSpec, capability: int) -> KernelReport:
     if mark.exists():
         return KernelReport(is_known=True)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(mark.with_suffix(".lock")):
+    variants, num_processes = _rehearsed(spec, capability)
+    with _alone(mark.parent / f"tandem-{_key(replace(spec, rank=0, device=''), capability)}.lock"):
         if mark.exists():  # by another rank of this host, in the meantime
             return KernelReport(is_known=True)
-        report = _compile_all(spec, capability)
+        report = compile_variants(variants, num_processes)
         if not report.kernel_to_error:
             mark.touch()
     return report
@@ -85,14 +87,15 @@ def compile_variants(variants: Sequence[KernelVariant], num_processes: int) -> K
     return KernelReport(len(variants), sum(not it.is_cached for it in compiled), errors)
 
 
-def _compile_all(spec: RankSpec, capability: int) -> KernelReport:
+def _rehearsed(spec: RankSpec, capability: int) -> tuple[Sequence[KernelVariant], int]:
+    """Return the variants that the rank launches, and in how many processes to compile them."""
     import torch  # only here: with all kernels in the cache it is not needed
 
     from workers.rank.kernel_rehearsal import rehearse
 
     torch.set_num_threads(1)
     num_cores = len(os.sched_getaffinity(0))
-    return compile_variants(rehearse(spec, capability), max(1, min(_MOST_PROCESSES, num_cores - 1)))
+    return rehearse(spec, capability), max(1, min(_MOST_PROCESSES, num_cores - 1))
 
 
 def _compile(index: int) -> _Compiled:
@@ -153,7 +156,7 @@ def _key(spec: RankSpec, capability: int) -> str:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process compiles the same kernels."""
+    """Wait until no other process compiles kernels of the same replica: its ranks share most of them."""
     with lock.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -7,7 +7,7 @@ whatever model and settings, and there is no list of them to keep."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,12 @@ from workers.model import cuda
 from workers.model.cuda import card
 from workers.model.decoder import Decoder
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.quantization.exact_scales import assumptions
 from workers.model.weights import ShardSpec, WeightReader
 from workers.rank.device_queue import CopiedOut, CpuQueue
 from workers.rank.model_runner import ModelRunner
-from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity
+from workers.rank.rehearsed_groups import RehearsedGroups
+from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 _META = torch.device("meta")
 _WARP_SIZE = 32
@@ -49,7 +51,8 @@ def rehearse(spec: RankSpec, capability: int) -> list[KernelVariant]:
     card.stand_in = card.Card(capability)
     triton.runtime.driver.set_active(_TargetAlone(capability))
     with collected_variants() as variants:
-        run_rehearsal(spec)
+        for _ in assumptions():
+            run_rehearsal(spec)
     return variants
 
 
@@ -57,15 +60,23 @@ def rehearse(spec: RankSpec, capability: int) -> list[KernelVariant]:
 def run_rehearsal(spec: RankSpec) -> None:
     """Do what the rank does before it serves, on the device "meta"."""
     capacity = RankCapacity.of(spec)._replace(num_offload_tokens=0, auto_kv=None, records=None)
-    runner = _RehearsingRunner(
-        CheckpointFolder(Path(spec.model_dir)),
-        ComputeSettings.of(spec, _META)._replace(queue=_NoDevice()),
-        capacity,
-        SystemClock(),
-    )
-    if spec.kv_share:
-        runner.run_largest(spec.max_batch_tokens)
-    runner.warm_up(spec.max_batch_tokens)
+    place = RankPlace()
+    with contextlib.ExitStack() as at_the_end:
+        if spec.tp > 1:
+            groups = RehearsedGroups(spec.tp, spec.tp_rank, _META, is_deterministic=spec.deterministic)
+            at_the_end.callback(groups.close)
+            num_layers = read_model_config(Path(spec.model_dir)).num_layers
+            place = RankPlace(ShardSpec(0, num_layers, spec.tp_rank, spec.tp), groups)
+        runner = _RehearsingRunner(
+            CheckpointFolder(Path(spec.model_dir)),
+            ComputeSettings.of(spec, _META)._replace(queue=_NoDevice()),
+            capacity,
+            SystemClock(),
+            place=place,
+        )
+        if spec.kv_share:
+            runner.run_largest(spec.max_batch_tokens)
+        runner.warm_up(spec.max_batch_tokens)
 
 
 @contextlib.contextmanager
@@ -147,14 +158,14 @@ class _RehearsingRunner(ModelRunner):
         self, checkpoint: CheckpointFolder, compute: ComputeSettings, shard: ShardSpec | None
     ) -> Decoder:
         config = read_model_config(checkpoint.path)
-        whole = ShardSpec.whole(config)
+        held = shard or ShardSpec.whole(config)
         with WeightReader(
-            checkpoint.path, config, whole, compute.dtype, compute.device, form=compute.weights
+            checkpoint.path, config, held, compute.dtype, compute.device, form=compute.weights
         ) as reader:
             reader.omit_values()
-            decoder = Decoder(config, reader, whole, is_deterministic=compute.is_deterministic)
-        if not config.layer_shapes.input_size:  # else a layer's inputs are counted by the layers
-            del decoder.layers[_num_first_layers(config) :]
+            decoder = Decoder(config, reader, held, is_deterministic=compute.is_deterministic)
+            if not config.layer_shapes.input_size:  # else a layer's inputs are counted by the layers
+                del decoder.layers[_num_first_layers(config, reader.stored_kinds()) :]
         return decoder
 
     def run_largest(self, num_rows: int) -> None:
@@ -162,10 +173,12 @@ class _RehearsingRunner(ModelRunner):
         self._run_largest(self.steps, num_rows)
 
 
-def _num_first_layers(config: ModelConfig) -> int:
-    """Return how many of the first layers are of all kinds that there are."""
+def _num_first_layers(config: ModelConfig, stored_kinds: Sequence[Hashable]) -> int:
+    """Return how many of the first layers are of all kinds that there are; how the weights of each layer are
+    stored is a part of its kind."""
     kinds = [
         (
+            stored,
             config.heads_of(layer),
             config.sliding_windows[layer],
             config.ropes[layer],
@@ -176,6 +189,6 @@ def _num_first_layers(config: ModelConfig) -> int:
             config.has_own_kv(layer),
             config.has_key_values(layer),
         )
-        for layer in range(config.num_layers)
+        for layer, stored in enumerate(stored_kinds)
     ]
     return max(map(kinds.index, kinds)) + 1

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -52,11 +53,13 @@ class _Ended(NamedTuple):
 
 
 def has_task(spec: RankSpec) -> bool:
-    """Whether kernels of this rank can be compiled from its configuration: on CUDA, by a rank that has the
-    whole model on its device, and whose folder is on this host."""
-    is_whole = spec.num_ranks == 1 and not spec.expert_offload and not spec.gguf_file
+    """Whether kernels of this rank can be compiled from its configuration: on CUDA, by a rank that has all
+    layers and a part of every expert on its device, and whose folder is on this host, where one of a GGUF
+    file may not be made yet."""
+    has_layers = spec.pp == 1 and spec.ep == 1 and not spec.expert_offload
+    has_folder = not spec.gguf_file or Path(spec.model_dir).is_dir()
     is_on_cuda = spec.device.partition(":")[0] == "cuda"
-    return is_on_cuda and is_whole and importlib.util.find_spec("triton") is not None
+    return is_on_cuda and has_layers and has_folder and importlib.util.find_spec("triton") is not None
 
 
 class KernelTask:

@@ -123,7 +123,7 @@ def _await_flag(flag, count, broken, polls, control, most_polls):
     return broken, polls
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _exchange_kernel(
     own, result, num_elements, bases, rank, control, most_polls, parts_start,
     TP: tl.constexpr, TILE: tl.constexpr, GATHERS: tl.constexpr, WRITES: tl.constexpr, READS: tl.constexpr,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.model.quantization.device_weight import DeviceWeight
-from workers.model.quantization.kept_forms import are_alike
-from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.quantized_weight import QuantizedWeight, are_alike
 
 
 def stack_weights(parts: Sequence[Sequence[QuantizedWeight]]) -> DeviceWeight | None:

@@ -14,8 +14,8 @@ from workers.errors import CheckpointError
 from workers.model.experts.mixture_shape import MixtureShape
 from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized, quantized
 from workers.model.families.expert_traits import ExpertNames
-from workers.model.quantization.kept_forms import are_alike, has_experts
-from workers.model.quantization.quantized_weight import QuantizedWeight
+from workers.model.quantization.kept_forms import has_experts
+from workers.model.quantization.quantized_weight import QuantizedWeight, are_alike
 from workers.model.quantization.weight_parts import columns_of, to_device
 from workers.model.sizes import HeldExperts
 from workers.model.tensor_files import TensorFiles, WeightSlice

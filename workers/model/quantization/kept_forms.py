@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from workers.model import cuda, native
 from workers.model.quantization.integer_product import rounds_inputs
 from workers.model.quantization.packed_codes import STEP_INPUTS
@@ -27,14 +23,3 @@ def has_experts(weight: QuantizedWeight) -> bool:
     device = weight.packed.device
     has_kernels = cuda.serves(device) or device.type != "cpu" or native.load() is not None
     return has_kernels and weight.order is None and has_products(weight)
-
-
-def are_alike(parts: Sequence[QuantizedWeight]) -> bool:
-    """Whether the parts of a weight have one form, as `QuantizedWeight.joined` needs it."""
-    first = parts[0]
-    forms = {(it.codes, it.group, it.num_inputs, it.quantizes_inputs, it.offsets is None) for it in parts}
-    if len(forms) > 1 or any((it.order is None) != (first.order is None) for it in parts):
-        return False
-    return first.order is None or all(
-        it.order is not None and torch.equal(it.order, first.order) for it in parts
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from workers.model.quantization.stored_format import QuantizationScheme, plain_n
 from workers.model.quantization.stored_weights import StoredWeight
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
 from workers.model.quantization.weight_parts import columns_of, to_device
-from workers.model.tensor_files import TensorFiles, WeightSlice
+from workers.model.tensor_files import FLOATS, TensorFiles, WeightSlice
 
 _ALL = slice(None)
 
@@ -46,6 +47,9 @@ class QuantizedTensorFiles(TensorFiles):
 
     def is_quantized(self, name: str) -> bool:
         return self._plain_to_stored.get(name, [name]) != [name]
+
+    def kind_of(self, name: str) -> Hashable:
+        return self._scheme.format_of(product_of(plain_name(name))), super().kind_of(name)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *slices: slice, dtype: torch.dtype | None = None
@@ -112,4 +116,4 @@ class QuantizedTensorFiles(TensorFiles):
         if product == name or name in self.read or not self.is_quantized(f"{product}.weight"):
             return False
         shape = self.shape_of(name)
-        return shape is not None and not bool(super().tensor(name, shape).any())
+        return shape is not None and not bool(self.mapped(name, shape, (), FLOATS).any())

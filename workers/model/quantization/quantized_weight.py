@@ -119,15 +119,9 @@ class QuantizedWeight:
     def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         """Return the weight whose outputs are those of the parts, one after another; None where they are of
         different forms."""
+        if not are_alike(parts):
+            return None
         first = parts[0]
-        alike = {(it.codes, it.group, it.num_inputs, it.quantizes_inputs) for it in parts}
-        if len(alike) > 1 or any((it.offsets is None) != (first.offsets is None) for it in parts):
-            return None
-        orders = [it.order for it in parts]
-        if any((order is None) != (orders[0] is None) for order in orders) or not all(
-            order is None or torch.equal(order, first.order) for order in orders if first.order is not None
-        ):
-            return None
         offsets = [it.offsets for it in parts if it.offsets is not None]
         return dataclasses.replace(
             first,
@@ -135,3 +129,15 @@ class QuantizedWeight:
             scales=torch.cat([it.scales for it in parts]),
             offsets=torch.cat(offsets) if offsets else None,
         )
+
+
+def are_alike(parts: Sequence[QuantizedWeight]) -> bool:
+    """Whether the parts of a weight have one form, as `QuantizedWeight.joined` needs it. Orders of inputs
+    that have no memory are taken for the same, as they are in products of the same inputs."""
+    first = parts[0]
+    forms = {(it.codes, it.group, it.num_inputs, it.quantizes_inputs, it.offsets is None) for it in parts}
+    if len(forms) > 1 or any((it.order is None) != (first.order is None) for it in parts):
+        return False
+    return first.order is None or all(
+        it.order is not None and (it.order.is_meta or torch.equal(it.order, first.order)) for it in parts
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.model.linear_weights import LinearWeights, are_quantized, are_tensors
 from workers.model.norm import Norm
-from workers.model.quantization.kept_forms import are_alike
+from workers.model.quantization.quantized_weight import are_alike
 from workers.model.split_products import ProductRows, SplitProducts
 from workers.model.state.delta_mixer import DeltaMixer
 from workers.model.state.delta_rule import DeltaWeights
