@@ -11,7 +11,7 @@ import pytest
 import torch
 from import_path import import_path
 
-from tests.gpu.stages import ALONE, SIDE_BY_SIDE, Row, Stages, environment, table
+from tests.gpu.stages import ALONE, SIDE_BY_SIDE, Row, Stages, environment, parts, pytest_command, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +34,25 @@ def test_every_file_of_the_suite_runs_in_a_stage() -> None:
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
     # The benchmark's own figures are a stage.
     assert sorted([*SIDE_BY_SIDE, *ALONE]) == sorted(files - {"benchmark"})
+
+
+def test_the_parts_of_a_file_have_each_test_once() -> None:
+    def collected(name: str) -> list[str]:
+        done = subprocess.run(
+            [*pytest_command(name), "--collect-only"],
+            cwd=ROOT,
+            env=environment(None),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    names = parts(["card_tiles", "attention"])
+    assert names == ["card_tiles", "attention-1of3", "attention-2of3", "attention-3of3"]
+    of_parts = [set(collected(name)) for name in names[1:]]
+    assert all(of_parts)
+    assert sum(map(len, of_parts)) == len(set.union(*of_parts)) == len(collected("attention"))
 
 
 def test_what_fails_hangs_or_has_no_time_left_is_a_row(tmp_path: Path) -> None:

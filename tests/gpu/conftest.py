@@ -15,6 +15,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1of1", help="run the I-th of N parts of the tests: 2of3")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of one part; the parts have all tests once."""
+    part, _, num_parts = str(config.getoption("--part")).partition("of")
+    items[:] = items[int(part) - 1 :: int(num_parts)]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` before any of its fixtures is set up."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():

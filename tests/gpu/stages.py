@@ -32,6 +32,8 @@ SIDE_BY_SIDE = (
     "segmented_products", "thin_products", "card_tiles", "compiled_cards", "kernel_times",
     "kernel_compiler", "kernel_rehearsal", "mixed_graphs",
 )  # fmt: skip
+# Files that compile for longer than a file may take: their tests are divided between so many processes.
+PARTS_OF = {"attention": 3, "decoder": 2, "experts": 2}
 ALONE = ("memory", "offload", "device_transfer", "one_shot_sums", "shared_card", "two_ranks")
 FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts")
 NUM_AT_ONCE = 8
@@ -110,9 +112,21 @@ def _outcome(status: int | None, text: str, limit_s: float, seconds: float) -> t
     return ("ok" if status == 0 else "FAILED"), seconds, ", ".join(counts) or last[:80]
 
 
+def parts(names: Sequence[str]) -> list[str]:
+    """Return what runs in a process each: files, or `attention-2of3`, their parts."""
+    return [
+        f"{name}-{part}of{num_parts}" if num_parts > 1 else name
+        for name in names
+        for num_parts in [PARTS_OF.get(name, 1)]
+        for part in range(1, num_parts + 1)
+    ]
+
+
 def pytest_command(name: str) -> list[str]:
-    options = ["-c", "tests/gpu/pytest.ini", "-q", "-rs"]
-    return [sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}.py"]
+    """Return the command that runs a file or a part of it."""
+    file, _, part = name.partition("-")
+    options = ["-c", "tests/gpu/pytest.ini", "-q", "-rs", *(["--part", part] if part else [])]
+    return [sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{file}.py"]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -175,7 +189,7 @@ def main() -> int:
     print(found or "no CUDA device: kernels are interpreted", flush=True)
     stages = Stages(out, env)
     if args.only:
-        stages.run_files(args.only.split(","), NUM_AT_ONCE)
+        stages.run_files(parts(args.only.split(",")), NUM_AT_ONCE)
     else:
         run_all(stages)
     print(f"\n{found}\n{table(stages.rows)}\n\noutput of each: {out}")
@@ -183,7 +197,7 @@ def main() -> int:
 
 
 def run_all(stages: Stages) -> None:
-    stages.run_files(SIDE_BY_SIDE, NUM_AT_ONCE)
+    stages.run_files(parts(SIDE_BY_SIDE), NUM_AT_ONCE)
     stages.run_files(ALONE, 1)
     if importlib.util.find_spec("ray") is None:
         stages.rows.append(Row("cluster", "not run", 0.0, "ray is not installed"))

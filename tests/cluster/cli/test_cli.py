@@ -228,7 +228,7 @@ def test_a_shell_completes_commands_and_their_options() -> None:
         )
         return done.stdout.split()
 
-    assert completed("tandem s") == ["serve", "status", "scale", "store"]
+    assert completed("tandem s") == ["serve", "status", "scale", "simulate", "store"]
     assert "--kv-tokens" in completed("tandem serve --kv")
 
 
