@@ -95,6 +95,22 @@ def test_the_rehearsal_finds_every_variant(
     assert met - rehearsed_by(spec) == set()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_layers_with_memory_apart_are_rehearsed(tmp_path: Path, family: str) -> None:
+    """Layers with a window whose KV lies apart, and layers with a state, also in graphs."""
+    if family == "qwen3":
+        write_random_checkpoint(tmp_path, family, seed=3, vocab_size=VOCAB, **WINDOWS)
+    else:
+        pytest.importorskip("transformers", reason="transformers, which makes the model, is not installed")
+        from state_families import write_state_checkpoint
+
+        write_state_checkpoint(tmp_path, family)
+    spec = cuda_spec(tmp_path, frees_windows=True, mixed_graphs=True)
+    met = met_by(spec)
+    assert met
+    assert met - rehearsed_by(spec) == set()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sums_of_ranks_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """The kernel of the sums runs without the other rank: it writes nothing, and waits for nothing."""
