@@ -42,7 +42,6 @@ FILE_S = 170.0
 CLUSTER_S = 120.0
 # What of TOTAL_S a stage must find left, or it is not begun.
 _LEAST_S = 15.0
-_WHEELS = ("msgspec", "pydantic", "llguidance", "pytest")
 
 
 class Row(NamedTuple):
@@ -146,11 +145,11 @@ def environment(packages: Path | None) -> dict[str, str]:
     return env
 
 
-def install(wheels: Path, folder: Path) -> None:
-    """Install the wheels into a plain folder. A virtual environment with the packages of the system would see
-    none of these where the machine's Python is itself one."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
-    subprocess.run([*command, "--target", str(folder), *_WHEELS], check=True)
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack the packages of `pack.py` into a plain folder. A virtual environment with the packages of the
+    system would see none of these where the machine's Python is itself one."""
+    folder.mkdir(parents=True)
+    subprocess.run(["tar", "-xJf", str(archive), "-C", str(folder)], check=True)
 
 
 def card(env: Mapping[str, str]) -> str:
@@ -170,7 +169,7 @@ def card(env: Mapping[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--wheels", type=Path, help="a folder of wheels to use (see README.md), without a registry"
+        "--packages", type=Path, help="an archive of packages made by pack.py, where there is no registry"
     )
     parser.add_argument("--out", type=Path, help="where the output of each file goes; default: a new folder")
     parser.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
@@ -178,9 +177,9 @@ def main() -> int:
     args = parser.parse_args()
     out: Path = args.out or Path(tempfile.mkdtemp(prefix="tandem-gpu-"))
     out.mkdir(parents=True, exist_ok=True)
-    packages = out / "packages" if args.wheels else None
-    if args.wheels:
-        install(args.wheels, out / "packages")
+    packages = out / "packages" if args.packages else None
+    if packages is not None:
+        unpack(args.packages, packages)
     env = environment(packages)
     found = card(env)
     if not found and not args.cpu:
@@ -191,15 +190,17 @@ def main() -> int:
     if args.only:
         stages.run_files(parts(args.only.split(",")), NUM_AT_ONCE)
     else:
-        run_all(stages)
+        has_ray = packages is not None and (packages / "ray").is_dir()
+        run_all(stages, has_ray=has_ray or importlib.util.find_spec("ray") is not None)
     print(f"\n{found}\n{table(stages.rows)}\n\noutput of each: {out}")
     return int(any(row.result != "ok" for row in stages.rows if row.result != "not run"))
 
 
-def run_all(stages: Stages) -> None:
+def run_all(stages: Stages, *, has_ray: bool) -> None:
+    """Run everything, the cluster only where there is Ray."""
     stages.run_files(parts(SIDE_BY_SIDE), NUM_AT_ONCE)
     stages.run_files(ALONE, 1)
-    if importlib.util.find_spec("ray") is None:
+    if not has_ray:
         stages.rows.append(Row("cluster", "not run", 0.0, "ray is not installed"))
     else:
         cluster = [sys.executable, str(HERE / "one_card_cluster.py")]

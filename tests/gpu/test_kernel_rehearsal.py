@@ -28,6 +28,12 @@ from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, Rank
 
 VOCAB = 32
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# A norm adds what a layer with experts leaves, and not what a dense one has added by itself.
+DENSE_BETWEEN = EXPERTS | {
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [0, 2],
+    "shared_expert_intermediate_size": 40,
+}
 LAST_DOWN = "model.layers.2.mlp.down_proj"
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
@@ -82,6 +88,7 @@ def rehearsed_by(spec: RankSpec) -> set[tuple[Any, ...]]:
     [
         ("qwen3", WINDOWS, True),
         ("qwen3_moe", EXPERTS, False),
+        ("qwen2_moe", DENSE_BETWEEN, False),
         ("deepseek_v3", {}, False),
     ],
 )

@@ -165,7 +165,7 @@ class _RehearsingRunner(ModelRunner):
             reader.omit_values()
             decoder = Decoder(config, reader, held, is_deterministic=compute.is_deterministic)
             if not config.layer_shapes.input_size:  # else a layer's inputs are counted by the layers
-                del decoder.layers[_num_first_layers(config, reader.stored_kinds()) :]
+                del decoder.layers[_num_first_layers(config, reader.stored_kinds()) : -1]
         return decoder
 
     def run_largest(self, num_rows: int) -> None:
@@ -174,8 +174,9 @@ class _RehearsingRunner(ModelRunner):
 
 
 def _num_first_layers(config: ModelConfig, stored_kinds: Sequence[Hashable]) -> int:
-    """Return how many of the first layers are of all kinds that there are; how the weights of each layer are
-    stored is a part of its kind."""
+    """Return how many of the first layers are of all kinds that there are, each behind all kinds that it
+    follows, since a norm may add what the layer before it leaves. How the weights of a layer are stored is a
+    part of its kind."""
     kinds = [
         (
             stored,
@@ -191,4 +192,5 @@ def _num_first_layers(config: ModelConfig, stored_kinds: Sequence[Hashable]) -> 
         )
         for layer, stored in enumerate(stored_kinds)
     ]
-    return max(map(kinds.index, kinds)) + 1
+    pairs = list(zip([None, *kinds], kinds, strict=False))
+    return max(map(pairs.index, pairs)) + 1
