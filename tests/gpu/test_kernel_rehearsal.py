@@ -27,15 +27,16 @@ from workers.rank.rehearsed_groups import RehearsedGroups
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 VOCAB = 32
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # A norm adds what a layer with experts leaves, and not what a dense one has added by itself.
-DENSE_BETWEEN = EXPERTS | {
+DENSE_BETWEEN: dict[str, Any] = {
+    **EXPERTS,
     "num_hidden_layers": 4,
     "mlp_only_layers": [0, 2],
     "shared_expert_intermediate_size": 40,
 }
 LAST_DOWN = "model.layers.2.mlp.down_proj"
-WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
 @pytest.fixture(autouse=True)
