@@ -35,6 +35,14 @@ DENSE_BETWEEN: dict[str, Any] = {
     "mlp_only_layers": [0, 2],
     "shared_expert_intermediate_size": 40,
 }
+# Layers with a number of their own, with which the host computes.
+SCALARS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
+}
 LAST_DOWN = "model.layers.2.mlp.down_proj"
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
@@ -91,6 +99,7 @@ def rehearsed_by(spec: RankSpec) -> set[tuple[Any, ...]]:
         ("qwen3_moe", EXPERTS, False),
         ("qwen2_moe", DENSE_BETWEEN, False),
         ("deepseek_v3", {}, False),
+        ("gemma4_text", SCALARS, False),
     ],
 )
 def test_the_rehearsal_finds_every_variant(

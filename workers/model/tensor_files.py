@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ class _Amount:
 
 
 class _Unwritten(Mapping[str, Tensor]):
-    """Memory like that of the tensors of files, of which those that order the inputs of a weight have their
-    values: these are checked."""
+    """Memory like that of the tensors of files. Those that order the inputs of a weight, which are checked,
+    and single numbers, with which the host computes, have their values."""
 
     def __init__(self, name_to_file: Mapping[str, tuple[Path, Any]]) -> None:
         self._name_to_file = name_to_file
@@ -65,9 +66,9 @@ class _Unwritten(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         opened = self._name_to_file[name][1]
         stored = opened.get_slice(name)
-        if name.endswith(_ORDERS):
-            order: Tensor = opened.get_tensor(name)
-            return order
+        if name.endswith(_ORDERS) or math.prod(stored.get_shape()) == 1:
+            read: Tensor = opened.get_tensor(name)
+            return read
         return torch.empty(stored.get_shape(), dtype=_STORED_DTYPES[stored.get_dtype()])
 
     def __iter__(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ from workers.model.sizes import kv_heads, layer_heads, part, refuse_split
 from workers.model.split_products import ProductRows, SplitProducts, fused_rows
 from workers.model.state.make_readers import state_reader
 from workers.model.state.state_weights import StateWeightReader, StateWeights
-from workers.model.tensor_files import TensorFiles, WeightSlice
+from workers.model.tensor_files import FLOATS, TensorFiles, WeightSlice
 from workers.model.tensor_names import OF_OWN_KV, TensorNames
 from workers.model.xielu import Xielu
 
@@ -295,7 +295,9 @@ class WeightReader:
             down=self._down(feed_forward, intermediate_size) if intermediate_size else None,
             xielu=self._xielu(f"{feed_forward}act_fn.") if config.activation == "xielu" else None,
             inputs=self._input_gate(prefix) if config.layer_shapes.input_size else None,
-            scalar=self._scalar(f"{prefix}layer_scalar") if config.traits.has_layer_shapes else 1.0,
+            scalar=self._number(f"{prefix}layer_scalar", (1,), self.dtype)
+            if config.traits.has_layer_shapes
+            else 1.0,
             mixture=self._mixtures.layer(prefix) if config.has_experts(layer) else None,
         )
         if config.has_state(layer):
@@ -482,7 +484,7 @@ class WeightReader:
         names = ("alpha_p", "alpha_n", "beta", "eps")
         shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (), ())
         values = [
-            float(self._tensor(f"{prefix}{name}", shape, dtype=torch.float32))
+            self._number(f"{prefix}{name}", shape, torch.float32)
             for name, shape in zip(names, shapes, strict=True)
         ]
         return Xielu.of(*values)
@@ -498,8 +500,9 @@ class WeightReader:
         """Read all of a product without a bias."""
         return LinearWeights(self._files.product_parts([WeightSlice(name, shape)]), None)
 
-    def _scalar(self, name: str) -> float:
-        return float(self._tensor(name, (1,)))
+    def _number(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+        """Read a number that the host computes with, rounded to a dtype."""
+        return float(self._files.mapped(name, shape, (), FLOATS).to(dtype))
 
     def _gate_up(self, prefix: str, size: int) -> LinearWeights:
         rows = self._part(size)
