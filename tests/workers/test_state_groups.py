@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from local_engine import BLOCK, LocalEngine, draw, packed, submitted
@@ -18,9 +19,12 @@ from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.model.attention.groups_backend import GroupsPlan
+from workers.model.attention.interface import DeviceStep, StepInput
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, GroupLimit, StateCapacity, group_limits, kv_groups
 from workers.model.model_config import read_model_config
+from workers.model.state.state_step import NO_STATE
 from workers.rank.device_queue import CpuQueue, DeviceQueue
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, trial_blocks
 from workers.scheduler.step import StepOutcome
@@ -287,6 +291,23 @@ def test_a_trial_of_the_largest_steps_takes_one_state(convolution_dir: Path) -> 
     full, states = runner.layouts
     num_blocks = trial_blocks(96, runner.config.max_context_tokens, BLOCK)
     assert meter.kv_bytes == num_blocks * full.block_bytes + states.block_bytes
+    engine.close()
+
+
+def test_a_recorded_step_finds_the_tables_of_every_group_on_the_device(convolution_dir: Path) -> None:
+    """The host knows nothing of its tables."""
+    engine = LocalEngine(convolution_dir, CONFIG, 40, stages=STAGES["one"])
+    (runner,) = engine.runners
+    tables = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    starts = torch.tensor([BLOCK, 0], dtype=torch.int32)
+    device = DeviceStep(tables, slots, starts, torch.ones_like(slots), 2 * BLOCK, [tables + 10])
+    plan = runner.attention.plan(StepInput.on_device(device, np.ones(2, np.int32), BLOCK))
+    assert isinstance(plan, GroupsPlan)
+    assert plan.state_step is not None
+    found = plan.state_step.device
+    assert found is not None
+    assert (found.reads.tolist(), found.writes.tolist()) == ([15, NO_STATE], [16, 13])
     engine.close()
 
 
