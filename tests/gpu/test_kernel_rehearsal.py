@@ -17,13 +17,11 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import RankSpec
 from workers.model import cuda, native
-from workers.model.model_config import read_model_config
 from workers.model.quantization.exact_scales import assumptions
-from workers.model.weights import ShardSpec
 from workers.rank import warm_up
 from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
-from workers.rank.rehearsed_groups import RehearsedGroups
+from workers.rank.rehearsed_groups import rehearsed_place
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 VOCAB = 32
@@ -64,11 +62,7 @@ def _interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 def met_by(spec: RankSpec) -> set[tuple[Any, ...]]:
     """Return what a rank launches until it serves."""
     compute = ComputeSettings.of(spec, torch.device("cpu"))._replace(queue=CpuQueue(has_triton=True))
-    place = RankPlace()
-    if spec.tp > 1:
-        groups = RehearsedGroups(spec.tp, spec.rank, torch.device("cpu"), is_deterministic=False)
-        num_layers = read_model_config(Path(spec.model_dir)).num_layers
-        place = RankPlace(ShardSpec(0, num_layers, spec.rank, spec.tp), groups)
+    place = RankPlace(*rehearsed_place(spec, torch.device("cpu")))
     with launched_variants() as met:
         runner = ModelRunner(
             CheckpointFolder(Path(spec.model_dir)),

@@ -41,7 +41,7 @@ class Compiler:
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_compiler, "_rehearsed", lambda spec, capability: ((), 1))
+    monkeypatch.setattr(kernel_compiler, "_rehearsed", lambda spec, capability: ())
     monkeypatch.setattr(kernel_compiler, "compile_variants", made)
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 3.6")
     return made
@@ -51,7 +51,9 @@ def test_kernels_are_compiled_once_for_a_configuration_and_a_card(compiler: Comp
     (tmp_path / "config.json").write_text("{}")
     spec = cuda_spec(tmp_path)
     assert compile_kernels(spec, HOPPER) == KernelReport(3, 3)
-    other_replica = replace(spec, replica=ReplicaIdentity("other", 2), ticket=b"t", engine_core_address="x:1")
+    other_replica = replace(
+        spec, replica=ReplicaIdentity("other", 2), ticket=b"t", engine_core_address="x:1", device="cuda:1"
+    )
     assert compile_kernels(other_replica, HOPPER) == KernelReport(is_known=True)
     assert compiler.num_calls == 1
     compile_kernels(replace(spec, max_sequences=9), HOPPER)
@@ -62,9 +64,9 @@ def test_kernels_are_compiled_once_for_a_configuration_and_a_card(compiler: Comp
 
 
 def test_each_rank_of_a_replica_has_its_kernels_compiled(compiler: Compiler, tmp_path: Path) -> None:
-    """Heads that do not divide evenly make others of them."""
+    """The ranks' parts of the model may differ."""
     first = cuda_spec(tmp_path, tp=2)
-    for spec in (first, replace(first, rank=1, device="cuda:1")):
+    for spec in (first, replace(first, rank=1)):
         assert compile_kernels(spec, HOPPER) == KernelReport(3, 3)
         assert compile_kernels(spec, HOPPER) == KernelReport(is_known=True)
     assert len(list((tmp_path / "cache").glob("*.lock"))) == 1, "they take turns"

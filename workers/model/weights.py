@@ -32,6 +32,7 @@ from workers.model.xielu import Xielu
 
 # Buffers that old checkpoints carry and the model computes by itself.
 _NOT_NEEDED = "self_attn.rotary_emb.inv_freq"
+# A tensor of an expert other than the first.
 _OTHER_EXPERT = re.compile(r"experts\.[1-9]\d*\.")
 
 

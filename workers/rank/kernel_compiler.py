@@ -44,7 +44,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 # The sources that decide which kernels there are, and how they are launched.
 _SOURCES = ("workers/model", "workers/rank", "kvtransfer/blocks")
 # What differs between ranks with the same kernels.
-_UNLIKE = {"replica", "engine_core_address", "trust", "transfer", "faults", "ticket", "num_threads"}
+_UNLIKE = {"replica", "engine_core_address", "trust", "transfer", "faults", "ticket", "num_threads", "device"}
 
 # The variants that a process of the pool finds when it is forked.
 _variants: Sequence[KernelVariant] = ()
@@ -63,11 +63,12 @@ def compile_kernels(spec: RankSpec, capability: int) -> KernelReport:
     if mark.exists():
         return KernelReport(is_known=True)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    variants, num_processes = _rehearsed(spec, capability)
-    with _alone(mark.parent / f"tandem-{_key(replace(spec, rank=0, device=''), capability)}.lock"):
+    variants = _rehearsed(spec, capability)
+    with _alone(mark.parent / f"tandem-{_key(replace(spec, rank=0), capability)}.lock"):
         if mark.exists():  # by another rank of this host, in the meantime
             return KernelReport(is_known=True)
-        report = compile_variants(variants, num_processes)
+        num_cores = len(os.sched_getaffinity(0))
+        report = compile_variants(variants, max(1, min(_MOST_PROCESSES, num_cores - 1)))
         if not report.kernel_to_error:
             mark.touch()
     return report
@@ -87,15 +88,14 @@ def compile_variants(variants: Sequence[KernelVariant], num_processes: int) -> K
     return KernelReport(len(variants), sum(not it.is_cached for it in compiled), errors)
 
 
-def _rehearsed(spec: RankSpec, capability: int) -> tuple[Sequence[KernelVariant], int]:
-    """Return the variants that the rank launches, and in how many processes to compile them."""
+def _rehearsed(spec: RankSpec, capability: int) -> Sequence[KernelVariant]:
+    """Return the variants that the rank launches."""
     import torch  # only here: with all kernels in the cache it is not needed
 
     from workers.rank.kernel_rehearsal import rehearse
 
     torch.set_num_threads(1)
-    num_cores = len(os.sched_getaffinity(0))
-    return rehearse(spec, capability), max(1, min(_MOST_PROCESSES, num_cores - 1))
+    return rehearse(spec, capability)
 
 
 def _compile(index: int) -> _Compiled:

@@ -29,7 +29,7 @@ from workers.model.quantization.exact_scales import assumptions
 from workers.model.weights import ShardSpec, WeightReader
 from workers.rank.device_queue import CopiedOut, CpuQueue
 from workers.rank.model_runner import ModelRunner
-from workers.rank.rehearsed_groups import RehearsedGroups
+from workers.rank.rehearsed_groups import rehearsed_place
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 _META = torch.device("meta")
@@ -60,19 +60,14 @@ def rehearse(spec: RankSpec, capability: int) -> list[KernelVariant]:
 def run_rehearsal(spec: RankSpec) -> None:
     """Do what the rank does before it serves, on the device "meta"."""
     capacity = RankCapacity.of(spec)._replace(num_offload_tokens=0, auto_kv=None, records=None)
-    place = RankPlace()
-    with contextlib.ExitStack() as at_the_end:
-        if spec.tp > 1:
-            groups = RehearsedGroups(spec.tp, spec.tp_rank, _META, is_deterministic=spec.deterministic)
-            at_the_end.callback(groups.close)
-            num_layers = read_model_config(Path(spec.model_dir)).num_layers
-            place = RankPlace(ShardSpec(0, num_layers, spec.tp_rank, spec.tp), groups)
+    shard, groups = rehearsed_place(spec, _META)
+    with contextlib.closing(groups):
         runner = _RehearsingRunner(
             CheckpointFolder(Path(spec.model_dir)),
             ComputeSettings.of(spec, _META)._replace(queue=_NoDevice()),
             capacity,
             SystemClock(),
-            place=place,
+            place=RankPlace(shard, groups),
         )
         if spec.kv_share:
             runner.run_largest(spec.max_batch_tokens)

@@ -1,20 +1,36 @@
-"""The collectives of a rank whose kernels are looked for while the other ranks of its stage do not exist."""
+"""The place in its stage of a rank whose kernels are found while there are no other ranks
+(`workers.rank.kernel_rehearsal`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from workers.messages.rank_channel import RankSpec
+from workers.model.model_config import read_model_config
+from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.one_shot_group import OneShotGroup, OneShotSums
 from workers.rank.peer_buffers import PeerBuffers
 
 
+def rehearsed_place(spec: RankSpec, device: torch.device) -> tuple[ShardSpec, RankGroups]:
+    """Return the part of the model that a rank of the only stage holds, and its collectives. Raises
+    `CheckpointError`."""
+    num_layers = read_model_config(Path(spec.model_dir)).num_layers
+    shard = ShardSpec(0, num_layers, spec.tp_rank, spec.tp)
+    if spec.tp == 1:
+        return shard, RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+    groups = RehearsedGroups(spec.tp, spec.tp_rank, device, is_deterministic=spec.deterministic)
+    return shard, groups
+
+
 class RehearsedGroups(RankGroups):
-    """Launches what a rank of a stage on GPUs of one host launches to add up, and waits for nobody. What it
-    receives is not written."""
+    """Launches the kernels by which a rank adds up with the others of a stage on GPUs of one host. It waits
+    for none of them, and receives nothing."""
 
     def __init__(self, tp: int, tp_rank: int, device: torch.device, *, is_deterministic: bool) -> None:
         super().__init__(None, tp=1, pp=1, rank=0, device=device, host="")

@@ -135,8 +135,8 @@ class StepInput:
 
     @staticmethod
     def on_device(device: DeviceStep, lengths: NDArray[np.int32], block_tokens: int) -> StepInput:
-        """Return a step of which the host knows nothing but the `lengths`, for work that is recorded: what it
-        would read of the other arrays says nothing."""
+        """Return a step to record in a CUDA graph. Of its arrays on the host only `lengths` has a meaning;
+        the others are placeholders."""
         nothing, no_table = np.zeros(len(lengths), np.int32), np.zeros((1, 1), np.int32)
         return StepInput(
             tables=no_table,

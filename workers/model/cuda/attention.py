@@ -65,7 +65,8 @@ NUM_DECODE_PROGRAMS, MIN_SPLITS = 2048, 4
 # The arguments of which a program reads few items; a kernel for each combination of their alignments would
 # gain nothing.
 INDICES = ["tables", "slots", "starts", "lengths", "tasks", "sinks"]
-# Scales are read ahead too, and with three stages Triton 3.6 spills.
+# The stages of the pipeline over KV of 8 bits. Scales are loaded ahead, too, and with three stages Triton 3.6
+# spills registers.
 _QUANTIZED_STAGES = 2
 _LOG2_E = math.log2(math.e)
 # The largest exponent of a row that has seen no key.

@@ -25,7 +25,8 @@ from workers.model import noise
 
 # The number of logits of a piece, and of its largest values that are kept.
 _PIECE, _CANDIDATES = 1024, 32
-# A row's program may have twice the registers of which ptxas by itself spills 31: few of them run at a time.
+# The most registers of a thread that draws from a row. By itself ptxas gives it 64 and spills 31, though few
+# such programs run at a time.
 _ROWS_REGISTERS = 128
 # The arguments of which a program reads few items, and whose alignments differ from step to step.
 _INDICES = ["slots", "masks"]

@@ -1,11 +1,10 @@
 """Find the smallest form that holds scales and offsets exactly.
 
-Tensors without memory have no values to look at. Where kernels are looked for by such tensors
+Tensors without memory have no values to look at. Where kernels are found by such tensors
 (`workers.rank.kernel_rehearsal`), every answer is assumed in turn."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,24 +34,18 @@ _assumed: Assumption | None = None
 
 def assumptions() -> Iterator[Assumption]:
     """Yield assumptions, each of which holds until the next, as long as other answers could matter."""
+    global _assumed
     is_dtype_asked = is_zero_asked = False
     for zero, dtype in itertools.product((_ZEROS[0], None), (*_HALVES, torch.float32)):
         if (zero is None and not is_zero_asked) or (dtype is not _HALVES[0] and not is_dtype_asked):
             continue
-        with _assuming(Assumption(dtype, zero)) as assumed:
-            yield assumed
-        is_dtype_asked |= assumed.is_dtype_asked
-        is_zero_asked |= assumed.is_zero_asked
-
-
-@contextlib.contextmanager
-def _assuming(assumption: Assumption) -> Iterator[Assumption]:
-    global _assumed
-    _assumed = assumption
-    try:
-        yield assumption
-    finally:
-        _assumed = None
+        _assumed = assumption = Assumption(dtype, zero)
+        try:
+            yield assumption
+        finally:
+            _assumed = None
+        is_dtype_asked |= assumption.is_dtype_asked
+        is_zero_asked |= assumption.is_zero_asked
 
 
 def exact_dtype(values: Sequence[Tensor]) -> torch.dtype:
