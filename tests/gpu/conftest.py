@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of one part; the parts have all tests once."""
-    part, _, num_parts = str(config.getoption("--part")).partition("of")
-    items[:] = items[int(part) - 1 :: int(num_parts)]
+    given = str(config.getoption("--part"))
+    found = re.fullmatch(r"([1-9]\d*)of([1-9]\d*)", given)
+    if found is None or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--part {given}: not the I-th of N parts, such as 2of3")
+    items[:] = items[int(found[1]) - 1 :: int(found[2])]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

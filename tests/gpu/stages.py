@@ -175,6 +175,8 @@ def main() -> int:
     parser.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
     parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
     args = parser.parse_args()
+    if args.packages and not args.packages.is_file():
+        parser.error(f"--packages {args.packages}: no such file; make one with tests/gpu/pack.py")
     out: Path = args.out or Path(tempfile.mkdtemp(prefix="tandem-gpu-"))
     out.mkdir(parents=True, exist_ok=True)
     packages = out / "packages" if args.packages else None
