@@ -128,7 +128,7 @@ sbom: $(VENV)/.runtime $(VENV)/.dev
 # hours.
 BENCHMARKS ?= engine products experts attention kv_bits record_bits state_layers near_ties start_up rank_memory sampling grammar_masks host_time offload \
 	parallel expert_parallel split_latents pipeline transfer transfer_nixl overlap store_dram store_nvme store_index warm_start snapshots snapshot_hits router router_scale \
-	gateways unlike_replicas simulated_tiers simulation_speed simulated_service autoscaling planned_split capacity authentication overhead first_token json_schemas overload overload_cluster \
+	gateways unlike_replicas simulated_tiers simulation_speed simulated_service autoscaling planned_split capacity authentication overhead stream_rate first_token json_schemas overload overload_cluster \
 	soak
 
 bench: $(VENV)/.dev

@@ -38,6 +38,7 @@ import torch
 import uvloop
 
 from benchmarks.drawn_trust import draw_trust
+from benchmarks.part_process import part_process
 from cluster.api.client import Client
 from cluster.api.generate_options import GenerateOptions
 from cluster.config import parse_config
@@ -288,20 +289,8 @@ class OverHttp:
 @asynccontextmanager
 async def part(kind: str, **order: Any) -> AsyncIterator[str]:
     """Start a process of this program that plays one part; yield its output when it is ready."""
-    command = [sys.executable, "-m", "benchmarks.overhead", "--part", kind]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(order).encode() + b"\n")
-    try:
-        line = await process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the {kind} did not start")
-        yield line.decode().strip()
-    finally:
-        process.stdin.close()
-        await process.wait()
+    async with part_process("benchmarks.overhead", kind, order) as process:
+        yield process.said
 
 
 async def play_engine_core(order: dict[str, Any]) -> None:

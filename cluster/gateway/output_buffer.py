@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.errors import RequestError, SlowClientError
 from cluster.gateway.sample_output import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
+from cluster.gateway.write_turns import WriteTurns
 from cluster.metrics.ended_request import Summary
 from cluster.text.output_parsers.pieces import joined_calls
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -46,8 +47,10 @@ class UnreadOutput:
     """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
     `max_bytes` the slowest reader is cut off, the one that has most bytes to read."""
 
-    def __init__(self, max_bytes: float) -> None:
+    def __init__(self, max_bytes: float, turns: WriteTurns | None = None) -> None:
+        """The output is written in these `turns`; None: at once."""
         self.max_bytes = max_bytes
+        self.turns = turns
         self.num_bytes = 0
         self._waiting: set[WaitingOutput] = set()
 
@@ -66,19 +69,23 @@ class UnreadOutput:
 
 
 class OutputBuffer:
-    """Output on its way to the client. The values of the prompt that were read come first. Tokens that wait
-    are merged per sample, so a slow reader gets fewer, longer deltas; the end comes last. The output that was
-    taken last counts as unread until the next is taken, or the reader is cut off, which ends its work in
-    `reading`."""
+    """Output on its way to the client, which takes its turn with that of all others. The values of the prompt
+    that were read come first. Tokens that wait are merged per sample, so a slow reader, or any reader of a
+    busy gateway, gets fewer, longer deltas; the end comes last. The output that was taken last counts as
+    unread until the next is taken, or the reader is cut off, which ends its work in `reading`."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
         self.cut_off = cut_off
         self._unread = unread
         self._of_prompt: deque[PromptLogprobsDelta | EmbeddingDelta] = deque()
-        self._waiting: dict[int, deque[OutputDelta]] = {}
+        # By sample: each delta with its weight and its bytes.
+        self._waiting: dict[int, deque[tuple[OutputDelta, int, int]]] = {}
         self._end: Summary | RequestError | None = None
-        self._ready = asyncio.Event()
+        # Set while the reader has its turn; from the end on, for ever.
+        self._turn = asyncio.Event()
+        self._has_asked = False
+        self._has_begun = False
         self._scope: asyncio.Timeout | None = None
         self._num_taken_bytes = 0
         self.num_unread = 0
@@ -91,13 +98,17 @@ class OutputBuffer:
 
     def put(self, delta: Output) -> None:
         """Append output of one sample, or values of the prompt that were read."""
+        num_bytes = _num_bytes(delta)
         if isinstance(delta, OutputDelta):
-            self._waiting.setdefault(delta.sample, deque()).append(delta)
-            self.num_unread += _weight(delta)
+            weight = _weight(delta)
+            queue = self._waiting.get(delta.sample)
+            if queue is None:
+                queue = self._waiting[delta.sample] = deque()
+            queue.append((delta, weight, num_bytes))
+            self.num_unread += weight
         else:
             self._of_prompt.append(delta)
-        self._ready.set()
-        num_bytes = _num_bytes(delta)
+        self._ask()
         self.num_waiting_bytes += num_bytes
         self._unread.added(self, num_bytes)
 
@@ -109,8 +120,23 @@ class OutputBuffer:
             self.release()
             if self._scope is not None:
                 self._scope.reschedule(asyncio.get_running_loop().time())
+            self._turn.set()
         self._end = end
-        self._ready.set()
+        self._ask()
+
+    def give_turn(self) -> None:
+        """Let the reader take the next output."""
+        self._turn.set()
+
+    def _ask(self) -> None:
+        """Ask for a turn; the first output of a stream does not wait."""
+        if self._has_asked:
+            return
+        self._has_asked = True
+        if self._unread.turns is None or not self._has_begun:
+            self.give_turn()
+        else:
+            self._unread.turns.ask(self)
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
@@ -142,11 +168,15 @@ class OutputBuffer:
     async def get(self) -> Output | Summary:
         """Return the next output, at last the summary, or raise the error; the end again and again."""
         self.release()
-        await self._ready.wait()
+        await self._turn.wait()
         if self._of_prompt or self._waiting:
             output = self._next()
-            if not (self._of_prompt or self._waiting) and self._end is None:
-                self._ready.clear()
+            self._has_begun = True
+            if self._end is None:
+                self._turn.clear()
+                self._has_asked = False
+                if self._of_prompt or self._waiting:
+                    self._ask()
             return output
         assert self._end is not None
         if isinstance(self._end, RequestError):
@@ -170,14 +200,16 @@ class OutputBuffer:
         sample = next(iter(self._waiting))
         queue = self._waiting.pop(sample)
         deltas: list[OutputDelta] = []
-        weight = 0
-        while queue and (not deltas or weight + _weight(queue[0]) <= MAX_MERGED):
-            deltas.append(queue.popleft())
-            weight += _weight(deltas[-1])
+        weight = num_bytes = 0
+        while queue and (not deltas or weight + queue[0][1] <= MAX_MERGED):
+            delta, its_weight, its_bytes = queue.popleft()
+            deltas.append(delta)
+            weight += its_weight
+            num_bytes += its_bytes
         if queue:  # the other samples have their turns first
             self._waiting[sample] = queue
         self.num_unread -= weight
-        self._taken(sum(map(_num_bytes, deltas)))
+        self._taken(num_bytes)
         return deltas
 
 
@@ -190,7 +222,8 @@ def _another(error: RequestError) -> RequestError:
 
 
 def _weight(delta: OutputDelta) -> int:
-    return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
+    num_tokens = len(delta.tokens) // TOKEN_BYTES
+    return num_tokens + sum(1 + len(it.top) for it in delta.logprobs) if delta.logprobs else num_tokens
 
 
 def _num_bytes(delta: Output) -> int:
@@ -198,11 +231,14 @@ def _num_bytes(delta: Output) -> int:
         return _DELTA_BYTES + delta.logprobs.num_bytes
     if isinstance(delta, EmbeddingDelta):
         return _DELTA_BYTES + len(delta.vector)
-    num_top = sum(len(it.top) for it in delta.logprobs)
-    logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
-    call_bytes = sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
     text_bytes = sys.getsizeof(delta.text) + sys.getsizeof(delta.reasoning)
-    return _DELTA_BYTES + len(delta.tokens) + text_bytes + logprob_bytes + call_bytes
+    num_bytes = _DELTA_BYTES + len(delta.tokens) + text_bytes
+    if delta.logprobs:
+        num_top = sum(len(it.top) for it in delta.logprobs)
+        num_bytes += len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
+    if delta.tool_calls:
+        num_bytes += sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
+    return num_bytes
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:

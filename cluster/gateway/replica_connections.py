@@ -14,6 +14,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from cluster.gateway.circuit_breaker import TURN_S, CircuitBreaker, CircuitBreakers
+from cluster.gateway.frame_parts import step_parts
 from cluster.gateway.reported_load import routed_load, routed_queue
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
@@ -402,7 +403,11 @@ class ReplicaConnections:
                 return False
             while (frame := await stream.receive()) is not None:
                 self.breakers.heard(hello.identity)
-                self._on_frame(view, hello.identity, frame)
+                message = LINK_UP_CODEC.decode_known(frame)
+                if isinstance(message, StepFrame):
+                    await self._on_step(view, hello.identity, message)
+                elif message is not None:
+                    self._on_message(view, hello.identity, message)
             if self.breakers.silent_s(hello.identity) >= SILENCE_S:
                 reason = view.note
                 _log.warning("link to %s closed: %s", view.record.identity.replica_id, reason)
@@ -504,18 +509,22 @@ class ReplicaConnections:
 
     # -------------------------------------------------------------------------------------- frames
 
-    def _on_frame(self, view: ReplicaView, identity: ReplicaIdentity, frame: bytes) -> None:
-        message = LINK_UP_CODEC.decode_known(frame)
-        if message is None:
-            return
+    async def _on_step(self, view: ReplicaView, identity: ReplicaIdentity, frame: StepFrame) -> None:
+        """Pass a frame on in parts, between which the event loop does other work."""
+        _check_sender(frame, identity)
+        if frame.load is not None:
+            self._on_load(view, frame.load)
+        elif frame.queue is not None:
+            self._router.loads.on_queue(identity, routed_queue(frame.queue), self._clock.now())
+        *first_parts, last = step_parts(frame)
+        for part in first_parts:
+            self._events.on_step(identity, part)
+            await asyncio.sleep(0)
+        self._events.on_step(identity, last)
+
+    def _on_message(self, view: ReplicaView, identity: ReplicaIdentity, message: LinkUp) -> None:
         _check_sender(message, identity)
-        if isinstance(message, StepFrame):
-            if message.load is not None:
-                self._on_load(view, message.load)
-            elif message.queue is not None:
-                self._router.loads.on_queue(identity, routed_queue(message.queue), self._clock.now())
-            self._events.on_step(identity, message)
-        elif isinstance(message, KvEvents):
+        if isinstance(message, KvEvents):
             in_order = self._router.tree.apply_events(message)
             if not in_order:
                 self._ask_snapshot(view)

@@ -29,6 +29,7 @@ from cluster.gateway.request_records import RequestRecords
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestStart, RequestTask, Router, ended_by_faults
 from cluster.gateway.resumed_calls import ResumedCalls
+from cluster.gateway.write_turns import WritePause, WriteTurns
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RequestInfo
 from cluster.metrics.gateway_counters import GatewayCounters
@@ -86,7 +87,7 @@ class RequestManager:
         self.admission = acceptance.admission
         self.counters = counters
         self._relatives = relatives
-        self.unread = UnreadOutput(max_unread_mb * 1e6)
+        self.unread = UnreadOutput(max_unread_mb * 1e6, WriteTurns(WritePause(clock)))
         self._running = acceptance.running
         self.charges = acceptance.charges
         self._connections = connections

@@ -216,11 +216,15 @@ class RequestTask:
     def apply(self, transition: Callable[[*Args, float], None], *args: *Args) -> None:
         """Run a transition of `state`, at once or after the one that runs now. An exception ends this request
         and no other."""
-        self._transitions.append(lambda now: transition(*args, now))
         if self._is_applying:
+            self._transitions.append(lambda now: transition(*args, now))
             return
         self._is_applying = True
         try:
+            try:
+                transition(*args, self._clock.now())
+            except BaseException as error:
+                self._broke(error)
             while self._transitions:
                 try:
                     self._transitions.popleft()(self._clock.now())

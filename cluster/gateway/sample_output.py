@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.metrics.ended_request import SampleResult
 from cluster.text.output_parsers.pieces import ToolCallDelta
@@ -13,8 +13,7 @@ from workers.messages.link import PromptLogprobs, TokenDelta
 from workers.messages.sampling import PackedLogprobs, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """New tokens and text of one sample, for the client."""
 
     sample: int
@@ -29,8 +28,7 @@ class OutputDelta:
     matched_stop: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobsDelta:
+class PromptLogprobsDelta(NamedTuple):
     """Log-probabilities of the prompt's tokens [first_index, first_index + n), for the client. They come in
     order, from index 1 to the prompt's end, before any token of output."""
 
@@ -38,8 +36,7 @@ class PromptLogprobsDelta:
     logprobs: PackedLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingDelta:
+class EmbeddingDelta(NamedTuple):
     """The embedding of the prompt, for the client: float32 [hidden_size], not normalized. It is all the
     output of a request with `pooling`."""
 

@@ -17,6 +17,7 @@ RING_S = 330
 CURVE_S = 300
 # The factor from one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
 _GROWTH = 1.02
+_LOG_GROWTH = math.log(_GROWTH)
 _LEAST = 1e-6
 
 
@@ -52,7 +53,7 @@ class Spread:
 
 
 def _bucket(value: float) -> int:
-    return max(0, math.ceil(math.log(max(value, _LEAST) / _LEAST, _GROWTH)))
+    return math.ceil(math.log(value / _LEAST) / _LOG_GROWTH) if value > _LEAST else 0
 
 
 class Point(NamedTuple):

@@ -22,6 +22,7 @@ from cluster.text.output_parsers.pieces import (
 )
 from cluster.text.output_parsers.reasoning import PlainParser
 from cluster.text.tokenizer import Detokenizer
+from kvtransfer.blocks.keys import TOKEN_BYTES
 
 
 class StopMatch(NamedTuple):
@@ -101,6 +102,8 @@ class SampleText:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._includes_stop = includes_stop
         self._parser = parser or PlainParser()
+        # All text is content, and certain at once.
+        self._is_plain = isinstance(self._parser, PlainParser) and not stops
         self._has_calls = False
         # Tokens of the reasoning so far.
         self.num_reasoning_tokens = 0
@@ -108,6 +111,8 @@ class SampleText:
     def push(self, tokens: bytes, finish: str) -> TextStep:
         """Add tokens, and return the step of the text; `finish` is that of the delta: "" while the sample
         goes on."""
+        if self._is_plain and not finish and len(tokens) == TOKEN_BYTES:  # as of most tokens
+            return TextStep(1, self._detokenizer.push(int.from_bytes(tokens, "little")), "")
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
         matched = ids[-1] if finish == "stop" and ids and ids[-1] in self._stop_token_ids else None
         is_shown = finish != "stop" or (matched is not None and self._includes_stop)

@@ -21,6 +21,11 @@ class Clock(Protocol):
         """Return after `delay_s` seconds of this clock."""
 
 
+def thread_cpu_s() -> float:
+    """Return the processor time that this thread has used."""
+    return time.thread_time()
+
+
 class SystemClock:
     """The machine's clock."""
 
