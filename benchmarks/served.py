@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +24,16 @@ class Service(NamedTuple):
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Service]:
-    """Run `tandem serve` with these options, on free ports and a Ray of its own, until the block ends."""
+def serving(*options: str, variables: Mapping[str, str] = {}) -> Iterator[Service]:
+    """Run `tandem serve` with these options, on free ports and a Ray of its own, until the block ends;
+    `variables` are added to the environment."""
     command = [sys.executable, "-m", "cluster", "serve", *options, "--ray-address", "local"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         [*command, "--port", "0", "--admin-port", "0"],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"},
+        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120", **variables},
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
