@@ -52,17 +52,18 @@ LatentKv = Literal["replicated", "split"]
 
 
 class StepSizes(NamedTuple):
-    """The values of `max_batch_tokens` and `chunk_tokens` where they are `auto`."""
+    """The values of `max_batch_tokens`, `chunk_tokens` and `max_sequences` where they are `auto`."""
 
     max_batch_tokens: int
     chunk_tokens: int
+    max_sequences: int
 
 
 # A step should be long enough that its products take longer than reading the weights does, and short enough
 # that the sequences which decode in it do not wait. On a CPU 512 rows are many times what the first takes,
 # and last a second with a model of a billion parameters. A GPU computes hundreds of times as fast for ten
-# times the bandwidth.
-DEVICE_TO_STEP_SIZES = {"cpu": StepSizes(512, 512), "cuda": StepSizes(4096, 2048)}
+# times the bandwidth: more sequences decode before a step takes much longer than reading the weights does.
+DEVICE_TO_STEP_SIZES = {"cpu": StepSizes(512, 512, 64), "cuda": StepSizes(4096, 2048, 256)}
 MIN_KV_TOKENS = 256
 
 
@@ -108,8 +109,10 @@ class EngineSettings(BaseModel):
     # decode: worth their memory where `benchmarks.gpu mixed` finds the device idle for more than 5 % of such
     # steps.
     mixed_graphs: bool = False
-    # Sequences computed in one step.
-    max_sequences: int = Field(default=64, ge=1)
+    # Sequences computed in one step. `auto`: 64 on CPUs, and 256 on GPUs; but 64 on GPUs, too, where some of
+    # the model's layers keep a recurrent state, or the KV of their window alone. Those have memory for all
+    # `max_sequences` sequences (`workers.model.kv_groups`), which 256 would take from the KV of the others.
+    max_sequences: Tokens = "auto"
     # Requests waiting in this replica before it refuses.
     max_waiting: int = Field(default=512, ge=1)
     # CPU threads of each rank.
@@ -164,18 +167,19 @@ class EngineSettings(BaseModel):
         """The snapshots of states; None where their number follows from the memory for KV."""
         return None if self.state_snapshots == "auto" else self.state_snapshots
 
-    def step_sizes(self, devices: Collection[str]) -> StepSizes:
-        """Return the sizes of steps on these devices, the smallest where they differ."""
+    def step_sizes(self, devices: Collection[str], *, has_groups: bool) -> StepSizes:
+        """Return the sizes of steps on these devices, the smallest where they differ. `has_groups`: some of
+        the model's layers have blocks apart (`workers.model.kv_groups`), whose number follows
+        `max_sequences`."""
         autos = [DEVICE_TO_STEP_SIZES[device.partition(":")[0]] for device in devices]
         sizes = min(autos, default=DEVICE_TO_STEP_SIZES["cpu"])
-        return StepSizes(
-            sizes.max_batch_tokens if self.max_batch_tokens == "auto" else self.max_batch_tokens,
-            sizes.chunk_tokens if self.chunk_tokens == "auto" else self.chunk_tokens,
-        )
+        if has_groups:
+            sizes = sizes._replace(max_sequences=DEVICE_TO_STEP_SIZES["cpu"].max_sequences)
+        given = {name: getattr(self, name) for name in StepSizes._fields}
+        return sizes._replace(**{name: value for name, value in given.items() if value != "auto"})
 
-    def decided(self, kv_tokens: int, devices: Collection[str]) -> EngineConfig:
-        """Return the same settings with this capacity, and with the sizes of steps on these devices."""
-        sizes = self.step_sizes(devices)
+    def decided(self, kv_tokens: int, sizes: StepSizes) -> EngineConfig:
+        """Return the same settings with this capacity, and with these sizes of steps."""
         return EngineConfig(**{**self.model_dump(), "kv_tokens": kv_tokens, **sizes._asdict()})
 
     @field_validator("block_tokens")
@@ -192,6 +196,7 @@ class EngineConfig(EngineSettings):
     kv_tokens: int = Field(default=16384, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)
     chunk_tokens: int = Field(default=512, ge=1)
+    max_sequences: int = Field(default=64, ge=1)
 
     @property
     def longest_chunk_tokens(self) -> int:

@@ -137,7 +137,8 @@ def held_memory(
     found: HeldMemory | None = None
     for rank in need.ranks:
         most_blocks = most_useful_kv_tokens(model.shape, max_sequences) // pool.engine.block_tokens
-        held = _of_rank(rank, _beside(model, profile, split, pool, rank), profile, pool, most_blocks)
+        beside = _beside(model, profile, split, max_sequences, rank)
+        held = _of_rank(rank, beside, profile, pool, most_blocks)
         if held.kv_tokens < least_kv_tokens(model.shape, pool.engine.block_tokens):
             return None
         if found is None or held.kv_tokens < found.kv_tokens:
@@ -155,7 +156,7 @@ class _Beside(NamedTuple):
 
 
 def _beside(
-    model: PlannedModel, profile: DeviceProfile, split: DeviceSplit, pool: PoolConfig, rank: RankNeed
+    model: PlannedModel, profile: DeviceProfile, split: DeviceSplit, max_sequences: int, rank: RankNeed
 ) -> _Beside:
     if profile.kind == "cpu":
         # The store of a node has 1 GB where nothing else is said.
@@ -167,7 +168,7 @@ def _beside(
     staging = sum(transfer_buffer_bytes(size) for size in rank.block_bytes.block_bytes)
     if not split.expert_offload and split.pp == 1:
         num_layers = math.ceil(model.shape.num_layers / split.pp)
-        staging += len(graph_sizes(pool.engine.max_sequences)) * num_layers * GRAPH_LAYER_BYTES
+        staging += len(graph_sizes(max_sequences)) * num_layers * GRAPH_LAYER_BYTES
     if split.num_devices > 1:
         staging += GROUP_BYTES
     return _Beside(CUDA_CONTEXT_BYTES, staging)

@@ -8,14 +8,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, PoolConfig
 from cluster.metrics.demand import demand_of
 from cluster.metrics.replica_stats import stats_of
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import RosterView
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import DemandMeter, PoolView, ReplicaSample, ScalingSample, last_changes
+from cluster.scaling.samples import (
+    DemandMeter,
+    History,
+    PoolView,
+    ReplicaSample,
+    ScalingSample,
+    last_changes,
+)
 from router.policies.known_policies import is_priced
 
 
@@ -90,7 +97,11 @@ def _with_held(sample: ReplicaSample, held: admin_pb.Held) -> ReplicaSample:
 
 
 def pool_views(
-    config: ClusterConfig, view: RosterView, desired: Mapping[str, int], roles: RoleTable
+    config: ClusterConfig,
+    view: RosterView,
+    desired: Mapping[str, int],
+    roles: RoleTable,
+    history: History,
 ) -> tuple[PoolView, ...]:
     """Return the pools of the configuration that run: those with a desired count."""
     assigned = roles.assigned()
@@ -106,7 +117,7 @@ def pool_views(
                 name=pool.name,
                 role=pool.role,
                 desired=desired[pool.name],
-                max_sequences=pool.engine.max_sequences,
+                max_sequences=_max_sequences(pool, history),
                 block_tokens=pool.engine.block_tokens,
                 limits=config.scaling.pools.get(pool.name) if config.scaling.autoscale else None,
                 is_pinned=pool.name in view.pinned,
@@ -117,3 +128,13 @@ def pool_views(
             )
         )
     return tuple(views)
+
+
+def _max_sequences(pool: PoolConfig, history: History) -> int:
+    """Return how many sequences a step of the pool's replicas may hold, as configured. Where that is `auto`,
+    the model is part of the decision and only replicas are sure to have its files: as they report, and as
+    many as there can be on these devices until one has."""
+    if pool.engine.max_sequences != "auto":
+        return pool.engine.max_sequences
+    most = pool.engine.step_sizes(pool.stage_devices, has_groups=False).max_sequences
+    return history.max_sequences(pool.name) or most

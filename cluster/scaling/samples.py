@@ -98,7 +98,8 @@ class PoolView(NamedTuple):
     # The pool's home role.
     role: str
     desired: int
-    # `engine.max_sequences`: how many sequences a step of one replica may hold.
+    # How many sequences a step of one replica may hold: `engine.max_sequences`, or what it is where that is
+    # `auto`.
     max_sequences: int
     block_tokens: int
     # None: the autoscaler does not move it.
@@ -141,6 +142,7 @@ class History:
         # Counts that were ordered and are not ready, by pool, with the time when each was seen first.
         self._ordered: dict[str, list[tuple[int, float]]] = {}
         self._start_s: dict[str, float] = {}
+        self._max_sequences: dict[str, int] = {}
 
     def add(self, sample: ScalingSample) -> None:
         """Add a sample. Times grow; a sample from before the latest one (the clock was set back) starts a new
@@ -153,6 +155,11 @@ class History:
             self._samples.popleft()
         for pool, desired in sample.desired.items():
             self._watch_start(pool, desired, sample)
+        smallest: dict[str, int] = {}
+        for replica in sample.replicas:
+            if most := replica.max_sequences:
+                smallest[replica.pool] = min(smallest.get(replica.pool, most), most)
+        self._max_sequences |= smallest
 
     def _watch_start(self, pool: str, desired: int, sample: ScalingSample) -> None:
         """Measure from each order to its last replica's being ready."""
@@ -167,6 +174,11 @@ class History:
     def start_s(self, pool: str) -> float:
         """Return how long the last order for the pool took until its replicas were ready."""
         return self._start_s.get(pool, _DEFAULT_START_S)
+
+    def max_sequences(self, pool: str) -> int | None:
+        """Return how many sequences a step may hold at every replica of the pool that reported last; None
+        where none has yet."""
+        return self._max_sequences.get(pool)
 
     @property
     def latest(self) -> ScalingSample | None:

@@ -229,7 +229,7 @@ class Scaler:
         self._history.add(
             self._reports.sample(desired, now=self._clock.now(), wall=wall, max_age_s=max_age_s)
         )
-        pools = pool_views(self._config, view, desired, RoleTable(view, wall))
+        pools = pool_views(self._config, view, desired, RoleTable(view, wall), self._history)
         plan = self._policy(self._history, scaling, pools, wall)
         notes = tuple(_NUMBER.sub("", note) for note in plan.notes)
         if notes != self._notes:  # with other numbers it is still the same

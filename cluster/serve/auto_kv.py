@@ -17,6 +17,7 @@ from cluster.serve.resource_needs import (
     PoolNeed,
     gb,
     needs_of,
+    step_sizes,
 )
 from cluster.served_model import described_model
 from kvtransfer.blocks.host_memory import ALIGNMENT_BYTES, mapping_bytes
@@ -71,14 +72,14 @@ def engine_config(
     their devices have left.
     """
     pool = next(pool for pool in config.pools if pool.name == pool_name)
-    devices, engine = set(pool.stage_devices), pool.engine
+    engine, model = pool.engine, read_model_config(described_model(config))
+    sizes = step_sizes(pool, config, model)
     if engine.kv_tokens != "auto":
         check_container_memory(config, pool_name, machine)
-        return engine.decided(engine.kv_tokens, devices)
-    model = read_model_config(described_model(config))
-    if "cpu" not in devices:
+        return engine.decided(engine.kv_tokens, sizes)
+    if "cpu" not in pool.stage_devices:
         check_container_memory(config, pool_name, machine)
-        return engine.decided(most_useful_kv_tokens(model, engine.max_sequences), devices)
+        return engine.decided(most_useful_kv_tokens(model, sizes.max_sequences), sizes)
     needs = planned_needs(config, machine, node)
     need = needs.of(pool_name)
     least = least_kv_tokens(model, engine.block_tokens)
@@ -93,7 +94,7 @@ def engine_config(
             "Lower store.dram_gb, replicas or max_sequences, set surge: false, raise the memory limit "
             f"(pools.{pool_name}.resources.memory in the chart), or name kv_tokens"
         )
-    return engine.decided(need.kv_tokens, devices)
+    return engine.decided(need.kv_tokens, sizes)
 
 
 def host_memory(machine: Machine) -> HostMemory | None:
@@ -148,7 +149,7 @@ def _with_auto_kv(
     planned = []
     for pool, need in zip(config.pools, needs.pools, strict=True):
         engine = pool.engine
-        most = most_useful_kv_tokens(model, engine.max_sequences)
+        most = most_useful_kv_tokens(model, need.max_sequences)
         if engine.kv_tokens != "auto":
             planned.append(need)
         elif not need.has_host_kv:
@@ -198,7 +199,7 @@ def _kv_bytes(
         is_auto = pool.engine.kv_tokens == "auto" and need.has_host_kv
         left -= counts[pool.name] * (_fixed_bytes(need) if is_auto else need.replica_bytes)
         if is_auto:
-            most = most_useful_kv_tokens(model, pool.engine.max_sequences)
+            most = most_useful_kv_tokens(model, need.max_sequences)
             name_to_wish[pool.name] = KvDemand(counts[pool.name], need.host_kv_bytes(most))
     return dict(zip(name_to_wish, divide_kv(left, list(name_to_wish.values())), strict=True))
 

@@ -9,8 +9,9 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
 from cluster.served_model import described_model, read_checkpoint
 from kvtransfer.blocks.host_memory import mapping_bytes
-from kvtransfer.messages import ITEM_BYTES
+from kvtransfer.messages import ITEM_BYTES, KvGroup
 from kvtransfer.store.nvme.segment_files import MAX_IDLE_FILES
+from workers.config import StepSizes
 from workers.model.kv_form import KvForm
 from workers.model.kv_groups import GroupBytes, StateCapacity, WindowCapacity, group_limits, kv_groups
 from workers.model.kv_layout import kv_layout
@@ -66,6 +67,8 @@ class PoolNeed(NamedTuple):
     num_threads: int
     tp: int
     block_tokens: int
+    # `engine.max_sequences`, or what it is where that is `auto`.
+    max_sequences: int
     # The KV of each replica, and the reason where it is `auto` ("": it is configured). With `auto`, the
     # memory that a GPU has left is not known here: the least is counted.
     kv_tokens: int
@@ -169,9 +172,20 @@ def needs_of(config: ClusterConfig) -> ClusterNeed:
     )
 
 
+def step_sizes(pool: PoolConfig, config: ClusterConfig, model: ModelConfig) -> StepSizes:
+    """Return the sizes of steps of the pool's replicas, each `auto` decided: for all that is computed from
+    them, and for the engines that start."""
+    return pool.engine.step_sizes(pool.stage_devices, has_groups=bool(_groups_apart(config, model)))
+
+
 def gb(num_bytes: float) -> str:
     """Return `1.5 GB` (1e9 bytes); small amounts in MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _groups_apart(config: ClusterConfig, model: ModelConfig) -> tuple[KvGroup, ...]:
+    """Return the groups of layers that have blocks apart; none where all layers have the same blocks."""
+    return kv_groups(model) if config.frees_windows or model.state is not None else ()
 
 
 def _host_bytes(ranks: Sequence[RankNeed]) -> int:
@@ -193,11 +207,11 @@ def pool_need(
 ) -> PoolNeed:
     """Return the needs of a pool of the configuration, whose activations have `item_bytes`; where its
     `kv_tokens` is `auto`, with the least."""
-    engine, sizes = pool.engine, pool.engine.step_sizes(pool.stage_devices)
+    engine, sizes = pool.engine, step_sizes(pool, config, model)
     form = KvForm.of(engine.kv_dtype, item_bytes, len(model.kv_cells.parts))
-    groups = kv_groups(model) if config.frees_windows or model.state is not None else ()
-    windows = WindowCapacity(engine.block_tokens, engine.max_sequences, sizes.max_batch_tokens, pool.pp)
-    states = StateCapacity(engine.max_sequences, pool.pp, engine.num_state_snapshots)
+    groups = _groups_apart(config, model)
+    windows = WindowCapacity(engine.block_tokens, sizes.max_sequences, sizes.max_batch_tokens, pool.pp)
+    states = StateCapacity(sizes.max_sequences, pool.pp, engine.num_state_snapshots)
     limits = group_limits(model, groups, form, windows, states, engine.block_tokens)
     ranks: list[RankNeed] = []
     first = 0
@@ -234,7 +248,7 @@ def pool_need(
                         shape,
                         item_bytes,
                         sizes.max_batch_tokens,
-                        engine.max_sequences,
+                        sizes.max_sequences,
                         is_on_cuda=pool.stage_devices[stage] == "cuda",
                     ),
                     kv_bytes=0,
@@ -245,7 +259,14 @@ def pool_need(
             )
         first += num_layers
     need = PoolNeed(
-        pool.name, pool.replicas, tuple(ranks), engine.num_threads, pool.tp, engine.block_tokens, 0
+        pool.name,
+        pool.replicas,
+        tuple(ranks),
+        engine.num_threads,
+        pool.tp,
+        engine.block_tokens,
+        sizes.max_sequences,
+        kv_tokens=0,
     )
     if engine.kv_tokens == "auto":
         return need.with_kv(least_kv_tokens(model, engine.block_tokens), "the least")

@@ -370,7 +370,7 @@ class ModelRunner:
                 f"kv_tokens: auto leaves space for {num_blocks} blocks of {self._block_tokens} tokens on "
                 f"{self._device}, of whose {limits.total_bytes} bytes other processes leave "
                 f"{limits.most_available_bytes} to this one, and the replica needs {least}: "
-                "raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
+                "raise tp or pp, raise engine.memory_share, or lower max_batch_tokens or max_sequences"
             )
         return num_blocks
 

@@ -30,7 +30,7 @@ from cluster.scaling.gateway_reports import pool_views
 from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.policy import ScalingPlan, decide
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import ReplicaSample
+from cluster.scaling.samples import History, ReplicaSample
 from cluster.scaling.shared_prompts import PromptShares, shared_needs
 
 SETTINGS = config()
@@ -166,7 +166,7 @@ def test_only_policies_that_price_prompts_share_them(policy: str, expected: floa
         }
     )
     roster = RosterView(version=1)
-    views = pool_views(settings, roster, {"p": 1, "d": 1}, RoleTable(roster, NOW))
+    views = pool_views(settings, roster, {"p": 1, "d": 1}, RoleTable(roster, NOW), History(60.0))
     assert [view.tpot_objective_s for view in views] == [None, expected]
 
 

@@ -20,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.serve.auto_kv import NodeResources, engine_config, host_memory, most_replicas_here, planned_needs
 from cluster.serve.machine import Machine
 from cluster.serve.resource_needs import ENGINE_CORE_BYTES, RAY_BYTES
+from workers.config import StepSizes
 
 GB = 10**9
 CONTEXT = 2048  # of the bundled model
@@ -214,8 +215,10 @@ def test_a_gpu_pool_leaves_its_capacity_to_the_ranks(tmp_path: Path) -> None:
 
 def test_a_mixed_pool_takes_the_smallest_steps() -> None:
     engine = config(pp=2, devices=["cuda", "cpu"]).pools[1].engine
-    assert engine.step_sizes(["cuda", "cpu"]) == (512, 512)
-    assert engine.step_sizes(["cuda:1"]) == (4096, 2048)
+    engine = engine.model_copy(update={"max_sequences": "auto"})
+    assert engine.step_sizes(["cuda", "cpu"], has_groups=False) == StepSizes(512, 512, 64)
+    assert engine.step_sizes(["cuda:1"], has_groups=False) == StepSizes(4096, 2048, 256)
+    assert engine.step_sizes(["cuda:1"], has_groups=True) == StepSizes(4096, 2048, 64)
 
 
 def test_a_machine_that_hides_its_memory_gets_a_modest_capacity(tmp_path: Path) -> None:
@@ -230,6 +233,8 @@ def test_a_machine_that_hides_its_memory_gets_a_modest_capacity(tmp_path: Path) 
         ("kv_tokens", 255, "255 is neither a whole number of at least 256 nor auto"),
         ("kv_tokens", "all", "'all' is neither a whole number"),
         ("max_batch_tokens", 0, "0 is neither a whole number of at least 1 nor auto"),
+        ("max_sequences", 0, "0 is neither a whole number of at least 1 nor auto"),
+        ("max_sequences", "all", "'all' is neither a whole number nor auto"),
         ("chunk_tokens", 1.5, "1.5 is neither a whole number"),
         ("memory_share", 1.5, "must be at most 1"),
     ],

@@ -227,7 +227,7 @@ def test_certificates_between_hosts_come_and_go_with_the_application_only() -> N
 def test_changes_are_named_by_their_path() -> None:
     new = make(decode={"engine": {"max_sequences": 8}}, gateway={"port": 9000})
     reported = changes(make(), new)
-    assert SettingChange("pools.decode.engine.max_sequences", 64, 8) in reported
+    assert SettingChange("pools.decode.engine.max_sequences", "auto", 8) in reported
     assert SettingChange("gateway.port", 8780, 9000) in reported
 
 
@@ -257,7 +257,9 @@ def test_a_plan_is_shown_and_printed_as_json() -> None:
     plan = UpdatePlan(tuple(changes(old, new)), tuple(plan_rolls(old, new, (CPUS, CPUS), {"decode": 3})))
     reported = plan_json(plan, applied=True)
     assert reported["applied"] is True
-    assert reported["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
+    assert reported["changes"] == [
+        {"path": "pools.decode.engine.max_sequences", "before": "auto", "after": 8}
+    ]
     assert [(it["pool"], it["action"]) for it in reported["deployments"]] == [
         ("prefill", "stay"),
         ("decode", "roll"),

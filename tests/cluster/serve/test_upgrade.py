@@ -233,7 +233,9 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(setup: Setup) -> None
     setup.write(engine=", max_sequences: 8")
     reported = setup.update("--dry-run")
     assert reported["applied"] is False
-    assert reported["changes"] == [{"path": "pools.decode.engine.max_sequences", "before": 64, "after": 8}]
+    assert reported["changes"] == [
+        {"path": "pools.decode.engine.max_sequences", "before": "auto", "after": 8}
+    ]
     assert {it["pool"]: it["action"] for it in reported["deployments"]} == {
         "prefill": "stay",
         "decode": "roll",
