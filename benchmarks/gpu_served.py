@@ -112,7 +112,7 @@ def served(bench: Bench) -> Iterator[dict[str, object]]:
         folder = Path(name)
         order = {"folder": str(folder / "model"), "device": str(bench.device), "shape": bench.sizes.shape}
         asyncio.run(_ask_part("checkpoint", order))
-        kernels = {"TRITON_CACHE_DIR": str(folder / "kernels"), "TMPDIR": str(folder)}
+        kernels = {"TRITON_CACHE_DIR": str(folder / "kernels")}
         one, halves = (_config(bench, folder, roles) for roles in (("both",), ("prefill", "decode")))
         if is_on_cuda:
             began_at = CLOCK.now()
