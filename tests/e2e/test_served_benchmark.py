@@ -1,4 +1,4 @@
-"""The benchmark of whole clusters on a card, tried on a CPU: it starts them, asks them, and prints its lines."""
+"""The benchmark of whole clusters on a card, tried on a CPU: it starts them, asks, and prints its lines."""
 
 from __future__ import annotations
 
