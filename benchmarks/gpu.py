@@ -348,26 +348,21 @@ def _decode_lines(bench: Bench, target: float) -> Iterator[Line]:
         step_s = bench.decode_step_s(batch)
         work = bench.work.of([(bench.context - 1, 1)] * batch, batch)
         limit_s = max(work.read_bytes / bench.limits.byte_s, work.flops / bench.limits.flop_s)
-        yield {
-            "figure": f"decode_ms at batch {batch}, context {bench.context}",
-            "value": step_s * 1e3,
-            "limit": limit_s * 1e3,
-            "ratio": limit_s / step_s,
-            "target": target,
-        }
+        figure = f"decode_ms at batch {batch}, context {bench.context}"
+        yield _time_line(figure, step_s * 1e3, limit_s * 1e3, target)
+
+
+def _time_line(figure: str, value: float, limit: float, target: float) -> Line:
+    """Return the line of a time whose limit over it should be the target."""
+    return {"figure": figure, "value": value, "limit": limit, "ratio": limit / value, "target": target}
 
 
 def prefill(bench: Bench) -> Iterator[Line]:
     """A prompt in one chunk: the time of as many operations in a large product, over its own."""
     prompt_s = bench.prefill_s()
     limit_s = bench.work.of([(0, bench.sizes.prefill_tokens)], 1).flops / bench.limits.flop_s
-    yield {
-        "figure": f"prefill_ms of {bench.sizes.prefill_tokens} tokens",
-        "value": prompt_s * 1e3,
-        "limit": limit_s * 1e3,
-        "ratio": limit_s / prompt_s,
-        "target": 0.6,
-    }
+    figure = f"prefill_ms of {bench.sizes.prefill_tokens} tokens"
+    yield _time_line(figure, prompt_s * 1e3, limit_s * 1e3, 0.6)
 
 
 def idle(bench: Bench) -> Iterator[Line]:
@@ -424,15 +419,8 @@ def deterministic(bench: Bench) -> Iterator[Line]:
     bench.close()  # its memory is needed
     for (figure, time), without in zip(pairs, plain, strict=True):
         value = time(fixed) * 1e3
-        most = 1.25 if time is Bench.prefill_s else 1.1
-        yield {
-            "figure": f"deterministic {figure}",
-            "value": value,
-            "without": without,
-            "limit": most * without,
-            "ratio": most * without / value,
-            "target": 1.0,
-        }
+        limit = (1.25 if time is Bench.prefill_s else 1.1) * without
+        yield _time_line(f"deterministic {figure}", value, limit, 1.0) | {"without": without}
 
 
 def quantized(bench: Bench) -> Iterator[Line]:

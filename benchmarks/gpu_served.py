@@ -278,7 +278,3 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="parts of `benchmarks.gpu served`")
     parser.add_argument("--part", choices=list(_PARTS), required=True)
     uvloop.run(_PARTS[parser.parse_args().part](json.loads(sys.stdin.readline())))
-
-
-if __name__ == "__main__":
-    main()

@@ -32,9 +32,9 @@ class PartProcess:
 
 @asynccontextmanager
 async def part_process(module: str, kind: str, order: object) -> AsyncIterator[PartProcess]:
-    """Run `python -m module --part kind` with the order as its first line of input, until the block ends; it
-    ends when its input does."""
-    command = [sys.executable, "-m", module, "--part", kind]
+    """Run the module's `main` with `--part kind`, and the order as its first line of input, until the block
+    ends; it ends when its input does."""
+    command = [sys.executable, "-c", f"from {module} import main; main()", "--part", kind]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 24)
     assert process.stdin is not None

@@ -54,6 +54,11 @@ class UnreadOutput:
         self.num_bytes = 0
         self._waiting: set[WaitingOutput] = set()
 
+    @property
+    def pause_s(self) -> float:
+        """How long output waits for its turn now."""
+        return 0.0 if self.turns is None else self.turns.pause_s
+
     def added(self, output: WaitingOutput, num_bytes: int) -> None:
         """Count bytes that wait from now on."""
         self.num_bytes += num_bytes

@@ -519,7 +519,7 @@ class ReplicaConnections:
         *first_parts, last = step_parts(frame)
         for part in first_parts:
             self._events.on_step(identity, part)
-            await asyncio.sleep(0)
+            await self._clock.sleep(0)
         self._events.on_step(identity, last)
 
     def _on_message(self, view: ReplicaView, identity: ReplicaIdentity, message: LinkUp) -> None:

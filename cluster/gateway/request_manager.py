@@ -87,7 +87,7 @@ class RequestManager:
         self.admission = acceptance.admission
         self.counters = counters
         self._relatives = relatives
-        self.unread = UnreadOutput(max_unread_mb * 1e6, WriteTurns(WritePause(clock)))
+        self.unread = UnreadOutput(max_unread_mb * 1e6, WriteTurns(WritePause(clock), clock))
         self._running = acceptance.running
         self.charges = acceptance.charges
         self._connections = connections

@@ -24,7 +24,7 @@ _GROWTH, _STEP_S, _SHRINKAGE = 1.5, 0.01, 0.8
 _TICK_S = 0.005
 
 
-class Writer(Protocol):
+class WaitingWriter(Protocol):
     """A stream that has output to write."""
 
     def give_turn(self) -> None:
@@ -72,12 +72,23 @@ class WriteTurns:
     merged, so messages become fewer and longer just as far as time is short.
     """
 
-    def __init__(self, pause: WritePause) -> None:
+    def __init__(self, pause: WritePause, clock: Clock) -> None:
         self._pause = pause
-        self._waiting: deque[Writer] = deque()
+        self._clock = clock
+        self._waiting: deque[WaitingWriter] = deque()
         self._is_advancing = False
+        self._advanced_at = 0.0
+        # While there is a pause, turns are given in rounds, each to all that wait when it begins: how many
+        # these were, and how many of them are left.
+        self._num_in_round = self._num_left = 0
 
-    def ask(self, writer: Writer) -> None:
+    @property
+    def pause_s(self) -> float:
+        """How long the last of a round waits now."""
+        self._pause.look()
+        return self._pause.pause_s
+
+    def ask(self, writer: WaitingWriter) -> None:
         """Give the writer a turn, behind all that wait for theirs. It asks again only after that turn."""
         self._waiting.append(writer)
         if not self._is_advancing:
@@ -86,15 +97,28 @@ class WriteTurns:
 
     def _advance(self) -> None:
         self._pause.look()
-        pause_s, num_waiting = self._pause.pause_s, len(self._waiting)
-        # So many a tick that the last one waits as long as the pause.
-        num_now = math.ceil(num_waiting * _TICK_S / pause_s) if pause_s else AT_ONCE
-        for _ in range(min(num_now, num_waiting)):
+        for _ in range(self._num_due()):
             self._waiting.popleft().give_turn()
         self._is_advancing = bool(self._waiting)
         if self._is_advancing:
             loop = asyncio.get_running_loop()
-            if pause_s:
+            if self._pause.pause_s:
                 loop.call_later(_TICK_S, self._advance)
             else:
                 loop.call_soon(self._advance)
+
+    def _num_due(self) -> int:
+        """Return how many have their turns now: with a pause so many that a round takes as long as that, also
+        where the event loop is late."""
+        num_waiting, pause_s, now = len(self._waiting), self._pause.pause_s, self._clock.now()
+        elapsed_s, self._advanced_at = now - self._advanced_at, now
+        if not pause_s:
+            self._num_left = 0
+            return min(AT_ONCE, num_waiting)
+        if not self._num_left:
+            self._num_in_round = self._num_left = num_waiting
+            elapsed_s = _TICK_S
+        share = min(max(elapsed_s, _TICK_S) / pause_s, 1.0)
+        num_due = min(math.ceil(self._num_in_round * share), self._num_left)
+        self._num_left -= num_due
+        return num_due

@@ -6,6 +6,7 @@ from cluster.metrics.gateway_metrics import (
     ADMISSION,
     CLASSES,
     COSTS,
+    OUTPUT,
     POOLS,
     RECORDING,
     REQUESTS,
@@ -16,6 +17,7 @@ from cluster.metrics.replica_metrics import ENGINES, KV, STORES, TRANSFER
 
 SECTIONS = {
     "Requests": REQUESTS,
+    "Output": OUTPUT,
     "Admission": ADMISSION,
     "Classes": CLASSES,
     "Tenants": TENANTS,

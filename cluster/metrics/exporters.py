@@ -10,7 +10,7 @@ from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.config import CostConfig
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters
-from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, RECORDING, TENANT_CLASSES
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, OUTPUT, RECORDING, TENANT_CLASSES
 from cluster.metrics.registry import MetricsRegistry
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -48,6 +48,15 @@ class RecordingSize(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class UnreadSize(Protocol):
+    """How much output of a gateway waits, and how long (`cluster.gateway.output_buffer`)."""
+
+    num_bytes: int
+
+    @property
+    def pause_s(self) -> float: ...
+
+
 class GatewayMetrics:
     """Exports the counters of one gateway, whose id and model the registry knows."""
 
@@ -69,6 +78,7 @@ class GatewayMetrics:
         now: float,
         num_unheard: int,
         recording: RecordingSize,
+        unread: UnreadSize,
     ) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
         is the counters' clock, `num_unheard` the gateways whose placements are not heard."""
@@ -77,6 +87,7 @@ class GatewayMetrics:
         registry.export(_GATEWAY, counters)
         registry.set("unheard_gateways", num_unheard)
         registry.export(RECORDING, recording)
+        registry.export(OUTPUT, unread)
         registry.export(ADMISSION, admission)
         for name, of_class in admission.classes.items():
             registry.export(CLASSES, of_class, **{"class": name})

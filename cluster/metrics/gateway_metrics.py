@@ -147,6 +147,17 @@ RECORDING = (
     of_gateway("recording_bytes", "num_bytes", "bytes", "Memory that the recording takes, about."),
 )
 
+OUTPUT = (
+    of_gateway("unread_output_bytes", "num_bytes", "bytes", "Output that waits for clients to read it."),
+    of_gateway(
+        "write_pause_seconds",
+        "pause_s",
+        "seconds",
+        "How long output waits to be merged, because the gateway's event loop is busy: add gateways, or give "
+        "this one a faster core.",
+    ),
+)
+
 ADMISSION = (
     of_gateway(
         "admission_rung",

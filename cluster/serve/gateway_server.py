@@ -285,7 +285,13 @@ class Gateway:
         status = await self._status.status()
         admission, num_unheard = self.requests.admission.stats(), len(self.exchange.missing())
         for _ in metrics.update(
-            self.requests.counters, admission, status, self._clock.now(), num_unheard, self._recording
+            self.requests.counters,
+            admission,
+            status,
+            self._clock.now(),
+            num_unheard,
+            self._recording,
+            self.requests.unread,
         ):
             await self._clock.sleep(0)
 

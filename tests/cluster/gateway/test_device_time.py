@@ -10,6 +10,7 @@ from gateway_harness import FINGERPRINT
 from cluster.config import parse_config
 from cluster.errors import ConfigError
 from cluster.gateway.device_time import DeviceTime
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.replica_connections import ReplicaView
 from cluster.gateway.request_recording import RequestRecording
 from cluster.metrics.admission_stats import AdmissionStats
@@ -158,7 +159,8 @@ class Served:
         recording = RequestRecording(RecordingConfig(), ManualClock())
         status = admin_pb.StatusResponse()
         metrics = GatewayMetrics(registry, 0.0, costs)
-        list(metrics.update(self.counters, AdmissionStats(), status, 20.0, 0, recording))
+        unread = UnreadOutput(1e6)
+        list(metrics.update(self.counters, AdmissionStats(), status, 20.0, 0, recording, unread))
         return registry.text().decode()
 
 

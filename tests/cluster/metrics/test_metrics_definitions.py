@@ -22,6 +22,7 @@ from prometheus import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.request_recording import RequestRecording
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats
 from cluster.metrics.config import CostConfig, RecordingConfig
@@ -159,6 +160,7 @@ def gateway_status(*moves: admin_pb.ScalingChange) -> admin_pb.StatusResponse:
 
 
 RECORDED = RequestRecording(RecordingConfig(), ManualClock())
+UNREAD = UnreadOutput(1e6)
 ADMITTED = AdmissionStats(
     num_rung_changes={"refusing": 1}, classes={"batch": ClassStats(num_refused={"late": 2})}
 )
@@ -183,7 +185,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     use.class_to_outcomes["batch"].num_output_tokens["good"] = 1
     registry = recorder.registry(app="a", gateway="g", model="m")
     gateway = GatewayMetrics(registry, 1.0, CostConfig(device_hour=1.0))
-    list(gateway.update(counters, ADMITTED, gateway_status(), 0.0, 0, RECORDED))
+    list(gateway.update(counters, ADMITTED, gateway_status(), 0.0, 0, RECORDED, UNREAD))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared
     for name, text in recorder.help.items():
@@ -240,7 +242,11 @@ def test_scrapers_of_the_gateway_see_what_ray_exports() -> None:
     for number, histogram in enumerate(counters.replicas["decode-a"].histograms.values()):
         histogram.observe(0.1 * number)
     for registry in (recorder.registry(app="a", gateway="g", model="m"), scraped):
-        list(GatewayMetrics(registry, 1.0).update(counters, ADMITTED, gateway_status(), 0.0, 2, RECORDED))
+        list(
+            GatewayMetrics(registry, 1.0).update(
+                counters, ADMITTED, gateway_status(), 0.0, 2, RECORDED, UNREAD
+            )
+        )
     found = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(scraped.text().decode())
@@ -286,10 +292,10 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = admin_pb.ScalingChange(at=10.0, pool="decode", by="operator")
     new = admin_pb.ScalingChange(at=11.0, pool="decode", by="autoscaler")
-    list(metrics.update(counters, ADMITTED, gateway_status(old), 0.0, 0, RECORDED))
+    list(metrics.update(counters, ADMITTED, gateway_status(old), 0.0, 0, RECORDED, UNREAD))
     assert recorder.value("scaling_changes_total", by="operator") < 1
     for _ in range(2):
-        list(metrics.update(counters, ADMITTED, gateway_status(old, new), 1.0, 0, RECORDED))
+        list(metrics.update(counters, ADMITTED, gateway_status(old, new), 1.0, 0, RECORDED, UNREAD))
     assert recorder.value("scaling_changes_total", by="operator") < 1
     assert recorder.value("scaling_changes_total", by="autoscaler") == 1
     assert recorder.value("pool_replicas", state="ready") == 1
