@@ -6,18 +6,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from staged_engine import (
+    BLOCK_TOKENS,
     StagedEngine,
     ask,
     engine,
     finish,
+    pack,
     plan,
     right,
     step,
     unpack,
 )
 
+from kvtransfer.messages import BlockSpan
 from workers.errors import OutOfBlocksError
+from workers.messages.link import SampleState
 from workers.scheduler.group_pool import GroupPool
 from workers.scheduler.step import StepOutcome
 
@@ -225,6 +230,34 @@ def test_samples_that_lose_their_states_are_computed_again() -> None:
     for key, tokens in finish(side).items():
         told[key] += tokens
     assert told == {("a", index): right(submission, index) for index in range(3)}
+
+
+@pytest.mark.parametrize(("num_stages", "num_out"), [(1, 1), (1, 2), (3, 6)])
+def test_samples_that_were_handed_over_do_not_start_from_a_prompt_that_lost_its_state(
+    num_stages: int, num_out: int
+) -> None:
+    """The prompt is repaired here. Its last step samples nothing, for every sample has its first token, so no
+    rank connects that step's failure with the other samples."""
+    side = states(num_stages=num_stages, chunk_tokens=4)
+    whole = ask("a", LONG, n=3, max_tokens=6)
+    told = {("a", index): right(whole, index)[:1] for index in range(3)}
+    samples = tuple(SampleState(index, 7 + index, pack(told["a", index])) for index in range(3))
+    blocks = side.pool.allocate(-(-len(LONG) // BLOCK_TOKENS))
+    handed_over = replace(whole, samples=samples)
+    assert side.scheduler.adopt(handed_over, blocks, 0, 0.0, [BlockSpan(0, ())]) == []
+    has_lost = False
+    while not side.scheduler.is_idle:
+        while side.plan(0.0) and len(side.steps) < num_out:
+            pass
+        (work, *_), *_ = side.oldest_works()
+        is_last_chunk = work.start + work.num_tokens == len(LONG)
+        outcome = lose(side, "a") if is_last_chunk and not has_lost else side.settle(0.0)
+        has_lost |= is_last_chunk
+        assert not outcome.failures
+        for delta in outcome.tokens:
+            told[delta.request_id, delta.sample] += unpack(delta.tokens)
+    assert has_lost
+    assert told == {("a", index): right(whole, index) for index in range(3)}
 
 
 def test_who_loses_a_state_twice_runs_alone_until_it_is_cleared() -> None:

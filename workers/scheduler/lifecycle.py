@@ -216,8 +216,10 @@ class Lifecycle:
         insort(self.running, sequence, key=_rank)
 
     def fork(self, leader: Sequence) -> None:
-        """Start the leader's forks on shared blocks: all of the prompt is planned, and from here on each
-        sample runs by itself."""
+        """Start the leader's forks on shared blocks: from here on each sample runs by itself. All of the
+        prompt is planned, and the forks sample in its last step, which they lose with the leader where it
+        fails. Where all were handed over with their first tokens nothing samples there, so that the step is
+        settled by now."""
         request = leader.request
         forks, leader.forks = leader.forks, []
         for fork in forks:

@@ -138,7 +138,7 @@ class Planner:
             batch.start(sample)
         is_last = num_tokens == sequence.num_remaining
         batch.add(sequence, num_tokens, samplers if is_last else ())
-        if is_last and sequence.forks:
+        if is_last and samplers and sequence.forks:
             self._life.fork(sequence)
 
     def _window_end(self, batch: StepBatch, sequence: Sequence, end: int) -> int:

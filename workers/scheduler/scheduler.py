@@ -444,6 +444,8 @@ class Scheduler:
         self.life.tables.settled(sequence)
         for sampler, row in zip(entry.samplers, sampled, strict=True):
             outcome.tokens.append(self._take_token(sampler, row))
+        if sequence.forks and entry.end == sequence.target and sequence.phase is Phase.RUNNING:
+            self.life.fork(sequence)  # of a prompt that was repaired: it had no samplers
         if request.decodes_remotely:
             outcome.chunks.append(self._chunk(entry, report))
         elif sequence.hold_at and not sequence.finish:
