@@ -30,6 +30,20 @@ def test_without_a_card_it_says_so() -> None:
     assert done.stdout.count("\n") == 1
 
 
+def test_figures_run_instead_of_the_tests(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "tests/gpu/run", "--cpu", "--figures", "decode,no-such-part", "--out", tmp_path],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert {path.stem for path in tmp_path.glob("*.txt")} == {"figures of decode", "figures of no-such-part"}
+    assert "unknown parts no-such-part" in (tmp_path / "figures of no-such-part.txt").read_text()
+    assert '"part": "limits"' in (tmp_path / "figures of decode.txt").read_text()
+
+
 def test_every_file_of_the_suite_runs_in_a_stage() -> None:
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
     # The benchmark's own figures are a stage.

