@@ -21,6 +21,8 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 MAX_UNREAD = 65536
 # The same for waiting output that is sent as one message.
 MAX_MERGED = 4096
+# The share of the unread output's bound from which on output does not wait for its turn.
+_MOST_WAITING = 0.25
 # The memory that output takes: a delta without its texts, a log-probability, and an alternative to its token.
 _DELTA_BYTES = 176
 _LOGPROB_BYTES = 112
@@ -53,6 +55,12 @@ class UnreadOutput:
         self.turns = turns
         self.num_bytes = 0
         self._waiting: set[WaitingOutput] = set()
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether so much waits that output should be written at once. Whoever waited for a turn might be cut
+        off in place of a client that does not read."""
+        return self.num_bytes > _MOST_WAITING * self.max_bytes
 
     @property
     def pause_s(self) -> float:
@@ -116,6 +124,8 @@ class OutputBuffer:
         self._ask()
         self.num_waiting_bytes += num_bytes
         self._unread.added(self, num_bytes)
+        if self._unread.is_filling:
+            self.give_turn()
 
     def close(self, end: Summary | RequestError) -> None:
         """Append the end; `SlowClientError` drops the output that waits before it, and ends the work in
@@ -173,7 +183,9 @@ class OutputBuffer:
     async def get(self) -> Output | Summary:
         """Return the next output, at last the summary, or raise the error; the end again and again."""
         self.release()
-        await self._turn.wait()
+        while not (self._turn.is_set() and (self._of_prompt or self._waiting or self._end is not None)):
+            self._turn.clear()  # of what was taken before its turn came
+            await self._turn.wait()
         if self._of_prompt or self._waiting:
             output = self._next()
             self._has_begun = True

@@ -83,6 +83,11 @@ class WriteTurns:
         self._num_in_round = self._num_left = 0
 
     @property
+    def num_waiting(self) -> int:
+        """The number of turns that were asked for."""
+        return len(self._waiting)
+
+    @property
     def pause_s(self) -> float:
         """How long the last of a round waits now."""
         self._pause.look()

@@ -134,6 +134,31 @@ async def test_the_first_output_of_a_stream_does_not_wait_and_the_rest_is_merged
     assert await buffer.get() is end, "the end is there again and again"
 
 
+async def test_nothing_waits_for_its_turn_where_unread_output_nears_its_bound() -> None:
+    load = Load()
+    while load.pause.pause_s < MOST_PAUSE_S:
+        load.run(0.06, 1.0)
+    unread = UnreadOutput(40_000, WriteTurns(load.pause, load.clock))
+    hanging, reading = (OutputBuffer(unread, lambda: None) for _ in range(2))
+    for buffer in (hanging, reading):
+        buffer.put(output(0))
+        assert await buffer.get() == output(0)
+    reading.put(output(1))
+    taking = asyncio.create_task(reading.get())
+    hanging.put(output(1, 2600))
+    reading.put(output(2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert taking.done(), "it waits for no turn"
+    assert taking.result() == output(1, 2)
+    # The turn that it had asked for comes all the same, when nothing is there to be written.
+    taking = asyncio.create_task(reading.get())
+    await until(lambda: not unread.turns or not unread.turns.num_waiting, "all turns have come")
+    assert not taking.done()
+    reading.put(output(3))
+    assert await taking == output(3)
+
+
 @pytest.mark.parametrize("num_deltas", [0, 1, PART_DELTAS, PART_DELTAS + 1, 5 * PART_DELTAS])
 @given(data=st.data())
 def test_the_parts_of_a_frame_are_the_frame(num_deltas: int, data: st.DataObject) -> None:
