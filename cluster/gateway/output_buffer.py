@@ -95,7 +95,8 @@ class OutputBuffer:
         # By sample: each delta with its weight and its bytes.
         self._waiting: dict[int, deque[tuple[OutputDelta, int, int]]] = {}
         self._end: Summary | RequestError | None = None
-        # Set while the reader has its turn; from the end on, for ever.
+        # Set while the reader has its turn, and for ever from the turn on in which the end is there. A reader
+        # that was given one early has the turn that it asked for as well, which may find nothing to write.
         self._turn = asyncio.Event()
         self._has_asked = False
         self._has_begun = False

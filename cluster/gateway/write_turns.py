@@ -83,18 +83,13 @@ class WriteTurns:
         self._num_in_round = self._num_left = 0
 
     @property
-    def num_waiting(self) -> int:
-        """The number of turns that were asked for."""
-        return len(self._waiting)
-
-    @property
     def pause_s(self) -> float:
         """How long the last of a round waits now."""
         self._pause.look()
         return self._pause.pause_s
 
     def ask(self, writer: WaitingWriter) -> None:
-        """Give the writer a turn, behind all that wait for theirs. It asks again only after that turn."""
+        """Give the writer a turn, behind all that wait for theirs."""
         self._waiting.append(writer)
         if not self._is_advancing:
             self._is_advancing = True

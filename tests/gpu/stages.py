@@ -176,8 +176,9 @@ def main() -> int:
         "--packages", type=Path, help="an archive of packages made by pack.py, where there is no registry"
     )
     parser.add_argument("--out", type=Path, help="where the output of each file goes; default: a new folder")
-    parser.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
-    parser.add_argument("--figures", help="parts of benchmarks.gpu (served,start) instead of the tests")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
+    what.add_argument("--figures", help="parts of benchmarks.gpu (served,start) instead of the tests")
     parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
     args = parser.parse_args()
     if args.packages and not args.packages.is_file():

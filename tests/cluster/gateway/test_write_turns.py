@@ -125,7 +125,7 @@ async def test_the_first_output_of_a_stream_does_not_wait_and_the_rest_is_merged
     for index in range(1, 6):
         buffer.put(output(index))
     merged = await buffer.get()
-    assert merged == output(1, 5)._replace(first_index=1)
+    assert merged == output(1, 5)
     buffer.put(output(6, 1, "length"))
     end = Summary.__new__(Summary)
     buffer.close(end)
@@ -138,7 +138,8 @@ async def test_nothing_waits_for_its_turn_where_unread_output_nears_its_bound() 
     load = Load()
     while load.pause.pause_s < MOST_PAUSE_S:
         load.run(0.06, 1.0)
-    unread = UnreadOutput(40_000, WriteTurns(load.pause, load.clock))
+    turns, behind = WriteTurns(load.pause, load.clock), list[int]()
+    unread = UnreadOutput(40_000, turns)
     hanging, reading = (OutputBuffer(unread, lambda: None) for _ in range(2))
     for buffer in (hanging, reading):
         buffer.put(output(0))
@@ -153,7 +154,8 @@ async def test_nothing_waits_for_its_turn_where_unread_output_nears_its_bound() 
     assert taking.result() == output(1, 2)
     # The turn that it had asked for comes all the same, when nothing is there to be written.
     taking = asyncio.create_task(reading.get())
-    await until(lambda: not unread.turns or not unread.turns.num_waiting, "all turns have come")
+    turns.ask(Waiting(1, behind))
+    await until(lambda: behind == [1], "all turns before this one have come")
     assert not taking.done()
     reading.put(output(3))
     assert await taking == output(3)
