@@ -31,6 +31,8 @@ class CurrentLoad(NamedTuple):
     residence_s: float = 0.0
     # Prompts that are on their way there and will decode elsewhere.
     num_coming_prompts: int = 0
+    # When it last had prompts to compute, by which it measures what they take, or was first heard.
+    had_prompts_at: float = float("inf")
 
     @property
     def num_requests(self) -> int:

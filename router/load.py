@@ -93,6 +93,8 @@ class LoadTracker:
             return
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
+        if load.num_backlog_tokens or replica.report is None:
+            replica.note_prompts(load.received_at)
         replica.report = load
         if load.num_running and replica.role != "prefill":
             self._note_context(load.num_context_tokens / load.num_running)

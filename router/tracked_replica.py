@@ -54,6 +54,8 @@ class TrackedReplica:
     limited: set[Placement] = field(default_factory=set)
     # None: it is made again when it is asked for, and the id is in `changed`.
     state: CurrentLoad | None = None
+    # When it last had prompts to compute, as far as this gateway knows, or was first heard.
+    had_prompts_at: float = float("inf")
     # The logarithm of the times that prefills took there over those predicted, and when that was measured.
     log_ratio: float = 0.0
     measured_at: float = float("-inf")
@@ -108,6 +110,11 @@ class TrackedReplica:
         self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
         self.touch()
 
+    def note_prompts(self, at: float) -> None:
+        """Note that it has prompts to compute at this time."""
+        if self.had_prompts_at == float("inf") or at > self.had_prompts_at:
+            self.had_prompts_at = at
+
     def cover(self) -> None:
         """Drop the placements that the last report shows: routed by then or, if expected, handed over by
         then."""
@@ -128,6 +135,7 @@ class TrackedReplica:
         if placement.compute_id == self.identity.replica_id and not is_shown:
             if placement.prefilled_at is None:
                 self.computing.add(placement)
+                self.note_prompts(placement.routed_at)
             if not placement.decode_id:
                 self.staying.add(placement)
         if placement.decode_id == self.identity.replica_id and not has_joined(placement, until):
@@ -143,6 +151,8 @@ class TrackedReplica:
 
     def computed(self, placement: Placement) -> None:
         """Note that nothing is left to compute of a placement."""
+        if placement.prefilled_at is not None:
+            self.note_prompts(placement.prefilled_at)
         self.computing.drop(placement)
         self.limited.discard(placement)
         self.touch()
@@ -194,6 +204,7 @@ def state_of(
         num_places,
         replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s,
         computing.num_handed_over,
+        replica.had_prompts_at,
     )
 
 

@@ -22,6 +22,9 @@ _MAX_EARLY = 1000
 # While nothing comes or goes, the least wait of a flow is used for this time, so that a refusal costs next to
 # nothing.
 _EARLY_WAIT_S = 0.02
+# The price of a prompt is believed for this time after the replica last had one to compute. A replica that
+# was disturbed while it measured would otherwise never be sent a long prompt again.
+_PRICE_MEMORY_S = 30.0
 
 
 class _EarlyWait(NamedTuple):
@@ -97,14 +100,20 @@ class AdmissionChecks:
 
     def check_lateness(self, queued: QueuedRequest, decision: Decision, now: float) -> None:
         """Raise `OverloadedError` where the request would be late at the replicas of the decision, and
-        `UnattainableError` or `DeadlineError` where its prompt alone takes too long."""
+        `UnattainableError` or `DeadlineError` where its prompt alone takes too long: but for one request
+        that tests a price which is old."""
         prediction = decision.prediction
-        rates = self._router.loads.state(decision.compute_id).rates
+        load = self._router.loads.state(decision.compute_id)
+        rates = load.rates
         alone_s = prediction.prefill_s / (rates.correction * rates.stretch)
         limits = ttft_limits(self._config.of(queued.flow.service_class), queued, now)
         lateness = Lateness(limits, prediction.wait_s, prediction.prefill_s, alone_s)
-        if lateness.excess_s > 0:
-            self._refuse_late(lateness)
+        if lateness.excess_s <= 0:
+            return
+        if lateness.is_late_alone and now - load.had_prompts_at > _PRICE_MEMORY_S:
+            queued.tests_price = True  # once it is placed, the replica has a prompt to compute
+            return
+        self._refuse_late(lateness)
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
         flow = lateness.limits.flow

@@ -69,6 +69,10 @@ class QueuedRequest:
     # Whether the request resumes a stream that has output: it is submitted without waiting for a turn.
     goes_at_once: bool = False
 
+    # Whether its prompt alone would take too long by a price that nothing has measured for long: it is taken
+    # all the same, so that the price is measured again.
+    tests_price: bool = False
+
     # The question to the router, and its answer. Admission sets these and the fields below when it queues the
     # request for a replica.
     route_request: RouteRequest = field(init=False)

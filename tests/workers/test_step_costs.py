@@ -116,6 +116,20 @@ def test_nothing_is_told_before_enough_steps() -> None:
     assert known["prefill_token_s"] > 0
 
 
+@pytest.mark.parametrize("index", [0, 7, 15])
+def test_a_first_step_that_was_disturbed_does_not_price_the_others(index: int) -> None:
+    """It would be predicted of every prompt, and refuse those that could not come in time then."""
+    costs = StepCosts()
+    for step in range(16):
+        disturbed = 200.0 if step == index else 1.0
+        costs.add(plan(num_decodes=4), [500] * 4, [disturbed * decode_s([500] * 4)])
+        costs.add(plan((entry(64 * step, 64),)), [], [disturbed * chunk_s(64 * step, 64)])
+    known = costs.coefficients()
+    assert known["decode_base_s"] < 1.3 * decode_s([500] * 4)
+    prompt_s = known["prefill_token_s"] * 1024 + known["attention_token_s"] * 1024 * 512
+    assert prompt_s == pytest.approx(chunk_s(0, 1024), rel=0.3)
+
+
 def test_a_chunk_beside_decodes_of_unknown_cost_teaches_nothing() -> None:
     replica = Replica(2)
     for _ in range(100):

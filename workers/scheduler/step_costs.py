@@ -18,9 +18,11 @@ predicted from a fit of their own, with a base.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from itertools import combinations
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from workers.messages.rank_channel import StepPlan
 
@@ -40,8 +42,15 @@ FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
 # The ratio of the coefficients of a step with chunks, until long and short ones tell them apart: its base, a
 # token, and a token attended to.
 _FIRST_CHUNK_RATIO = (64.0, 1.0, 0.0)
-# A step that takes this many times its prediction was disturbed, and counts as one that took this much.
+# A step that takes this many times its prediction was disturbed, and counts as one that took this much. The
+# first steps are compared with each other: one that also loaded a library must not price all that follow.
 _MOST_RATIO = 3.0
+
+
+class _Observation(NamedTuple):
+    terms: Sequence[float]
+    observed: float
+    weight: float
 
 
 class NonNegativeFit:
@@ -59,6 +68,8 @@ class NonNegativeFit:
         self._products = [[0.0] * num_coefficients for _ in range(num_coefficients)]
         self._moments = [0.0] * num_coefficients
         self._num_steps = 0
+        # The first steps, until there are enough of them.
+        self._first_steps: list[_Observation] = []
         # The coefficients; () until there are enough steps.
         self.coefficients: tuple[float, ...] = ()
 
@@ -68,16 +79,35 @@ class NonNegativeFit:
 
     def add(self, terms: Sequence[float], observed: float, weight: float = 1.0) -> None:
         """Observe `observed` as the sum of the terms, each at least 0 and the first above 0."""
-        if self.coefficients and (predicted := self.predict(terms)) > 0:
-            observed = min(observed, _MOST_RATIO * predicted)
+        self._num_steps += 1
+        step = _Observation(terms, observed, weight)
+        if self._num_steps < _NUM_FIRST_STEPS:
+            self._first_steps.append(step)
+            return
+        if self._first_steps:
+            self._add_first([*self._first_steps, step])
+            self._first_steps.clear()
+        else:
+            predicted = self.predict(terms)
+            self._count(step, _MOST_RATIO * predicted if predicted > 0 else observed)
+        if self._num_steps % _FIT_PERIOD == 0:
+            self._fit()
+
+    def _add_first(self, steps: Sequence[_Observation]) -> None:
+        """Count the first steps, and none for much more than most of them took."""
+        sizes = [sum(map(operator.mul, self._first, step.terms)) for step in steps]
+        typical = median(step.observed / size for step, size in zip(steps, sizes, strict=True))
+        for step, size in zip(steps, sizes, strict=True):
+            self._count(step, _MOST_RATIO * typical * size)
+
+    def _count(self, step: _Observation, most: float) -> None:
+        """Add a step that took at most `most` to the squares."""
+        terms, observed, weight = step.terms, min(step.observed, most), step.weight
         for row, term in enumerate(terms):
             products = self._products[row]
             for column, other in enumerate(terms):
                 products[column] = _FORGETTING * products[column] + weight * term * other
             self._moments[row] = _FORGETTING * self._moments[row] + weight * term * observed
-        self._num_steps += 1
-        if self._num_steps >= _NUM_FIRST_STEPS and self._num_steps % _FIT_PERIOD == 0:
-            self._fit()
 
     def _fit(self) -> None:
         last = self.coefficients or self._scaled_first()

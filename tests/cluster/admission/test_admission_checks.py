@@ -152,6 +152,44 @@ def test_a_request_is_refused_for_its_wait_and_its_prompt_together(parts: Admiss
     assert parts.refusals.by_reason("interactive") == {"late": 1}
 
 
+def test_one_request_tests_a_price_that_nothing_has_measured_for_long(parts: AdmissionParts) -> None:
+    """A replica that was disturbed while it measured would never be sent a long prompt again."""
+    parts.harness.load("b0")
+    parts.clock.advance(29.0)
+    parts.harness.load("b0")
+    with pytest.raises(UnattainableError, match=r"prompt alone takes 9\.0 s"):
+        check_lateness(parts, 9 * SECOND)
+    parts.clock.advance(2.0)
+    queued, request = parts.new("q"), parts.route_request("q", 9 * SECOND)
+    decision = parts.placement.decide(queued, request, parts.now)
+    parts.checks.check_lateness(queued, decision, parts.now)
+    queued.route_request = request
+    parts.placement.place(queued, decision, parts.now)
+    assert queued.waits_until == parts.now + 10.0, "it waits as long as one with a short prompt"
+    parts.router.on_submitted("q")
+    with pytest.raises(UnattainableError):
+        check_lateness(parts, 9 * SECOND)
+    parts.router.on_finished("q")
+    parts.clock.advance(29.0)
+    with pytest.raises(UnattainableError):
+        check_lateness(parts, 9 * SECOND)
+
+
+def test_a_price_is_tested_by_no_request_that_waits_for_too_long_or_whose_deadline_has_passed(
+    parts: AdmissionParts,
+) -> None:
+    parts.harness.load("b0")
+    waiting = parts.place("w", num_tokens=8 * SECOND)
+    parts.clock.advance(31.0)
+    with pytest.raises(UnattainableError):
+        check_lateness(parts, 9 * SECOND)
+    parts.waiting.take_out(waiting, parts.now)
+    parts.router.on_finished("w")
+    with pytest.raises(DeadlineError, match="the deadline passed"):
+        check_lateness(parts, 9 * SECOND, left_s=0.0)
+    check_lateness(parts, 9 * SECOND, left_s=5.0)
+
+
 def test_a_prompt_that_takes_too_long_by_itself_is_sent_to_another_class(parts: AdmissionParts) -> None:
     remedy = (
         "prompt alone takes 9.0 s .* the class interactive: .* send it in a class with a longer objective"
