@@ -5,7 +5,8 @@
 Without parts all run, each in a process of its own: one that fails prints its error as a line and the next
 begins. Limits are measured first: the rate of copies on the device, read and write counted, and that of large
 products in bf16. The model has the shape of Llama 3 8B with random weights, which are made on the device;
-the part `experts` has a quarter of the layers of Qwen3-30B-A3B, of which a token chooses 8 of 128 experts.
+the part `experts` has a quarter of the layers of Qwen3-30B-A3B, of which a token chooses 8 of 128 experts,
+and `hybrid` the shape of Qwen3.5 9B, whose layers keep a state but for every fourth.
 `target` is the ratio to reach. `--device cpu --model tiny` tries the benchmark itself.
 """
 
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +32,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.device_time import DeviceTime
-from benchmarks.expert_layers import RandomExperts, graph_of
-from benchmarks.gpu_kernels import kernels, mixed, products, start
+from benchmarks.gpu_kernels import kernels, mixed, needs_cuda, products, start
+from benchmarks.gpu_quantized import EXPERT_BATCHES, engine_fp8, engine_int4, quantized, quantized_experts
 from benchmarks.gpu_served import MODEL_TO_SERVED, ServedSizes, served
 from benchmarks.push_rate import make_pool, push_rate
-from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_30B_QUARTER, write_config
-from benchmarks.random_quantized import QUANTIZED_FORMS, QuantizedForm, draw_quantized
+from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_5_9B, QWEN3_30B_QUARTER, write_config
+from benchmarks.random_quantized import QuantizedForm, draw_quantized
 from benchmarks.rank_sums import time_sums
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
@@ -44,8 +45,6 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import Shard
 from workers.engine_bench.driver import EngineDriver
 from workers.messages.rank_channel import BatchEntry, StepPlan
-from workers.model.make_linear import make_linear
-from workers.model.products import Linear
 from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.sizes import ModelWork
 from workers.model.tensor_files import TensorFiles, WeightSlice
@@ -69,10 +68,12 @@ class Limits(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of everything; `shape` and `experts`, of the model that has them, are keys of config.json."""
+    """The sizes of everything; `shape`, and those of the models with experts and with states, are keys of
+    config.json."""
 
     shape: dict[str, Any]
     experts: dict[str, Any]
+    states: dict[str, Any]
     copied_bytes: int
     gemm: int
     prefill_tokens: int
@@ -83,16 +84,17 @@ class Sizes(NamedTuple):
 
 
 _TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODEL_TO_SIZES = {
-    "8b": Sizes(LLAMA_8B, QWEN3_30B_QUARTER, 2 << 30, 8192, 4096, 64, 128, MODEL_TO_SERVED["8b"]),
-    "tiny": Sizes({}, _TINY_EXPERTS, 8 << 20, 128, 96, 8, 16, MODEL_TO_SERVED["tiny"]),
+_TINY_STATES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
 }
-# As many weights of products as caches do not hold.
-_NUM_WEIGHTS = 8
-# The batches in which a model with experts decodes.
-EXPERT_BATCHES = (1, 32)
-# As many layers of experts as caches do not hold of those that a token chooses.
-_NUM_EXPERT_LAYERS = 8
+MODEL_TO_SIZES = {
+    "8b": Sizes(LLAMA_8B, QWEN3_30B_QUARTER, QWEN3_5_9B, 2 << 30, 8192, 4096, 64, 128, MODEL_TO_SERVED["8b"]),
+    "tiny": Sizes({}, _TINY_EXPERTS, _TINY_STATES, 8 << 20, 128, 96, 8, 16, MODEL_TO_SERVED["tiny"]),
+}
 
 
 def main() -> None:
@@ -109,7 +111,7 @@ def main() -> None:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if args.list:
         for name, part in PARTS.items():
-            print(f"{name:14} {(part.__doc__ or '').splitlines()[0]}")
+            print(f"{name:18} {(part.__doc__ or '').splitlines()[0]}")
         return
     if args.limits is not None:
         run_part(args.parts[0], args, Limits(*json.loads(args.limits)))
@@ -274,6 +276,11 @@ class Bench:
         sizes = self.sizes._replace(shape=self.sizes.experts, family="qwen3_moe")
         return Bench(self.device, sizes, self.limits, EXPERT_BATCHES, self.context)
 
+    def with_states(self) -> Bench:
+        """Return a bench of the model most of whose layers keep a state."""
+        sizes = self.sizes._replace(shape=self.sizes.states, family="qwen3_5_text")
+        return Bench(self.device, sizes, self.limits, self.batches, self.context)
+
     @cached_property
     def driver(self) -> EngineDriver:
         """The engine, with KV for the largest batch, warmed up and its graphs recorded."""
@@ -343,6 +350,15 @@ def experts(bench: Bench) -> Iterator[Line]:
     yield from _decode_lines(bench.with_experts(), 0.7)
 
 
+def hybrid(bench: Bench) -> Iterator[Line]:
+    """A model most of whose layers keep a state: its decode steps, a prompt in one chunk, and its kernels."""
+    with_states = bench.with_states()
+    yield from _decode_lines(with_states, 0.7)
+    yield _prefill_line(with_states, 0.5)
+    if bench.device.type == "cuda":
+        yield from kernels(with_states)
+
+
 def _decode_lines(bench: Bench, target: float) -> Iterator[Line]:
     for batch in bench.batches:
         step_s = bench.decode_step_s(batch)
@@ -359,15 +375,19 @@ def _time_line(figure: str, value: float, limit: float, target: float) -> Line:
 
 def prefill(bench: Bench) -> Iterator[Line]:
     """A prompt in one chunk: the time of as many operations in a large product, over its own."""
+    yield _prefill_line(bench, 0.6)
+
+
+def _prefill_line(bench: Bench, target: float) -> Line:
     prompt_s = bench.prefill_s()
     limit_s = bench.work.of([(0, bench.sizes.prefill_tokens)], 1).flops / bench.limits.flop_s
     figure = f"prefill_ms of {bench.sizes.prefill_tokens} tokens"
-    yield _time_line(figure, prompt_s * 1e3, limit_s * 1e3, 0.6)
+    return _time_line(figure, prompt_s * 1e3, limit_s * 1e3, target)
 
 
 def idle(bench: Bench) -> Iterator[Line]:
     """The share of a decode step in which the device does nothing: at most 5 %."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     few, many = 4, 24
     for batch in bench.batches:
         step_s = bench.decode_step_s(batch)
@@ -387,7 +407,7 @@ def idle(bench: Bench) -> Iterator[Line]:
 
 def sampling(bench: Bench) -> Iterator[Line]:
     """The share of sampling in the device's work of a step that is not a graph: at most 5 %."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     runner = bench.driver.runner
     for batch in bench.batches:
         tokens = [bench.driver.draw(1) for _ in range(batch)]
@@ -423,88 +443,6 @@ def deterministic(bench: Bench) -> Iterator[Line]:
         yield _time_line(f"deterministic {figure}", value, limit, 1.0) | {"without": without}
 
 
-def quantized(bench: Bench) -> Iterator[Line]:
-    """Products with quantized weights: the time to copy their bytes, or of their operations, over theirs."""
-    _needs_cuda(bench)
-    num_outputs, num_inputs = 2 * LLAMA_8B["intermediate_size"], LLAMA_8B["hidden_size"]
-    for name, form in QUANTIZED_FORMS.items():
-        weights = [draw_quantized(form, num_outputs, num_inputs, bench.device) for _ in range(_NUM_WEIGHTS)]
-        linears = [make_linear(weight) for weight in weights]
-        for num_rows in (1, 16, 64, bench.sizes.prefill_tokens):
-            x = torch.randn(num_rows, num_inputs, device=bench.device).to(torch.bfloat16)
-            work = partial(_multiply_all, linears, x)
-            seconds = best_s(work, CLOCK, bench.device, 10) / len(linears)
-            read_s = weights[0].num_bytes / bench.limits.byte_s
-            limit_s = max(read_s, 2 * num_rows * num_outputs * num_inputs / bench.limits.flop_s)
-            yield {
-                "figure": f"{name} product_us of {num_rows} rows",
-                "value": seconds * 1e6,
-                "limit": limit_s * 1e6,
-                "ratio": limit_s / seconds,
-                "target": 0.7,
-            }
-
-
-def _multiply_all(linears: Sequence[Linear], x: Tensor) -> None:
-    for linear in linears:
-        linear(x)
-
-
-def engine_fp8(bench: Bench) -> Iterator[Line]:
-    """The engine with float8 weights and inputs: times in 16 bits over its own."""
-    yield from _engine_lines(bench, QUANTIZED_FORMS["fp8"], decode_target=1.6, prefill_target=1.5)
-
-
-def engine_int4(bench: Bench) -> Iterator[Line]:
-    """The engine with weights of AWQ: times in 16 bits over its own."""
-    yield from _engine_lines(bench, QUANTIZED_FORMS["awq"], decode_target=2.4)
-
-
-def _engine_lines(
-    bench: Bench, form: QuantizedForm, *, decode_target: float, prefill_target: float | None = None
-) -> Iterator[Line]:
-    """Compare engines. The target of decoding is that of one sequence, which reads hardly any KV."""
-    quantized_bench = bench.with_weights(form)
-    pairs: list[tuple[str, Callable[[Bench], float], float | None]] = [
-        (
-            f"decode_ms at batch {batch}",
-            partial(Bench.decode_step_s, batch=batch),
-            decode_target if batch == 1 else None,
-        )
-        for batch in bench.batches
-    ]
-    pairs.append((f"prefill_ms of {bench.sizes.prefill_tokens} tokens", Bench.prefill_s, prefill_target))
-    plain = [time(bench) * 1e3 for _, time, _ in pairs]
-    bench.close()  # its memory is needed
-    for (figure, time, target), limit in zip(pairs, plain, strict=True):
-        value = time(quantized_bench) * 1e3
-        line: Line = {"figure": figure, "value": value, "limit": limit, "ratio": limit / value}
-        yield line if target is None else line | {"target": target}
-
-
-def quantized_experts(bench: Bench) -> Iterator[Line]:
-    """Experts of Qwen3-30B-A3B in a step that decodes: the time to copy those chosen, over their own."""
-    _needs_cuda(bench)
-    batch_to_plain_s: dict[int, float] = {}
-    forms = {"bf16": None, **{name: QUANTIZED_FORMS[name] for name in ("awq", "mxfp4", "fp8", "block fp8")}}
-    for name, form in forms.items():
-        layers = [RandomExperts(bench.sizes.experts, form, bench.device) for _ in range(_NUM_EXPERT_LAYERS)]
-        for batch in EXPERT_BATCHES:
-            rows = [layer.draw_rows(batch) for layer in layers]
-            steps = [partial(layer.experts, *of) for layer, of in zip(layers, rows, strict=True)]
-            seconds = best_s(graph_of(steps), CLOCK, bench.device, 20) / len(layers)
-            num_read = sum(len(set(routing.experts.flatten().tolist())) for _, routing in rows) / len(layers)
-            limit_s = num_read * layers[0].expert_bytes / bench.limits.byte_s
-            yield {
-                "figure": f"{name} experts_us of a layer at batch {batch}",
-                "value": seconds * 1e6,
-                "limit": limit_s * 1e6,
-                "ratio": limit_s / seconds,
-                "target": 0.6,
-                "over_bf16": batch_to_plain_s.setdefault(batch, seconds) / seconds,
-            }
-
-
 def cuda_ipc(bench: Bench) -> Iterator[Line]:
     """Pushes between two processes, with checksums: their rate over that of copies on the device."""
     rate = push_rate(bench.device, block_layout(bench.sizes), bench.sizes.num_pushed_blocks)
@@ -537,7 +475,7 @@ def hand_over(bench: Bench) -> Iterator[Line]:
 
 def rank_sums(bench: Bench) -> Iterator[Line]:
     """Sums of two ranks in a graph, on a card each, through mapped memory: their time over that of NCCL."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     for timed in time_sums():
         line: Line = {"figure": f"sum_us of {timed.num_bytes} bytes", "value": timed.one_shot_us}
         if timed.nccl_us:
@@ -547,7 +485,7 @@ def rank_sums(bench: Bench) -> Iterator[Line]:
 
 def offload(bench: Bench) -> Iterator[Line]:
     """Blocks to pinned host memory and back, with checksums: their rate over that of plain copies."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     layout = block_layout(bench.sizes)
     pool = make_pool(bench.device, layout, bench.sizes.num_pushed_blocks)
     ids = range(pool.num_blocks)
@@ -572,16 +510,10 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 
 _IN_ORDER = (
-    decode, prefill, experts, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling, cuda_ipc,
-    hand_over, rank_sums, offload, deterministic, kernels, mixed, products,
-    start, served,
+    decode, prefill, experts, hybrid, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling,
+    cuda_ipc, hand_over, rank_sums, offload, deterministic, kernels, mixed, products, start, served,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
-
-
-def _needs_cuda(bench: Bench) -> None:
-    if bench.device.type != "cuda":
-        raise RuntimeError("this part needs a CUDA device")
 
 
 def block_layout(sizes: Sizes) -> BlockLayout:

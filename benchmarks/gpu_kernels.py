@@ -31,6 +31,7 @@ _KIND_TO_PATTERN = {
     "attention": r"^_(attend|reduce_pieces|combine_pieces|latent)",
     "products": r"gemm|gemv|cutlass|nvjet|splitk|_product_kernel|_multiply_kernel|_add_segments",
     "sampling": r"^_(pieces|rows)_kernel|sampl",
+    "states": r"^_(token|inverse|chunk|convolve|keep|scan)_kernel",
 }
 # Outputs and inputs of the weights of Llama 3 8B.
 _WEIGHTS = {
@@ -92,7 +93,7 @@ def kind_of(name: str) -> str:
 
 def kernels(bench: Bench) -> Iterator[dict[str, object]]:
     """Kernels of a decode step by batch: their times, and by kind the time to copy their bytes over it."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     kv = bench.driver.runner.kv
     token_bytes = kv[0].numel() * kv.element_size() / bench.driver.runner.attention.block_tokens
     for batch in bench.batches:
@@ -100,8 +101,11 @@ def kernels(bench: Bench) -> Iterator[dict[str, object]]:
         few, many = (_profiled(bench, batch, steps) for steps in (_FEW_STEPS, _MANY_STEPS))
         step = of_one_step(few, many, _MANY_STEPS - _FEW_STEPS)
         kv_bytes = batch * bench.context * token_bytes
+        state_bytes = batch * bench.work.state_bytes
         read_bytes = bench.work.of([(bench.context - 1, 1)] * batch, batch).read_bytes
-        kind_to_bytes = {"attention": kv_bytes, "products": read_bytes - kv_bytes}
+        kind_to_bytes = {"attention": kv_bytes, "products": read_bytes - kv_bytes - state_bytes}
+        if state_bytes:
+            kind_to_bytes["states"] = state_bytes
         yield from step_lines(step, f"batch {batch}", kind_to_bytes, bench.limits.byte_s)
 
 
@@ -127,7 +131,7 @@ def step_lines(
 
 def mixed(bench: Bench) -> Iterator[dict[str, object]]:
     """The idle share of steps with a chunk and decodes, at most 5 %; and these steps as graphs."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     # A slot is needed for the chunk.
     batches = sorted({min(batch, max(bench.batches) - 1) for batch in bench.batches} - {0})
     plain = [_mixed_step_s(bench, decodes) for decodes in batches]
@@ -166,7 +170,7 @@ def _mixed_step_s(bench: Bench, num_decodes: int) -> float:
 
 def start(bench: Bench) -> Iterator[dict[str, object]]:
     """Starts of a rank with 16 GB of weights: without compiled kernels, with them, and beside another."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     command = [sys.executable, "-m", "benchmarks.start_up", "--device", str(bench.device), "--shape", "8b"]
     command += ["--rounds", "0", "--as-found", "--kv-tokens", "131072", "--folder", "/dev/shm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -183,7 +187,7 @@ def products(bench: Bench) -> Iterator[dict[str, object]]:
     """Products of deterministic mode and of few rows: their limit over their time, and torch's time over it.
 
     Products of few rows have the norm, the addition or the activation around them."""
-    _needs_cuda(bench)
+    needs_cuda(bench)
     yield from few_rows_lines(bench)
     from workers.model.cuda.product_choice import chosen_product
 
@@ -264,6 +268,6 @@ def _profiled(bench: Bench, batch: int, num_steps: int) -> dict[str, KernelTime]
     return kernel_times(profile.events())
 
 
-def _needs_cuda(bench: Bench) -> None:
+def needs_cuda(bench: Bench) -> None:
     if bench.device.type != "cuda":
         raise RuntimeError("this part needs a CUDA device")

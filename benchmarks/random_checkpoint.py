@@ -74,6 +74,21 @@ QWEN3_30B_QUARTER: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "vocab_size": 151936,
 }
+# The shape of Qwen3.5 9B, three of whose four layers keep a state, as keys of config.json.
+QWEN3_5_9B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "vocab_size": 248320,
+}
 # The shape of Qwen3-30B-A3B, with a fourth of its weights in half of its layers, as keys of config.json.
 QWEN3_MOE_SCALED: dict[str, Any] = {
     "hidden_size": 1024,

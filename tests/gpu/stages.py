@@ -35,7 +35,7 @@ SIDE_BY_SIDE = (
 # Files that compile for longer than a file may take: their tests are divided between so many processes.
 PARTS_OF = {"attention": 3, "decoder": 2, "experts": 2}
 ALONE = ("memory", "offload", "device_transfer", "one_shot_sums", "shared_card", "two_ranks")
-FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts")
+FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts", "hybrid")
 NUM_AT_ONCE = 8
 TOTAL_S = 480.0
 FILE_S = 170.0

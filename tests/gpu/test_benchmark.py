@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.device_time import union_us
-from benchmarks.gpu import EXPERT_BATCHES, PARTS
+from benchmarks.gpu import PARTS
+from benchmarks.gpu_quantized import EXPERT_BATCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,17 +44,22 @@ def test_the_parts_are_listed() -> None:
 
 def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device) -> None:
     tiny = ("--device", str(device), "--model", "tiny", "--batches", "2", "--context", "64")
-    found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", *tiny)
-    parts = ["decode", "idle", "cuda_ipc", "hand_over", "experts", "experts"]
+    found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", "hybrid", *tiny)
+    parts = ["decode", "idle", "cuda_ipc", "hand_over", "experts", "experts", "hybrid", "hybrid"]
+    kernels, found = found[3 + len(parts) :], found[: 3 + len(parts)]
     assert [line["part"] for line in found] == ["limits"] * 3 + parts
     for line in found[1:3]:
         assert line["value"] > 0
-    decode, idle, push, landing, *experts = found[3:]
-    for line in (decode, landing, *experts):
+    decode, idle, push, landing, *models = found[3:]
+    for line in (decode, landing, *models):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
-    assert [line["figure"] for line in experts] == [
-        f"decode_ms at batch {batch}, context 64" for batch in EXPERT_BATCHES
+    assert [line["figure"] for line in models] == [
+        *(f"decode_ms at batch {batch}, context 64" for batch in (*EXPERT_BATCHES, 2)),
+        "prefill_ms of 96 tokens",
     ]
+    assert any(line["figure"] == "states_us of a step at batch 2" for line in kernels) == (
+        device.type == "cuda"
+    )
     assert push["ratio"] == pytest.approx(push["value"] / push["limit"], rel=0.01)
     if device.type == "cpu":
         assert "needs a CUDA device" in idle["error"]

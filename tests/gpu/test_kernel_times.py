@@ -59,6 +59,8 @@ def test_what_begins_and_ends_a_run_is_not_of_a_step() -> None:
         ("_attend_pieces", "attention"),
         ("_combine_pieces", "attention"),
         ("_rows_kernel", "sampling"),
+        ("_token_kernel", "states"),
+        ("_convolve_kernel", "states"),
         ("_rms_norm_kernel", "other"),
         ("_rotate_and_write_kernel", "other"),
     ],

@@ -371,7 +371,8 @@ class ModelWork:
         self._widest_weights = max(self._widest_weights, config.hidden_size * inputs)
         self._attention_flops = max(layer.attention.flops for layer in layers)
         self._attention_to_num_layers = Counter(layer.attention for layer in layers)
-        self._state_bytes = 2 * STATE_ITEM_BYTES * _num_state_items(config)
+        # What a sequence's states cost a step, which reads and writes them; 0: there are none.
+        self.state_bytes = 2 * STATE_ITEM_BYTES * _num_state_items(config)
         self._experts: _ExpertWork | None = None
         self._read_bytes = self._layer_weights * of_weight.layers + self._head_weights * of_weight.head
         self._expert_item_bytes = of_weight.experts
@@ -405,7 +406,7 @@ class ModelWork:
         flops = 2.0 * self._head_weights * num_sampled
         num_tokens = sum(count for _, count in spans) + len(decode_starts)
         read_bytes = self.read_weight_bytes(num_tokens)
-        read_bytes += self._state_bytes * (len(spans) + len(decode_starts))
+        read_bytes += self.state_bytes * (len(spans) + len(decode_starts))
         for start, num_tokens in spans:
             flops += 2.0 * self._layer_weights * num_tokens
             for attention, num_layers in self._attention_to_num_layers.items():
