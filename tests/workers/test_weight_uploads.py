@@ -6,41 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from delayed_copies import DelayedCopies
 from torch import Tensor
 
-from workers.model import tensor_files
+from workers.model import tensor_files, weight_uploads
 from workers.model.tensor_files import TensorFiles
-from workers.model.weight_uploads import WeightUploads
+from workers.model.weight_uploads import CudaCopies, WeightUploads
 
 BUFFER_BYTES = 256
+CUDA = torch.device("cuda")
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 
 
-class DelayedCopy:
-    """A copy that is done when somebody waits for it, the latest that a device may do it."""
-
-    def __init__(self, source: Tensor, target: Tensor) -> None:
-        self._source, self._target = source, target
-
-    def synchronize(self) -> None:
-        self._target.copy_(self._source)
-
-
-class DelayedCopies:
-    """A device that copies as late as it may."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.num_buffers = 0
+class OneBuffer(DelayedCopies):
+    """A device of a host that has memory for one buffer."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        self.num_buffers += 1
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def send(self, source: Tensor, target: Tensor) -> DelayedCopy:
-        assert source.is_contiguous()
-        return DelayedCopy(source, target)
+        if self.held:
+            raise MemoryError
+        return super().buffer(num_bytes)
 
 
 def stored(*shape: int) -> Tensor:
@@ -57,6 +41,7 @@ def stored(*shape: int) -> Tensor:
         stored(9, 4, 4)[2:8, 1:3],
         stored(3, 64),
         stored(3, 65),  # a row of more than the buffer
+        stored(2, 3, 5, 20)[:, 1:],
         stored(0, 5),
         torch.tensor(3.0),
     ],
@@ -68,7 +53,8 @@ def test_no_buffer_is_filled_again_before_its_copy_is_done(view: Tensor) -> None
     uploads.close()
     for number, tensor in enumerate(found):
         assert torch.equal(tensor, view + number)
-    assert copies.num_buffers in (0, 2)
+    assert copies.num_bytes == 3 * view.nbytes
+    assert copies.num_buffers == (2 if view.numel() else 0)
 
 
 def test_weights_are_converted_on_the_way() -> None:
@@ -79,21 +65,59 @@ def test_weights_are_converted_on_the_way() -> None:
     assert torch.equal(found, weight.to(torch.bfloat16))
 
 
-def test_buffers_are_freed_and_taken_again() -> None:
+def test_buffers_are_given_back_and_taken_again() -> None:
     copies = DelayedCopies()
     uploads = WeightUploads(copies, BUFFER_BYTES)
     for _ in range(2):
         uploads.upload(stored(50, 12), torch.float32)
+        assert len(copies.held) == 2
         uploads.close()
+        assert not copies.held
     assert copies.num_buffers == 4
 
 
-def test_checkpoints_are_read_through_them_where_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = DelayedCopies()
-    monkeypatch.setattr(tensor_files, "CudaCopies", lambda device: copies)
+def test_a_buffer_is_given_back_where_there_is_no_other() -> None:
+    copies = OneBuffer()
+    uploads = WeightUploads(copies, BUFFER_BYTES)
+    with pytest.raises(MemoryError):
+        uploads.upload(stored(7), torch.float32)
+    uploads.close()
+    assert not copies.held
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_cuda_unpins_what_it_has_pinned(can_pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would keep it."""
+    pinned: set[tuple[int, int]] = set()
+
+    def pin(address: int, num_bytes: int, device: torch.device) -> bool:
+        assert device == CUDA
+        if can_pin:
+            pinned.add((address, num_bytes))
+        return can_pin
+
+    monkeypatch.setattr(weight_uploads, "pin", pin)
+    monkeypatch.setattr(weight_uploads, "unpin", lambda address: pinned.remove((address, 5000)))
+    copies = CudaCopies(CUDA)
+    buffers = [copies.buffer(5000) for _ in range(2)]
+    assert pinned == {(it.data_ptr(), 5000) for it in buffers if can_pin}
+    for buffer in buffers:
+        copies.release(buffer)
+    assert not pinned
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> DelayedCopies:
+    """Those of every device of CUDA."""
+    delayed = DelayedCopies()
+    monkeypatch.setattr(tensor_files, "CudaCopies", lambda device: delayed)
+    return delayed
+
+
+def test_checkpoints_are_read_through_them_where_a_device_is(copies: DelayedCopies) -> None:
     found, wanted = [], []
     with (
-        TensorFiles(TINY, torch.float32, torch.device("cuda")) as files,
+        TensorFiles(TINY, torch.float32, CUDA) as files,
         TensorFiles(TINY, torch.float32, torch.device("cpu")) as plain,
     ):
         for name in sorted(files.names):
@@ -103,3 +127,4 @@ def test_checkpoints_are_read_through_them_where_a_device_is(monkeypatch: pytest
             wanted.append(plain.tensor(name, shape).clone())
     assert all(map(torch.equal, found, wanted))
     assert copies.num_buffers == 2
+    assert not copies.held

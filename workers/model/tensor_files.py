@@ -100,7 +100,7 @@ class TensorFiles:
         self.left: set[str] = set()
         # What is read in place of the tensors of these names.
         self._replaced: Mapping[str, Tensor] = {}
-        # None: the tensors stay in host memory.
+        # None: the tensors stay in host memory, or have no values.
         self._uploads = WeightUploads(CudaCopies(device)) if device.type == "cuda" else None
         self._dir = model_dir
         self._stack = ExitStack()
@@ -117,9 +117,9 @@ class TensorFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._uploads is not None:
-            self._uploads.close()
-        self._stack.close()
+        with self._stack:
+            if self._uploads is not None:
+                self._uploads.close()
 
     def in_host_memory(self) -> TensorFiles:
         """Return the same tensors, but in host memory; reading them counts here as well."""
@@ -194,10 +194,15 @@ class TensorFiles:
     ) -> Tensor:
         """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
         copy where it must be converted to `self.dtype`, or to the given one, or moved."""
-        stored, dtype = self.mapped(name, shape, slices, FLOATS), dtype or self.dtype
-        if self._uploads is not None and stored.device.type == "cpu":
-            return self._uploads.upload(stored, dtype)
-        return stored.to(device=self.device, dtype=dtype)
+        return self.on_device(self.mapped(name, shape, slices, FLOATS), dtype or self.dtype)
+
+    def on_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what was read of the files on `self.device`, converted to `dtype` if there is one: a copy
+        where it must be converted or moved."""
+        dtype = dtype or tensor.dtype
+        if self._uploads is not None and tensor.device.type == "cpu":
+            return self._uploads.upload(tensor, dtype)
+        return tensor.to(device=self.device, dtype=dtype)
 
     def product_parts(self, slices: Sequence[WeightSlice], *, is_table: bool = False) -> Parts:
         """Read the parts of one linear product's weight: quantized, where the checkpoint or the form of

@@ -6,7 +6,7 @@ exchange an expert of the device for another is then one copy to the device, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -103,26 +103,32 @@ class SplitExperts(Experts):
         return self._host(x, Routing(others, weights))
 
 
-def split_experts(weights: ExpertWeights, device: torch.device, num_in_host: int) -> SplitExperts:
+def split_experts(
+    weights: ExpertWeights,
+    device: torch.device,
+    num_in_host: int,
+    upload: Callable[[Tensor], Tensor] | None = None,
+) -> SplitExperts:
     """Return experts with `weights` in host memory, of which `device` computes all but `num_in_host`: at
-    first those of the lowest numbers."""
+    first those of the lowest numbers. `upload` copies a tensor to the device; None: torch does."""
     assert all(it[0].device.type == "cpu" for it in (weights.ups, weights.downs))
     host = make_experts(weights)
     assert isinstance(host, ReadableExperts)
     num_places = host.num_experts - num_in_host
     assert 0 <= num_places <= host.num_experts, num_in_host
-    copies = _device_experts(_copied(weights, num_places, device)) if num_places else None
+    upload = upload or (lambda tensor: tensor.to(device))
+    copies = _device_experts(_copied(weights, num_places, upload)) if num_places else None
     return SplitExperts(copies, host, host_link(device))
 
 
-def _copied(weights: ExpertWeights, count: int, device: torch.device) -> ExpertWeights:
+def _copied(weights: ExpertWeights, count: int, upload: Callable[[Tensor], Tensor]) -> ExpertWeights:
     """Return the first `count` experts on the device, each copied when it is taken."""
 
     def on_device(of_all: Sequence[Tensor]) -> ReadWhenTaken[Tensor]:
-        return ReadWhenTaken(count, lambda number: of_all[number].to(device))
+        return ReadWhenTaken(count, lambda number: upload(of_all[number]))
 
     gate_up_bias, down_bias = (
-        None if bias is None else bias[:count].to(device, copy=True)
+        None if bias is None else upload(bias[:count].clone())
         for bias in (weights.gate_up_bias, weights.down_bias)
     )
     return dataclasses.replace(

@@ -192,7 +192,7 @@ def _experts(weights: MixtureWeights, *, is_deterministic: bool) -> Experts:
         return make_experts(with_copies, is_deterministic=is_deterministic)
     if (offload := weights.offload) is None:
         return make_experts(experts, is_deterministic=is_deterministic)
-    return split_experts(experts, offload.device, offload.num_in_host)
+    return split_experts(experts, offload.device, offload.num_in_host, offload.upload)
 
 
 def _scale_by_sigmoid(x: Tensor, gates: Tensor) -> Tensor:

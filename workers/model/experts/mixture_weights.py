@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,12 @@ class BranchNorms:
 
 
 class ExpertOffload(NamedTuple):
-    """The experts of each layer that the CPU computes, `num_in_host`, beside a `device` for the others."""
+    """The experts of each layer that the CPU computes, `num_in_host`, beside a `device` for the others, to
+    which `upload` copies a tensor of host memory while weights are read."""
 
     num_in_host: int
     device: torch.device
+    upload: Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class MixtureWeightReader:
         num_copies: int = 0,
     ) -> None:
         self._files, self._config = files, config
-        self._offload = ExpertOffload(num_in_host, files.device) if num_in_host else None
+        self._offload = ExpertOffload(num_in_host, files.device, files.on_device) if num_in_host else None
         self._expert_files = files.in_host_memory() if num_in_host else files
         self._hidden_size = config.hidden_size
         self._tp_rank, self._tp, self._ep = tp_rank, tp, ep

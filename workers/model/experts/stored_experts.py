@@ -16,7 +16,7 @@ from workers.model.experts.mxfp4 import BLOCK_BYTES, BLOCK_ITEMS, dequantized, q
 from workers.model.families.expert_traits import ExpertNames
 from workers.model.quantization.kept_forms import has_experts
 from workers.model.quantization.quantized_weight import QuantizedWeight, are_alike
-from workers.model.quantization.weight_parts import columns_of, to_device
+from workers.model.quantization.weight_parts import columns_of, moved
 from workers.model.sizes import HeldExperts
 from workers.model.tensor_files import TensorFiles, WeightSlice
 
@@ -221,19 +221,19 @@ class StoredExperts:
         """Read experts of MXFP4; the outputs of gate and up take turns."""
         of_gate_up = self._blocks(gate_up, 2 * self._size, self._hidden_size)
         of_down = self._blocks(down, self._hidden_size, self._size)
-        count, device = len(self._held), self._files.device
+        count, on_device = len(self._held), self._files.on_device
         if columns_of(quantized(*(it[0] for it in of_down)), self._columns) is None:
             return None
 
         def part(offset: int) -> ReadWhenTaken[QuantizedWeight]:
             blocks, scales = (it[:, offset::2][:, self._columns] for it in of_gate_up)
-            return ReadWhenTaken(count, lambda it: to_device(quantized(blocks[it], scales[it]), device))
+            return ReadWhenTaken(count, lambda it: moved(quantized(blocks[it], scales[it]), on_device))
 
         def read_down(number: int) -> QuantizedWeight:
             whole = quantized(*(it[number] for it in of_down))
             part = columns_of(whole, self._columns)
             assert part is not None
-            return to_device(part, device)
+            return moved(part, on_device)
 
         return QuantizedProducts(part(0), part(1), ReadWhenTaken(count, read_down))
 
@@ -300,17 +300,17 @@ class StoredExperts:
         """Dequantize experts whose outputs are rows; those of gate and up take turns."""
         of_gate_up = self._blocks(gate_up, 2 * self._size, self._hidden_size)
         of_down = self._blocks(down, self._hidden_size, self._size)
-        dtype, device = self._files.dtype, self._files.device
+        dtype, on_device = self._files.dtype, self._files.on_device
         count, columns = len(self._held), self._columns
 
         def part(offset: int) -> ReadWhenTaken[Tensor]:
             blocks, scales = (it[:, offset::2][:, columns] for it in of_gate_up)
-            return ReadWhenTaken(count, lambda it: dequantized(blocks[it], scales[it], dtype).to(device))
+            return ReadWhenTaken(count, lambda it: on_device(dequantized(blocks[it], scales[it], dtype)))
 
         def read_down(number: int) -> Tensor:
             blocks, scales = of_down
             whole = dequantized(blocks[number], scales[number], dtype)
-            return whole[:, columns].contiguous().to(device)
+            return on_device(whole[:, columns].contiguous())
 
         return ExpertProducts(part(0), part(1), ReadWhenTaken(count, read_down))
 

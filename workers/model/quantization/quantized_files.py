@@ -14,7 +14,7 @@ from workers.model.quantization.quantized_weight import QuantizedWeight
 from workers.model.quantization.stored_format import QuantizationScheme, plain_name, product_of
 from workers.model.quantization.stored_weights import StoredWeight
 from workers.model.quantization.weight_form import AS_STORED, WeightForm
-from workers.model.quantization.weight_parts import columns_of, to_device
+from workers.model.quantization.weight_parts import columns_of, moved
 from workers.model.tensor_files import FLOATS, TensorFiles, WeightSlice
 
 _ALL = slice(None)
@@ -99,7 +99,7 @@ class QuantizedTensorFiles(TensorFiles):
             )
         self.read.add(name)
         weight = StoredWeight(self, name, stored, shape, expert).rows(rows)
-        return to_device(weight, self.device)
+        return moved(weight, self.on_device)
 
     @functools.cached_property
     def _plain_to_stored(self) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -91,18 +92,14 @@ def scaled(weight: QuantizedWeight, factor: float) -> QuantizedWeight:
     return dataclasses.replace(weight, scales=weight.scales * factor, offsets=offsets)
 
 
-def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """Return the weight on the device."""
-
-    def moved(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part.to(device)
-
+def moved(weight: QuantizedWeight, move: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+    """Return the weight where `move` brings each of its tensors."""
     return dataclasses.replace(
         weight,
-        packed=weight.packed.to(device),
-        scales=weight.scales.to(device),
-        offsets=moved(weight.offsets),
-        order=moved(weight.order),
+        packed=move(weight.packed),
+        scales=move(weight.scales),
+        offsets=None if weight.offsets is None else move(weight.offsets),
+        order=None if weight.order is None else move(weight.order),
     )
 
 
