@@ -1,4 +1,4 @@
-"""Memory that CUDA can reach: host memory that is pinned, and tensors over memory that others own."""
+"""Host memory that CUDA can reach: it is pinned, and tensors of a device may view it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Exposed:
 
 
 def view_memory(address: int, num_bytes: int) -> torch.Tensor:
-    """View memory that CUDA can reach as a uint8 tensor of the device that owns it: another process's that is
-    mapped here, or pinned host memory, which the device that pinned it reads over the bus. The memory must
-    outlive the view."""
+    """View pinned host memory as a uint8 tensor of the device that pinned it, which reads it over the bus.
+    The memory must outlive the view. Torch asks the driver for the device, which fails for memory of a card
+    that this process does not see."""
     return torch.as_tensor(_Exposed(address, num_bytes))

@@ -4,7 +4,8 @@ On CUDA the kernels of `device_checksum` copy and sum in one pass, as `copy_stre
 streams of its own and waits, when it waits, for an event of one: never for the device, nor for the stream
 that computes. That suffices, because orders name what reported steps have written, and a rank reports a step
 when its event has passed; and because no plan names what a thread writes before the thread has seen its own
-event. Elsewhere torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit:
+event. Elsewhere torch copies and sums, except into the memory of other processes, where it cannot write
+(`mapped_blocks`). The checksums equal those of `kvtransfer.blocks.checksum` bit for bit:
 int64 arithmetic wraps in the same way everywhere."""
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvtransfer.blocks.checksum import WORD_BYTES, finish_all
 from kvtransfer.blocks.copy_stream import CopyStream, Mark, PieceTable
 from kvtransfer.blocks.cuda_memory import pin, unpin
 from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
+from kvtransfer.blocks.mapped_blocks import MappedBlocks
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.blocks.torch_checksum import finish_totals, piece_totals
@@ -40,10 +42,14 @@ Staging = memoryview | torch.Tensor
 
 
 class Blocks(NamedTuple):
-    """Blocks of one layout: uint8 [num_blocks, block_bytes] on the pool's device, or mapped there."""
+    """Blocks of one layout: contiguous uint8 [num_blocks, block_bytes] on the pool's device."""
 
     data: torch.Tensor
     layout: BlockLayout
+
+    @property
+    def address(self) -> int:
+        return self.data.data_ptr()
 
 
 # The sums of a launch: those of a table, or int64 [num_pieces] on the device or the host.
@@ -161,16 +167,20 @@ class DevicePool(KvPool):
             self._pending(stream, totals, piece).result()
 
     def copy_to(
-        self, block_ids: Sequence[int], piece: Shard, target: Blocks, target_ids: Sequence[int]
+        self, block_ids: Sequence[int], piece: Shard, target: Blocks | MappedBlocks, target_ids: Sequence[int]
     ) -> PendingSums:
-        """Queue copies of that piece of each block to blocks of `target`, which may be another process's."""
+        """Queue copies of that piece of each block to blocks of `target`. None is under way when this fails.
+        Raises `PathError` if the driver refuses to copy to mapped blocks."""
         self.check_blocks(block_ids)
-        with self._working() as stream:
+        with self._working() as stream, contextlib.ExitStack() as undo:
+            undo.callback(lambda: stream.mark().wait())
             totals: list[Totals] = []
-            for start, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels):
+            for start, ids in self._batches(block_ids, piece, has_copies=not self._takes_kernel(target)):
                 to = target_ids[start : start + len(ids)]
                 totals.append(self._copy(stream, self._own, ids, target, to, piece))
-            return self._pending(stream, totals, piece)
+            pending = self._pending(stream, totals, piece)
+            undo.pop_all()
+            return pending
 
     def allocate_staging(self, num_bytes: int) -> memoryview:
         """Allocate host memory, pinned if the pool is on CUDA."""
@@ -308,7 +318,7 @@ class DevicePool(KvPool):
         stream: CopyStream,
         source: Blocks,
         source_ids: Sequence[int],
-        target: Blocks | None,
+        target: Blocks | MappedBlocks | None,
         target_ids: Sequence[int],
         piece: Shard,
         *,
@@ -319,33 +329,43 @@ class DevicePool(KvPool):
         for blocks in (source, target):
             if blocks is not None and intersect(blocks.layout.shard, piece) != piece:
                 raise ValueError(f"{piece} is not part of {blocks.layout.shard}")
-        if self._has_kernels:
+        if self._takes_kernel(target):
             table = stream.take(len(source_ids))
             table.fill(source_ids, target_ids)
             stream.run(functools.partial(_launch, table, source, target, piece, is_summed))
             return table
         packed = _part(source, piece)[self._index(source_ids)]
-        if target is not None:
+        if isinstance(target, MappedBlocks):
+            target.write(packed.contiguous(), target_ids, piece)
+        elif target is not None:
             _part(target, piece)[self._index(target_ids)] = packed
         return piece_totals(packed.view(len(packed), -1)) if is_summed else packed.new_empty(0)
+
+    def _takes_kernel(self, target: Blocks | MappedBlocks | None) -> bool:
+        """Whether a kernel moves pieces of this pool there, which it does in whole words."""
+        return self._has_kernels and (target is None or target.address % WORD_BYTES == 0)
 
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(ids, dtype=torch.int64, pin_memory=self._is_cuda)
         return index.to(self.tensor.device, non_blocking=True)
 
 
-def _launch(table: PieceTable, source: Blocks, target: Blocks | None, piece: Shard, is_summed: bool) -> None:
+def _launch(
+    table: PieceTable, source: Blocks, target: Blocks | MappedBlocks | None, piece: Shard, is_summed: bool
+) -> None:
     """Queue the kernel for the pieces of a table, with the copies of the table."""
     # Here, since Triton is where CUDA is and need not be elsewhere.
     from kvtransfer.blocks.device_checksum import copy_pieces
 
+    target_layout = source.layout if target is None else target.layout
     table.upload()
     copy_pieces(
         source.data.view(torch.int64),
-        target.data.view(torch.int64) if target is not None else None,
+        None if target is None else target.address,
+        target_layout.block_bytes,
         table.on_device,
         table.num_pieces,
-        piece_grid(source.layout, target.layout if target is not None else source.layout, piece),
+        piece_grid(source.layout, target_layout, piece),
         is_summed=is_summed,
     )
     if is_summed:

@@ -12,9 +12,6 @@ import threading
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
 
-import torch
-
-from kvtransfer.blocks.cuda_memory import view_memory
 from kvtransfer.errors import PathError
 from kvtransfer.transports.card_links import check_atomics
 
@@ -61,8 +58,9 @@ class CudaDriver:
         return Exported(bytes(memoryview(handle)), address - base.value)
 
     def map(self, handle: bytes) -> int:
-        """Return the address here of another process's allocation. A process can open a handle only once, so
-        its users share the mapping."""
+        """Return the address at which this device reaches another process's allocation, on this card or on
+        another one, which the process need not see. A process can open a handle only once, so its users
+        share the mapping. `PathError` also where the cards have no access to each other."""
         if len(handle) != HANDLE_BYTES:
             raise PathError(f"a handle of {len(handle)} bytes")
         self._bind()
@@ -90,9 +88,11 @@ class CudaDriver:
         """Raise `PathError` if this device has no native atomics in the memory of the card at `bus_id`."""
         check_atomics(self.bus_id, bus_id)
 
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return mapped memory as uint8 [num_bytes]."""
-        return view_memory(address, num_bytes)
+    def copy(self, source: int, target: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy between addresses of the device's, or mapped, memory on a stream of the device."""
+        self._bind()
+        addresses = c_uint64(target), c_uint64(source)
+        self._call("cuMemcpyDtoDAsync_v2", *addresses, c_size_t(num_bytes), c_void_p(stream))
 
     def _bind(self) -> None:
         """Make the device's context the calling thread's."""

@@ -17,6 +17,9 @@ own for each part of a push, with a wait for each, left the device idle for most
 written at a time is decided by the writer's traffic class and the measured rate, a few milliseconds' worth.
 The path is measured as pushes are, by one kernel over many pieces, without the round trip that confirms it.
 Rates of this shape are not yet validated on a card.
+
+The target's memory may be another card's. Under Ray a process does not see that card, so the memory is an
+address and never a tensor (`kvtransfer.blocks.mapped_blocks`). Not yet validated between two cards.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvtransfer.blocks.device_pool import Blocks, DevicePool
+from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.mapped_blocks import MappedBlocks
 from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
@@ -134,7 +138,8 @@ class CudaIpcListener(OneSidedListener):
 
 
 class Mapped:
-    """The target's memory in this process: its `num_blocks` blocks, and those of its scratch memory."""
+    """The target's memory in this process, by address: its `num_blocks` blocks, and those of its scratch
+    memory."""
 
     def __init__(self, driver: CudaDriver, offer: PoolOffer, layout: BlockLayout, num_blocks: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -142,11 +147,9 @@ class Mapped:
             undo.callback(driver.unmap, offer.pool_handle)
             scratch = driver.map(offer.scratch_handle) + offer.scratch_offset
             undo.callback(driver.unmap, offer.scratch_handle)
-            shape = num_blocks, layout.block_bytes
-            self.pool = Blocks(driver.view(pool, num_blocks * layout.block_bytes).view(shape), layout)
+            self.pool = MappedBlocks(pool, num_blocks, layout, driver)
             num_scratch = max(1, offer.scratch_bytes // SCRATCH_BYTES)
-            scratch_data = driver.view(scratch, num_scratch * SCRATCH_BYTES).view(num_scratch, -1)
-            self.scratch = Blocks(scratch_data, _SCRATCH)
+            self.scratch = MappedBlocks(scratch, num_scratch, _SCRATCH, driver)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -184,12 +187,12 @@ class CudaIpcChannel(OneSidedChannel):
 
     def measure(self, clock: Clock) -> Measured:
         """Time empty round trips, and writes that take a few milliseconds, each by one kernel."""
-        shape = self._mapped.scratch.data.shape
+        shape = self._mapped.scratch.num_blocks, SCRATCH_BYTES
         self._scratch = DevicePool(_SCRATCH, self._source.tensor.new_empty(shape))
         try:
             latency_us = super().measure(clock).latency_us
             round_trip_s = 2 * latency_us / 1e6
-            num_bytes = self._mapped.scratch.data.numel()
+            num_bytes = self._mapped.scratch.num_blocks * SCRATCH_BYTES
             while (seconds := self._write_s(clock, num_bytes)) < _MEASURED_S:
                 if num_bytes >= _MOST_MEASURED_BYTES:
                     break

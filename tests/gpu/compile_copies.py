@@ -21,7 +21,6 @@ if __name__ == "__main__":
     table = torch.zeros(3, dtype=torch.int64)
     grid = piece_grid(layout, layout, layout.shard)
     with compiled_for_hopper() as kernels:
-        copy_pieces(blocks, blocks, table, 1, grid, is_summed=True)
-        copy_pieces(blocks, None, table, 1, grid, is_summed=True)
-        copy_pieces(blocks, blocks, table, 1, grid, is_summed=False)
+        for target, is_summed in ((blocks.data_ptr(), True), (None, True), (blocks.data_ptr(), False)):
+            copy_pieces(blocks, target, layout.block_bytes, table, 1, grid, is_summed=is_summed)
     print_kernels(kernels)

@@ -23,6 +23,7 @@ from kvtransfer.blocks.copy_stream import PieceTable
 from kvtransfer.blocks.device_pool import Blocks, DevicePool
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.mapped_blocks import MappedBlocks
 from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
@@ -32,6 +33,7 @@ from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.cuda_driver import cuda_driver
 from kvtransfer.transports.cuda_ipc import CudaIpcListener, connect_over
 
 WORD = 1 << 64
@@ -105,6 +107,26 @@ def test_the_sums_of_a_push_are_those_that_the_target_finds_and_the_host_compute
     halves = drawn.targets[::2], drawn.targets[1::2]
     found = target.sums_of([(half, drawn.piece) for half in halves])
     assert found == [drawn.sums[::2], drawn.sums[1::2]]
+
+
+@pytest.mark.parametrize("offset", [0, 8, 3], ids=["aligned", "of words", "odd"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_push_goes_to_an_address(device: torch.device, seed: int, offset: int) -> None:
+    """By one kernel, or where that cannot write, by copies of the driver; nothing around it is touched."""
+    drawn = DrawnCopy(seed)
+    own, other = drawn.layouts
+    memory = torch.full((offset + drawn.before.size + 5,), 7, dtype=torch.uint8, device=device)
+    memory[offset:-5] = torch.from_numpy(drawn.before.reshape(-1)).to(device)
+    driver = cuda_driver(0) if device.type == "cuda" else HostDriver()
+    target = MappedBlocks(memory.data_ptr() + offset, len(drawn.before), other, driver)
+    source = pool_of(drawn.data, own, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the copies have a stream of their own
+    assert source.copy_to(drawn.sources, drawn.piece, target, drawn.targets).result() == drawn.sums
+    found = memory.cpu().numpy()
+    assert np.array_equal(found[offset:-5], drawn.after.reshape(-1))
+    assert (found[:offset] == 7).all()
+    assert (found[-5:] == 7).all()
 
 
 @pytest.mark.parametrize("num_pieces", [1, 7, 65, 130])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +28,7 @@ class FakeCuda:
         self.fails = fails
         self.counted: Counter[str] = Counter()
         self.mapped: dict[int, bytes] = {}
+        self._cuMemcpyDtoDAsync_v2: Callable[..., int] = lambda *_: 0
         self.opens = threading.Event()
         self.opens.set()
 
@@ -108,6 +110,24 @@ def test_users_of_a_handle_share_a_mapping_until_the_last_one_ends_it() -> None:
     driver.unmap(handle)
     assert cuda.mapped == {}
     assert driver.map(handle) in cuda.mapped
+
+
+def test_a_copy_is_queued_in_the_devices_context_from_source_to_target() -> None:
+    """Whichever thread asks, and whoever owns the memory: only addresses are named."""
+    cuda, made = FakeCuda(), []
+
+    def copy(*arguments: Any) -> int:
+        made.append([argument.value for argument in arguments])
+        assert cuda.counted["cuCtxSetCurrent"] == 1
+        return 0
+
+    driver = driver_of(cuda)
+    cuda._cuMemcpyDtoDAsync_v2 = copy
+    driver.copy(source=BASE, target=BASE + SIZE, num_bytes=24, stream=0x55)
+    assert made == [[BASE + SIZE, BASE, 24, 0x55]]
+    cuda.fails = "cuMemcpyDtoDAsync_v2"
+    with pytest.raises(PathError, match="cuMemcpyDtoDAsync_v2: CUDA_ERROR"):
+        driver.copy(BASE, BASE + SIZE, 24, 0)
 
 
 @pytest.mark.parametrize("call", ["cuMemGetAddressRange_v2", "cuIpcGetMemHandle", "cuCtxSetCurrent"])

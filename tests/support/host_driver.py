@@ -1,10 +1,9 @@
-"""A driver for memory of this process in the place of a card's."""
+"""A driver for memory of this process in the place of a card's, which it maps by address: as for memory of a
+card that a process does not see, there is no tensor of what is mapped."""
 
 from __future__ import annotations
 
 import ctypes
-
-import torch
 
 from kvtransfer.errors import PathError
 from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Exported
@@ -16,6 +15,8 @@ class HostDriver(CudaDriver):
     def __init__(self) -> None:
         self.mapped: list[bytes] = []
         self.fails_to_map = 0
+        self.num_copies = 0
+        self.fails_to_copy = 0
 
     def export(self, address: int) -> Exported:
         base = address - 24
@@ -30,6 +31,8 @@ class HostDriver(CudaDriver):
     def unmap(self, handle: bytes) -> None:
         self.mapped.remove(handle)
 
-    def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def copy(self, source: int, target: int, num_bytes: int, stream: int) -> None:
+        self.num_copies += 1
+        if self.num_copies == self.fails_to_copy:
+            raise PathError("cannot be copied")
+        ctypes.memmove(target, source, num_bytes)
