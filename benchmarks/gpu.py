@@ -35,7 +35,7 @@ from benchmarks.device_time import DeviceTime
 from benchmarks.gpu_kernels import kernels, mixed, needs_cuda, products, start
 from benchmarks.gpu_quantized import EXPERT_BATCHES, engine_fp8, engine_int4, quantized, quantized_experts
 from benchmarks.gpu_served import MODEL_TO_SERVED, ServedSizes, served
-from benchmarks.push_rate import make_pool, push_rate
+from benchmarks.push_rate import copy_rate_across, make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_5_9B, QWEN3_30B_QUARTER, write_config
 from benchmarks.random_quantized import QuantizedForm, draw_quantized
 from benchmarks.rank_sums import time_sums
@@ -444,17 +444,21 @@ def deterministic(bench: Bench) -> Iterator[Line]:
 
 
 def cuda_ipc(bench: Bench) -> Iterator[Line]:
-    """Pushes between two processes, with checksums: their rate over that of copies on the device."""
-    rate = push_rate(bench.device, block_layout(bench.sizes), bench.sizes.num_pushed_blocks)
-    limit = bench.limits.byte_s / 2  # of bytes that are both read and written
-    name = "cuda_ipc" if bench.device.type == "cuda" else "shm"
-    yield {
-        "figure": f"{name}_gb_s",
-        "value": rate / 1e9,
-        "limit": limit / 1e9,
-        "ratio": rate / limit,
-        "target": 0.8,
-    }
+    """Pushes between two processes, with checksums: their rate over that of copies, also across cards."""
+    layout, num_blocks = block_layout(bench.sizes), bench.sizes.num_pushed_blocks
+    is_cuda = bench.device.type == "cuda"
+
+    def line(figure: str, rate: float, limit: float) -> Line:
+        ratio = rate / limit
+        return {"figure": figure, "value": rate / 1e9, "limit": limit / 1e9, "ratio": ratio, "target": 0.8}
+
+    rate = push_rate(bench.device, layout, num_blocks)
+    # The limit is that of bytes which are both read and written.
+    yield line("cuda_ipc_gb_s" if is_cuda else "shm_gb_s", rate, bench.limits.byte_s / 2)
+    if is_cuda and torch.cuda.device_count() > 1:
+        rate = push_rate(bench.device, layout, num_blocks, is_across=True)
+        limit = copy_rate_across(bench.device, num_blocks * layout.block_bytes)
+        yield line("cuda_ipc_gb_s across cards", rate, limit)
 
 
 def hand_over(bench: Bench) -> Iterator[Line]:

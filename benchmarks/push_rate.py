@@ -1,18 +1,22 @@
-"""The rate at which one process pushes KV blocks into the pool of another on the same device."""
+"""The rate at which one process pushes KV blocks into the pool of another, on the same device or on two
+cards, and the rate of a plain copy between these."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 from benchmarks.drawn_trust import draw_trust
+from benchmarks.rank_cards import card_of, own_card
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
@@ -39,10 +43,17 @@ def make_pool(device: torch.device, layout: BlockLayout, num_blocks: int) -> KvP
     return DevicePool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
 
 
-def push_rate(device: torch.device, layout: BlockLayout, num_blocks: int, *, is_busy: bool = False) -> float:
+def push_rate(
+    device: torch.device,
+    layout: BlockLayout,
+    num_blocks: int,
+    *,
+    is_busy: bool = False,
+    is_across: bool = False,
+) -> float:
     """Return the bytes a second at which another process writes blocks into a pool of this one, all of them
     at once. With `is_busy`, a thread of the writer computes at the same time, as a rank does, and each push
-    begins a landing."""
+    begins a landing. With `is_across` the writer has the next card, which it alone sees, as under Ray."""
     transport = "cuda_ipc" if device.type == "cuda" else "shm"
     trust = draw_trust()
     gate = Gate(lambda _: None)
@@ -55,10 +66,13 @@ def push_rate(device: torch.device, layout: BlockLayout, num_blocks: int, *, is_
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     address = listener.endpoint.address
-    order = PushRate(str(device), layout, num_blocks, transport, address, trust, landing_ids, is_busy)
+    environment = own_card((device.index or 0) + 1) if is_across else {}
+    writer_device = "cuda:0" if is_across else str(device)
+    order = PushRate(writer_device, layout, num_blocks, transport, address, trust, landing_ids, is_busy)
     with contextlib.closing(listener):
         writer = context.Process(target=_report_rate, args=(order, sender))
-        writer.start()
+        with mock.patch.dict(os.environ, environment):  # which the process inherits
+            writer.start()
         sender.close()
         try:
             rate: float = receiver.recv()
@@ -113,6 +127,13 @@ def _report_rate(order: PushRate, sender: Connection) -> None:
             channel.begin(landing_id, lambda: False)
             seconds = best_s(lambda: push(landing_id), CLOCK, device, 5)
         sender.send(order.num_blocks * order.layout.block_bytes / seconds)
+
+
+def copy_rate_across(device: torch.device, num_bytes: int) -> float:
+    """Return the bytes a second of a plain copy to a device from the next card, by this process."""
+    target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    source = torch.zeros_like(target, device=card_of((device.index or 0) + 1))
+    return num_bytes / best_s(lambda: target.copy_(source, non_blocking=True), CLOCK, device, 5)
 
 
 def _median_s(push: Callable[[bytes], None], landing_ids: Sequence[bytes]) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from benchmarks.drawn_trust import draw_trust
+from benchmarks.rank_cards import card_of
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.rank.collectives import RankGroups
@@ -62,7 +63,7 @@ def time_sums() -> list[TimedSum]:
 
 def _run(rank: int, store_path: str, trust: TrustFiles, sender: Connection) -> None:
     """Be one rank; the first sends what it has timed."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = card_of(rank)
     torch.cuda.set_device(device)
     store: Store = dist.FileStore(store_path, TP)  # type: ignore[attr-defined]  # not in the stubs
     groups = RankGroups(

@@ -45,12 +45,14 @@ def test_the_parts_are_listed() -> None:
 def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device) -> None:
     tiny = ("--device", str(device), "--model", "tiny", "--batches", "2", "--context", "64")
     found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", "hybrid", *tiny)
-    parts = ["decode", "idle", "cuda_ipc", "hand_over", "experts", "experts", "hybrid", "hybrid"]
+    pushes = ["cuda_ipc"] * (2 if torch.cuda.device_count() > 1 else 1)
+    parts = ["decode", "idle", *pushes, "hand_over", "experts", "experts", "hybrid", "hybrid"]
     kernels, found = found[3 + len(parts) :], found[: 3 + len(parts)]
     assert [line["part"] for line in found] == ["limits"] * 3 + parts
     for line in found[1:3]:
         assert line["value"] > 0
-    decode, idle, push, landing, *models = found[3:]
+    decode, idle, push, *others = found[3:]
+    across, (landing, *models) = others[: len(pushes) - 1], others[len(pushes) - 1 :]
     for line in (decode, landing, *models):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
     assert [line["figure"] for line in models] == [
@@ -60,7 +62,9 @@ def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device)
     assert any(line["figure"] == "states_us of a step at batch 2" for line in kernels) == (
         device.type == "cuda"
     )
-    assert push["ratio"] == pytest.approx(push["value"] / push["limit"], rel=0.01)
+    for line in (push, *across):
+        assert line["ratio"] == pytest.approx(line["value"] / line["limit"], rel=0.01)
+    assert [line["figure"] for line in across] == ["cuda_ipc_gb_s across cards"] * (len(pushes) - 1)
     if device.type == "cpu":
         assert "needs a CUDA device" in idle["error"]
     else:

@@ -29,6 +29,7 @@ from channel_process import (
 )
 from trust_files import FILES
 
+from benchmarks.rank_cards import own_card
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
@@ -79,12 +80,36 @@ def test_the_piece_lands_and_nothing_else(
     with ExitStack() as ends:
         target = ends.enter_context(processes.take(BeTarget(target_is)))
         writer = ends.enter_context(processes.take(BeWriter(writer_is)))
-        assert writer.connect(target.address, target_shard, piece).gb_s > 0
-        sums = writer.push(target.open(*(dst for _, dst in MOVES)), MOVES)
-        assert np.array_equal(target.data(), landed(target_is, writer_is, piece, MOVES))
-        sources = piece_of(writer_is.content(), writer_shard, piece)
-        assert list(sums) == [checksum(sources[src].tobytes()) for src, _ in MOVES]
-        writer.leave()
+        assert_lands(target, writer, piece)
+
+
+def assert_lands(target: RankProcess, writer: RankProcess, piece: Shard) -> None:
+    """Push `MOVES`; the piece lands there and nothing else, and the sums are those of the source."""
+    assert writer.connect(target.address, target.setup.shard, piece).gb_s > 0
+    sums = writer.push(target.open(*(dst for _, dst in MOVES)), MOVES)
+    assert np.array_equal(target.data(), landed(target.setup, writer.setup, piece, MOVES))
+    sources = piece_of(writer.setup.content(), writer.setup.shard, piece)
+    assert list(sums) == [checksum(sources[src].tobytes()) for src, _ in MOVES]
+    writer.leave()
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[tuple[RankProcess, RankProcess]]:
+    """A target and a writer, each of which sees a card of its own alone, as under Ray."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is only one card")
+    with closing(RankProcess(own_card(0))) as target, closing(RankProcess(own_card(1))) as writer:
+        yield target, writer
+
+
+@pytest.mark.parametrize(("target_shard", "writer_shard", "piece"), LANES)
+def test_the_piece_lands_on_a_card_that_the_writer_does_not_see(
+    apart: tuple[RankProcess, RankProcess], target_shard: Shard, writer_shard: Shard, piece: Shard
+) -> None:
+    target, writer = apart
+    target.be(BeTarget(setup("cuda_ipc", target_shard, 2, "cuda:0")))
+    writer.be(BeWriter(setup("cuda_ipc", writer_shard, 1, "cuda:0")))
+    assert_lands(target, writer, piece)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])

@@ -1,5 +1,5 @@
 """The one-shot exchange: its arithmetic for drawn shapes with the ranks in turn, every way in which it may
-wait, and two processes that run it at once, on one card or over files and interpreted."""
+wait, and two processes that run it at once, on one card or two, or over files and interpreted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +27,7 @@ pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tes
 
 from one_shot_rank import form, parts
 
+from benchmarks.rank_cards import own_card
 from workers.errors import RankDiedError
 from workers.model.cuda.one_shot_sums import (
     ENDED,
@@ -272,8 +273,8 @@ def test_a_rank_that_ends_while_memory_is_shared_is_an_error(join: Join, tmp_pat
 class OtherRank:
     """Rank 1, in a process of its own."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        env = {**os.environ, "PYTHONPATH": import_path(ROOT, ROOT / "tests" / "support")}
+    def __init__(self, folder: Path, device: torch.device, environment: Mapping[str, str]) -> None:
+        env = {**os.environ, **environment, "PYTHONPATH": import_path(ROOT, ROOT / "tests" / "support")}
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -302,9 +303,15 @@ class OtherRank:
         self.process.communicate()
 
 
-@pytest.fixture
-def other(tmp_path: Path, device: torch.device) -> Iterator[OtherRank]:
-    other = OtherRank(tmp_path, device)
+@pytest.fixture(params=["all cards", pytest.param("its own card", marks=pytest.mark.gpu)])
+def other(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Iterator[OtherRank]:
+    """The rank sees all cards, or its own alone, as under Ray."""
+    environment: dict[str, str] = {}
+    if request.param == "its own card":
+        if torch.cuda.device_count() < 2:
+            pytest.skip("there is only one card")
+        environment = own_card(1)
+    other = OtherRank(tmp_path, device, environment)
     yield other
     other.close()
 

@@ -1,5 +1,6 @@
-"""Two ranks of a replica as processes that share a card, which NCCL refuses: their results are those of one
-rank. Without a card, sums run through files by the interpreted kernel, and stages through shared memory."""
+"""Two ranks of a replica as processes that share a card, which NCCL refuses, or have one each where there are
+two: their results are those of one rank. Without a card, sums run through files by the interpreted kernel,
+and stages through shared memory."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tes
 from shared_card_rank import ReportedStep, SharedCardCase, make_runner, run
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.rank_cards import own_card
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Batches = list[list[ReportedStep]]
@@ -31,8 +33,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def results(case: SharedCardCase) -> Batches:
-    """The sampler's reports. Ranks of a replica of several have processes of their own."""
+def results(case: SharedCardCase, *, sees_others: bool = True) -> Batches:
+    """The sampler's reports. Ranks of a replica of several have processes of their own, which see all cards,
+    or each its own alone, as under Ray."""
     if case.tp * case.pp == 1:
         runner = make_runner(case)
         batches = run(case, runner)
@@ -44,7 +47,7 @@ def results(case: SharedCardCase) -> Batches:
     ranks = [
         subprocess.Popen(
             [sys.executable, script, json.dumps(msgspec.to_builtins(each))],
-            env=env,
+            env={**env, **({} if sees_others else own_card(each.rank))},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -78,6 +81,18 @@ def test_two_ranks_give_the_results_of_one_in_float32(
     expected = results(case)
     assert [len(step.logprobs) for step in expected[0]] == [2, 2, 2]
     assert_close(results(msgspec.structs.replace(case, tp=tp, pp=pp)), expected, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_two_ranks_that_see_their_own_card_alone(
+    device: torch.device, model_dir: Path, tmp_path: Path, tp: int, pp: int
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is only one card")
+    case = SharedCardCase(str(model_dir), str(tmp_path), str(device), "float32", (2, 2))
+    several = results(msgspec.structs.replace(case, tp=tp, pp=pp), sees_others=False)
+    assert_close(several, results(case), 1e-4)
 
 
 @pytest.mark.gpu

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TypeVar
 
 import numpy as np
@@ -276,15 +277,15 @@ _ANY: Codec[Message] = Codec(
 
 
 class RankProcess:
-    """One of the two ends in a process of its own."""
+    """One of the two ends in a process of its own, with additions to its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment, "PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -3,7 +3,8 @@
     python one_shot_rank.py FOLDER RANK DEVICE
 
 It prints "ready", then for each number of elements on standard input exchanges so many and prints "done". The
-ranks share a card, or on the CPU files of the folder, and kernels are interpreted.
+ranks take cards in turn, so that they may share one. On the CPU they share files of the folder, and kernels
+are interpreted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from shared_buffers import file_buffers
 from torch import Tensor
 
+from benchmarks.rank_cards import card_of
 from kvtransfer.transports.cuda_driver import cuda_driver
 from workers.model.cuda.one_shot_sums import buffer_bytes
 from workers.rank.one_shot_group import OneShotGroup, OneShotSums
@@ -46,7 +48,7 @@ def form(folder: Path, rank: int, device: torch.device) -> OneShotGroup:
     sockets = {1 - rank: sock}
     if device.type == "cuda":
         own = torch.zeros(buffer_bytes(TP), dtype=torch.uint8, device=device)
-        buffers = PeerBuffers.form(cuda_driver(0), sockets, own, rank)
+        buffers = PeerBuffers.form(cuda_driver(device.index), sockets, own, rank)
         assert isinstance(buffers, PeerBuffers), buffers
     else:
         buffers = file_buffers(folder, sockets, buffer_bytes(TP), rank)
@@ -63,6 +65,9 @@ def parts(num_elements: int, device: torch.device) -> Iterator[list[Tensor]]:
 
 
 def main(folder: Path, rank: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        device = card_of(rank)
+        torch.cuda.set_device(device)
     group = form(folder, rank, device)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,4 +1,5 @@
-"""A rank of a replica whose ranks share a card, or stand in for such on the CPU; see `test_shared_card`.
+"""A rank of a replica whose ranks take cards in turn, so that they share one where there is no other, or
+stand in for such on the CPU; see `test_shared_card`.
 
     python shared_card_rank.py JSON
 
@@ -21,6 +22,7 @@ from runner_parts import by_kernels
 from shared_buffers import file_buffers
 from torch.distributed.distributed_c10d import Store
 
+from benchmarks.rank_cards import card_of
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.trust import Trust
 from workers.messages.rank_channel import (
@@ -70,6 +72,9 @@ class ReportedStep(msgspec.Struct, frozen=True):
 def make_runner(case: SharedCardCase) -> ModelRunner:
     """Make the rank's runner. On the CPU, sums of a stage's ranks go through files, by the kernel."""
     device, num_ranks = torch.device(case.device), case.tp * case.pp
+    if device.type == "cuda":
+        device = card_of(case.rank)
+        torch.cuda.set_device(device)
     settings = by_kernels(device, is_deterministic=case.is_deterministic)
     settings = settings._replace(dtype=getattr(torch, case.dtype))
     if case.pp > 1:
@@ -81,7 +86,7 @@ def make_runner(case: SharedCardCase) -> ModelRunner:
             tp=case.tp,
             pp=case.pp,
             rank=case.rank,
-            device=torch.device("cuda:0") if device.type == "cuda" else device,
+            device=device,
             host="127.0.0.1",
             host_id="here",
             trust=TRUST,
