@@ -26,6 +26,7 @@ _FEW_STEPS, _MANY_STEPS = 4, 12
 # The kernels of a step that a line names, those that take longest.
 _MOST_NAMED = 16
 _MIXED_CHUNK_TOKENS, _MIXED_STEPS = 512, 16
+_SHORT_PROMPT_TOKENS = 64
 # What kernels do, by their names, in the order in which names are tried.
 _KIND_TO_PATTERN = {
     "attention": r"^_(attend|reduce_pieces|combine_pieces|latent)",
@@ -130,7 +131,7 @@ def step_lines(
 
 
 def mixed(bench: Bench) -> Iterator[dict[str, object]]:
-    """The idle share of steps with a chunk and decodes, at most 5 %; and these steps as graphs."""
+    """The idle share of steps with a chunk and decodes, at most 5 %; these and short prompts as graphs."""
     needs_cuda(bench)
     # A slot is needed for the chunk.
     batches = sorted({min(batch, max(bench.batches) - 1) for batch in bench.batches} - {0})
@@ -149,6 +150,7 @@ def mixed(bench: Bench) -> Iterator[dict[str, object]]:
             "ratio": device_s / step_s,
             "target": 0.95,
         }
+    prompt_s = _short_prompt_s(bench)
     bench.close()  # its memory is needed
     with_graphs = bench.with_mixed_graphs(_MIXED_CHUNK_TOKENS)
     for decodes, step_s in zip(batches, plain, strict=True):
@@ -158,7 +160,22 @@ def mixed(bench: Bench) -> Iterator[dict[str, object]]:
             "value": graph_s * 1e3,
             "limit": step_s * 1e3,
             "ratio": step_s / graph_s,
+            "target": 1.0,
         }
+    graph_s = _short_prompt_s(with_graphs)
+    yield {
+        "figure": f"prefill_ms as a graph of {_SHORT_PROMPT_TOKENS} tokens alone",
+        "value": graph_s * 1e3,
+        "limit": prompt_s * 1e3,
+        "ratio": prompt_s / graph_s,
+        "target": 1.0,
+    }
+
+
+def _short_prompt_s(bench: Bench) -> float:
+    """Return the seconds of a short prompt on an idle rank, up to its first token."""
+    bench.driver.prefill_s(_SHORT_PROMPT_TOKENS, _SHORT_PROMPT_TOKENS)
+    return min(bench.driver.prefill_s(_SHORT_PROMPT_TOKENS, _SHORT_PROMPT_TOKENS) for _ in range(5))
 
 
 def _mixed_step_s(bench: Bench, num_decodes: int) -> float:

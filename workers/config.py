@@ -106,8 +106,8 @@ class EngineSettings(BaseModel):
     # have up to `chunk_tokens`.
     tpot_objective_s: float | None = Field(default=None, gt=0)
     # Whether a rank on CUDA with the whole model records graphs of steps with a chunk beside sequences that
-    # decode: worth their memory where `benchmarks.gpu mixed` finds the device idle for more than 5 % of such
-    # steps.
+    # decode, and of short chunks alone: worth their memory where `benchmarks.gpu mixed` finds the device idle
+    # for more than 5 % of the former, or where the first token of a short prompt on an idle replica matters.
     mixed_graphs: bool = False
     # Sequences computed in one step. `auto`: 64 on CPUs, and 256 on GPUs; but 64 on GPUs, too, where some of
     # the model's layers keep a recurrent state, or the KV of their window alone. Those have memory for all

@@ -1,10 +1,13 @@
-"""Graphs of steps that compute a chunk of one prompt beside sequences that decode.
+"""Graphs of steps that compute a chunk of one prompt, beside sequences that decode or alone.
 
-Such a step is padded to a number of tokens of the chunk and a number of sequences that decode. Tokens of
-padding follow the chunk in its own sequence: no token before them attends to them, and what they write lies
-behind the chunk, in its last block, which a later chunk overwrites, or in the scratch block. So the chunk
-has a table of its own, the row of a slot that no plan uses, whose entries behind the chunk's last block are
-the scratch block. Not yet validated on a card.
+Such a step is padded to a number of tokens of the chunk and a number of sequences that decode. A chunk alone
+has graphs without rows of others, and only if it is short: the first token of an idle replica would wait for
+the launches of its prompt's kernels, where those of a longer prompt take the device longer than the host.
+
+Tokens of padding follow the chunk in its own sequence: no token before them attends to them, and what they
+write lies behind the chunk, in its last block, which a later chunk overwrites, or in the scratch block. So
+the chunk has a table of its own, the row of a slot that no plan uses, whose entries behind the chunk's last
+block are the scratch block. Not yet validated on a card.
 
 They are recorded where `engine.mixed_graphs` says so: `benchmarks.gpu mixed` prints the share of such steps
 in which a device waits for launches, and above 5 % of it graphs are worth their memory."""
@@ -33,21 +36,29 @@ from workers.rank.tickets import Results
 # The tokens of chunks, and the sequences beside them, for which there are graphs.
 _CHUNK_TOKENS = (128, 256, 512, 1024, 2048)
 _NUM_DECODES = (8, 32, 64, 128, 256)
+# The tokens of chunks that are alone.
+_LONE_TOKENS = (64, 128, 256)
 
 
 class MixedSize(NamedTuple):
-    """The tokens of the chunk and the sequences that decode."""
+    """The tokens of the chunk and the sequences that decode; without any, it is for chunks that are alone."""
 
     chunk_tokens: int
     num_decodes: int
 
+    def serves(self, num_tokens: int, num_decodes: int) -> bool:
+        """Whether a chunk of `num_tokens` beside `num_decodes` sequences can be padded to this size."""
+        is_alike = bool(self.num_decodes) == bool(num_decodes)
+        return is_alike and self.chunk_tokens >= num_tokens and self.num_decodes >= num_decodes
+
 
 def mixed_sizes(most_tokens: int, most_sequences: int) -> tuple[MixedSize, ...]:
-    """Return the sizes for steps of up to `most_tokens` of a chunk, beside up to `most_sequences`, the
-    smallest first."""
+    """Return the sizes for steps of up to `most_tokens` of a chunk, alone or beside up to `most_sequences`:
+    those that take the most memory last."""
+    lone = [MixedSize(size, 0) for size in _LONE_TOKENS if size <= most_tokens]
     chunks = [size for size in _CHUNK_TOKENS if size <= most_tokens]
     end = bisect_left(_NUM_DECODES, most_sequences) + 1
-    return tuple(MixedSize(chunk, decodes) for chunk in chunks for decodes in _NUM_DECODES[:end])
+    return (*lone, *(MixedSize(chunk, decodes) for chunk in chunks for decodes in _NUM_DECODES[:end]))
 
 
 class MixedGraphs:
@@ -71,11 +82,12 @@ class MixedGraphs:
 
     @property
     def can_record(self) -> bool:
-        """Whether attention, experts and sampler leave nothing of a step to the host, and no layer keeps a
-        state, which tokens of padding would change."""
+        """Whether attention, experts and sampler leave nothing of a step to the host (attention of chunks
+        over latents does), and no layer keeps a state, which tokens of padding would change."""
         can_capture = self._attention.can_capture and self._sampler.can_capture
-        has_states = self._decoder.config.state is not None
-        return can_capture and not has_states and not self._decoder.split_experts
+        config = self._decoder.config
+        is_plain = config.state is None and config.latent is None
+        return can_capture and is_plain and not self._decoder.split_experts
 
     def record(self, sizes: Sequence[MixedSize]) -> None:
         """Record the graphs of some sizes, the largest first, and replay each once. Their rows are
@@ -92,9 +104,9 @@ class MixedGraphs:
         self._queue.event().synchronize()
 
     def size_for(self, plan: StepPlan, rows: PlannedRows) -> MixedSize | None:
-        """Return the smallest size that serves a plan; None: it is no chunk of one sequence, which samples
-        for itself if at all, beside sequences that decode, or is too large."""
-        if not self._size_to_graph or len(plan.entries) != 1 or not plan.decodes:
+        """Return the smallest size that serves a plan; None: it has no chunk, or several, or one that does
+        more than sample for its own sequence, or is too large."""
+        if not self._size_to_graph or len(plan.entries) != 1:
             return None
         (entry,), split_tokens = plan.entries, self._attention.split_tokens
         is_plain = entry.targets is None and not entry.pools and entry.num_tokens > 1
@@ -102,23 +114,20 @@ class MixedGraphs:
         is_short = 0 < split_tokens <= entry.start  # another kernel may be faster
         if not (is_plain and samples_itself) or is_short or self._batch.chunk_slot in rows.slots:
             return None
-        num_decodes = rows.num_sequences - 1
-        fitting = [
-            size
-            for size in self._size_to_graph
-            if size.chunk_tokens >= entry.num_tokens and size.num_decodes >= num_decodes
-        ]
-        return min(fitting, default=None)
+        needed = entry.num_tokens, rows.num_sequences - 1
+        return min((size for size in self._size_to_graph if size.serves(*needed)), default=None)
 
     def run(
         self, plan: StepPlan, rows: PlannedRows, size: MixedSize, containment: Containment
-    ) -> tuple[Event, Results]:
-        """Compute a step by the graph of a size. Returns its end and its results."""
+    ) -> tuple[Event, Results | None]:
+        """Compute a step by the graph of a size. Returns its end and, if a sequence samples, its results."""
         retry = containment.retry_after_freeing_cache
         changes = self._sampler.changes()
         stage = partial(self._batch.stage_mixed, plan, rows, size.chunk_tokens, size.num_decodes, changes)
         self._sampler.change(retry(stage))
         decoded = Decoded(*self._size_to_graph[size].replay())
+        if not len(rows.sample_slots):
+            return self._queue.event(), None
         sampling = rows.only(np.isin(rows.slots, rows.sample_slots))
         first = rows.num_sequences - sampling.num_sequences  # 1 if the chunk does not sample
         places = slice(first, rows.num_sequences)

@@ -264,7 +264,8 @@ class StepRunner:
 
     @property
     def mixed_sizes(self) -> tuple[MixedSize, ...]:
-        """The sizes for which steps with a chunk beside sequences that decode can be recorded as graphs."""
+        """The sizes for which steps with a chunk, alone or beside sequences that decode, can be recorded as
+        graphs."""
         return self.steps.mixed_sizes
 
     @torch.inference_mode()

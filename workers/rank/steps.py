@@ -117,7 +117,8 @@ class Steps(ABC):
 
     @property
     def mixed_sizes(self) -> tuple[MixedSize, ...]:
-        """The sizes for which steps with a chunk and sequences that decode can be recorded as graphs."""
+        """The sizes for which steps with a chunk, alone or beside sequences that decode, can be recorded as
+        graphs."""
         return ()
 
     def record_mixed(self, sizes: Sequence[MixedSize]) -> None:
