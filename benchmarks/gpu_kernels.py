@@ -197,6 +197,7 @@ def start(bench: Bench) -> Iterator[dict[str, object]]:
         if "start_s" in line:
             about = {name: line[name] for name in ("phases", "kernels_s", "overlap_s", "cpu_s")}
             figures = {"value": line["start_s"], "limit": line["limit_s"], "target_s": line["target_s"]}
+            figures |= {"ratio": line["limit_s"] / line["start_s"]}
             yield {"figure": f"{line['start']} start_s", **figures, **about}
 
 

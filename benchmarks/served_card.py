@@ -1,8 +1,9 @@
 """Whole clusters on one card, as `tandem serve` starts them: the part `served` of `benchmarks.gpu`.
 
-Two clusters run one after the other: one replica that plays both roles, and a prefill and a decode replica
-with half of the card each, which therefore take time slices. Each is asked over gRPC by processes of their
-own, so that no client is the limit. Prompts are drawn tokens, and answers have the length that is asked for.
+Clusters run one after the other: one replica that plays both roles, and a prefill and a decode replica with
+half of the card each, which therefore take time slices. Each is asked over gRPC by processes of their own, so
+that no client is the limit. Prompts are drawn tokens, and answers have the length that is asked for. The
+halves also land long prompts, and a last cluster, whose replica has half of the card, gets a second one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import yaml
@@ -25,11 +26,13 @@ from benchmarks.gpu_served import ServedLoad, ServedSizes
 from benchmarks.part_process import part_process
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.served import ROOT, Service, serving
+from benchmarks.served_reports import added_replica_s, landing_ms
 from cluster.bench.dataset_load import DatasetSettings, RunSettings
 from cluster.bench.grpc_target import grpc_target
 from cluster.bench.lengths_dataset import lengths_load
 from cluster.bench.serving_load import run_sessions
 from kvtransfer.common.clock import SystemClock
+from workers.config import DEVICE_TO_STEP_SIZES
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Bench
@@ -39,6 +42,8 @@ CLOCK = SystemClock()
 MOST_ADDED_MS = 5.0
 # From the command to the first request, with 16 GB of weights in the page cache.
 _COLD_START_S, _WARM_START_S = 40.0, 25.0
+# From the order to two replicas of one node that run.
+_SECOND_START_S = 15.0
 _MOST_CLIENTS = 4
 _TIMEOUT_S = 120.0
 # Sigma of lengths that are drawn (lognormal), the default of `tandem bench serve`.
@@ -62,6 +67,7 @@ def cluster_lines(bench: Bench) -> Iterator[dict[str, object]]:
     prompt_tokens = bench.sizes.served.loads[0].input_tokens
     bench.driver.prefill_s(prompt_tokens, prompt_tokens)  # warms up
     prefill_ms = 1e3 * min(bench.driver.prefill_s(prompt_tokens, prompt_tokens) for _ in range(5))
+    landing_limit_ms = _landing_limit_ms(bench)
     bench.close()  # its memory is needed
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/dev/shm" if is_on_cuda else None) as name:
         folder = Path(name)
@@ -69,6 +75,7 @@ def cluster_lines(bench: Bench) -> Iterator[dict[str, object]]:
         asyncio.run(_ask_part("checkpoint", order))
         kernels = {"TRITON_CACHE_DIR": str(folder / "kernels")}
         one, halves = (_config(bench, folder, roles) for roles in (("both",), ("prefill", "decode")))
+        what_to_rate: dict[str, float] = {}
         if is_on_cuda:
             began_at = CLOCK.now()
             with serving("--file", str(one), variables=kernels):
@@ -78,7 +85,24 @@ def cluster_lines(bench: Bench) -> Iterator[dict[str, object]]:
             with serving("--file", str(file), variables=kernels) as service:
                 if what == "one replica":
                     yield _start_line("with compiled kernels", CLOCK.now() - began_at, _WARM_START_S)
-                yield from _loads(bench.sizes.served, service, what, prefill_ms)
+                for line in _loads(bench.sizes.served, service, what, prefill_ms):
+                    if "requests" in line:
+                        what_to_rate[what] = cast("float", line["value"])  # the last is that of most at once
+                    yield line
+                if what == "two halves":
+                    yield _landing_line(bench, service, landing_limit_ms)
+        load = bench.sizes.served.loads[-1].described
+        yield {
+            "figure": f"output_tok_s of one replica beside two halves, {load}",
+            "value": what_to_rate["one replica"],
+            "limit": what_to_rate["two halves"],
+            "ratio": what_to_rate["one replica"] / what_to_rate["two halves"],
+            "target": 1.0,
+        }
+        half = _config(bench, folder, ("both",), gpus_per_rank=0.5)
+        with serving("--file", str(half), variables=kernels) as service:
+            start_s = asyncio.run(added_replica_s(service, "both"))
+        yield _start_line("that gets a second replica", start_s, _SECOND_START_S)
 
 
 def _start_line(kind: str, start_s: float, target_s: float) -> dict[str, object]:
@@ -89,6 +113,24 @@ def _start_line(kind: str, start_s: float, target_s: float) -> dict[str, object]
         "ratio": target_s / start_s,
         "target": 1.0,
     }
+
+
+def _landing_limit_ms(bench: Bench) -> float:
+    """Return the time in which the KV of a long prompt should land: 1.2 times that of its bytes at 0.8 of the
+    rate of a copy, and that of one chunk."""
+    num_tokens = bench.sizes.prefill_tokens
+    chunk_tokens = min(DEVICE_TO_STEP_SIZES[bench.device.type].chunk_tokens, num_tokens)
+    num_bytes = num_tokens * bench.token_bytes
+    return 1e3 * (
+        1.2 * num_bytes / (0.8 * bench.limits.byte_s / 2) + bench.driver.prefill_s(chunk_tokens, chunk_tokens)
+    )
+
+
+def _landing_line(bench: Bench, service: Service, limit_ms: float) -> dict[str, object]:
+    num_tokens = bench.sizes.prefill_tokens
+    value = asyncio.run(landing_ms(service, num_tokens))
+    figure = f"landing_ms of {num_tokens} tokens in service"
+    return {"figure": figure, "value": value, "limit": limit_ms, "ratio": limit_ms / value, "target": 1.0}
 
 
 def _loads(sizes: ServedSizes, service: Service, what: str, prefill_ms: float) -> Iterator[dict[str, object]]:
@@ -128,17 +170,18 @@ def _ms(seconds: list[float], share: float) -> float:
     return float(f"{1e3 * float(np.quantile(seconds, share)):.4g}") if seconds else 0.0
 
 
-def _config(bench: Bench, folder: Path, roles: tuple[str, ...]) -> Path:
-    """Write the cluster's file; its replicas share the card."""
+def _config(bench: Bench, folder: Path, roles: tuple[str, ...], gpus_per_rank: float = 0.0) -> Path:
+    """Write the cluster's file; its replicas share the card, in equal parts (0)."""
     is_on_cuda = bench.device.type == "cuda"
     pool: dict[str, object] = {"device": bench.device.type, "engine": bench.sizes.served.engine}
-    pool |= {"dtype": "bf16", "gpus_per_rank": 1 / len(roles)} if is_on_cuda else {"dtype": "fp32"}
+    share = gpus_per_rank or 1 / len(roles)
+    pool |= {"dtype": "bf16", "gpus_per_rank": share} if is_on_cuda else {"dtype": "fp32"}
     config = {
         "model": str(folder / "model"),
         "gateway": {"console_port": None},
         "pools": [{"name": role, "role": role, "cpus_per_rank": 0.5, **pool} for role in roles],
     }
-    file = folder / f"{'-'.join(roles)}.yaml"
+    file = folder / f"{'-'.join(roles)}-{share:g}.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
 

@@ -11,7 +11,20 @@ import pytest
 import torch
 from import_path import import_path
 
-from tests.gpu.stages import ALONE, SIDE_BY_SIDE, Row, Stages, environment, parts, pytest_command, table
+from benchmarks.gpu import PARTS
+from tests.gpu.stages import (
+    ALL_FIGURES,
+    ALONE,
+    FIGURES,
+    SIDE_BY_SIDE,
+    Row,
+    Stages,
+    environment,
+    figures_in,
+    parts,
+    pytest_command,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,6 +55,25 @@ def test_figures_run_instead_of_the_tests(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.txt")} == {"figures of decode", "figures of no-such-part"}
     assert "unknown parts no-such-part" in (tmp_path / "figures of no-such-part.txt").read_text()
     assert '"part": "limits"' in (tmp_path / "figures of decode.txt").read_text()
+    verdicts = [line.split(":")[0].split() for line in done.stdout.splitlines() if "measured  " in line]
+    assert verdicts == [["not", "measured", "limits"], ["not", "measured", "no-such-part"]]
+
+
+def test_each_part_of_the_benchmark_has_its_turn_and_each_target_its_verdict() -> None:
+    assert sorted(ALL_FIGURES) == sorted(PARTS)
+    assert set(FIGURES) < set(PARTS)
+    lines = [
+        '{"part": "decode", "figure": "decode_ms", "value": 5, "limit": 4.5, "ratio": 0.9, "target": 0.88}',
+        '{"part": "limits", "figure": "copy_gb_s", "value": 3000}',
+        "a line of a library",
+        '{"part": "served", "figure": "start_s", "value": 50, "limit": 40, "ratio": 0.8, "target": 1.0}',
+        '{"part": "start", "error": "no memory"}',
+    ]
+    assert [" ".join(figure.text.split()) for figure in figures_in("\n".join(lines))] == [
+        "met decode: decode_ms, 0.9 of the limit, target 0.88",
+        "MISSED served: start_s, 0.8 of the limit, target 1",
+        "not measured start: no memory",
+    ]
 
 
 def test_every_file_of_the_suite_runs_in_a_stage() -> None:
@@ -63,7 +95,7 @@ def test_the_parts_of_a_file_have_each_test_once() -> None:
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     assert parts(["memory", "decoder"]) == ["memory", "decoder-1of2", "decoder-2of2"]
-    of_parts = [set(collected(f"kernel_times-{part}of3")) for part in (1, 2, 3)]
+    of_parts = [set(collected(f"kernel_times-{part}of2")) for part in (1, 2)]
     assert all(of_parts)
     assert sum(map(len, of_parts)) == len(set.union(*of_parts)) == len(collected("kernel_times"))
 

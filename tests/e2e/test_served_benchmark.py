@@ -30,14 +30,19 @@ def test_both_clusters_answer_every_request_and_each_line_has_its_limit() -> Non
         "output_tok_s of one replica, 10 at once, 20 + 8 tokens on average",
         "output_tok_s of two halves, 1 at once, 64 + 4 tokens",
         "output_tok_s of two halves, 10 at once, 20 + 8 tokens on average",
+        "landing_ms of 96 tokens in service",
+        "output_tok_s of one replica beside two halves, 10 at once, 20 + 8 tokens on average",
+        "start_s of a cluster that gets a second replica",
     ]
     for line in served:
         assert line["value"] > 0
         if "requests" in line:
             assert line["failed"] == 0
             assert 0 < line["ttft_ms"][0] <= line["ttft_ms"][2]
-    start, _, alone, at_once, *halves = served
-    for line in (start, alone):
+    start, _, alone, at_once, *halves, landing, beside, second = served
+    for line in (start, alone, landing, second):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
-    assert at_once["ratio"] == pytest.approx(at_once["value"] / at_once["limit"], rel=0.01)
+    for line in (at_once, beside):
+        assert line["ratio"] == pytest.approx(line["value"] / line["limit"], rel=0.01)
+    assert (beside["value"], beside["limit"]) == (at_once["value"], halves[-1]["value"])
     assert not any("limit" in line for line in halves), "the target is that of one replica"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,12 @@ SIDE_BY_SIDE = (
 PARTS_OF = {"attention": 3, "decoder": 2, "experts": 2}
 ALONE = ("memory", "offload", "device_transfer", "one_shot_sums", "shared_card", "two_ranks")
 FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts", "hybrid")
+# All parts, those first that say the most of a whole cluster and of a decode step.
+ALL_FIGURES = (
+    "served", "decode", "prefill", "kernels", "deterministic", "cuda_ipc", "hand_over", "start", "mixed",
+    "products", "idle", "hybrid", "experts", "engine_int4", "engine_fp8", "quantized", "quantized_experts",
+    "sampling", "offload", "rank_sums",
+)  # fmt: skip
 NUM_AT_ONCE = 8
 TOTAL_S = 480.0
 FILE_S = 170.0
@@ -53,6 +60,25 @@ class Row(NamedTuple):
     detail: str
 
 
+class Figure(NamedTuple):
+    """A line of `benchmarks.gpu` that has a target, or an error instead ("" none)."""
+
+    part: str
+    name: str
+    ratio: float
+    target: float
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.error:
+            return f"not measured  {self.part}: {self.error[:100]}"
+        verdict = "met" if self.ratio >= self.target else "MISSED"
+        return (
+            f"{verdict:12}  {self.part}: {self.name}, {self.ratio:.3g} of the limit, target {self.target:g}"
+        )
+
+
 class Stages:
     """Runs commands within the time that is left, and keeps what they print in a folder."""
 
@@ -61,6 +87,7 @@ class Stages:
         self._env = dict(env)
         self._end = time.monotonic() + total_s
         self.rows: list[Row] = []
+        self.figures: list[Figure] = []
 
     @property
     def left_s(self) -> float:
@@ -102,8 +129,27 @@ class Stages:
             list(pool.map(lambda name: self.run(name, pytest_command(name), FILE_S), names))
 
     def run_figures(self, part: str, limit_s: float) -> None:
-        """Run a part of `benchmarks.gpu`."""
-        self.run(f"figures of {part}", [sys.executable, "-m", "benchmarks.gpu", part], limit_s)
+        """Run a part of `benchmarks.gpu`, and note which of its figures reach their targets."""
+        name = f"figures of {part}"
+        row = self.run(name, [sys.executable, "-m", "benchmarks.gpu", part], limit_s)
+        log = self._out / f"{name}.txt"
+        text = log.read_text(errors="replace") if row.result != "not run" else ""
+        found = list(figures_in(text))
+        if row.result != "ok":
+            found.append(Figure(part, "", 0.0, 0.0, f"{row.result}, {row.detail}"))
+        self.figures += found
+
+
+def figures_in(text: str) -> Iterator[Figure]:
+    """Yield the figures with a target, and the errors, of what `benchmarks.gpu` has printed."""
+    for line in text.splitlines():
+        if not line.startswith("{"):
+            continue
+        found = json.loads(line)
+        if error := found.get("error"):
+            yield Figure(found["part"], "", 0.0, 0.0, error)
+        elif "target" in found:
+            yield Figure(found["part"], found["figure"], found["ratio"], found["target"])
 
 
 def _outcome(status: int | None, text: str, limit_s: float, seconds: float) -> tuple[str, float, str]:
@@ -178,7 +224,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the output of each file goes; default: a new folder")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
-    what.add_argument("--figures", help="parts of benchmarks.gpu (served,start) instead of the tests")
+    what.add_argument("--figures", help="parts of benchmarks.gpu (served,start, or all) instead of the tests")
     parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
     args = parser.parse_args()
     if args.packages and not args.packages.is_file():
@@ -198,12 +244,15 @@ def main() -> int:
     if args.only:
         stages.run_files(parts(args.only.split(",")), NUM_AT_ONCE)
     elif args.figures:
-        for part in args.figures.split(","):
+        for part in ALL_FIGURES if args.figures == "all" else args.figures.split(","):
             stages.run_figures(part, TOTAL_S)
     else:
         has_ray = packages is not None and (packages / "ray").is_dir()
         run_all(stages, has_ray=has_ray or importlib.util.find_spec("ray") is not None)
-    print(f"\n{found}\n{table(stages.rows)}\n\noutput of each: {out}")
+    print(f"\n{found}\n{table(stages.rows)}\n")
+    if stages.figures:
+        print("\n".join(figure.text for figure in stages.figures), end="\n\n")
+    print(f"output of each: {out}")
     return int(any(row.result != "ok" for row in stages.rows if row.result != "not run"))
 
 
