@@ -14,14 +14,20 @@ from rank_specs import cuda_spec
 from safetensors.torch import load_file, save_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import RankSpec
 from workers.model import cuda, native
+from workers.model.attention import choice
+from workers.model.experts import host_experts
+from workers.model.experts.expert_products import TorchExperts
+from workers.model.experts.make_experts import make_experts
 from workers.model.quantization.exact_scales import assumptions
-from workers.rank import warm_up
-from workers.rank.device_queue import CpuQueue
+from workers.model.weights import ShardSpec
+from workers.rank import step_runner, warm_up
+from workers.rank.device_queue import CpuQueue, DeviceQueue, make_queue
 from workers.rank.model_runner import ModelRunner
-from workers.rank.rehearsed_groups import rehearsed_place
+from workers.rank.rehearsed_groups import RehearsedGroups
+from workers.rank.rehearsed_shards import rehearsed_shards
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 VOCAB = 32
@@ -59,21 +65,48 @@ def _interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_CANDIDATES", 16)
 
 
-def met_by(spec: RankSpec) -> set[tuple[Any, ...]]:
-    """Return what a rank launches until it serves."""
-    compute = ComputeSettings.of(spec, torch.device("cpu"))._replace(queue=CpuQueue(has_triton=True))
-    place = RankPlace(*rehearsed_place(spec, torch.device("cpu")))
+def met_by(spec: RankSpec, layers: tuple[int, int] | None = None) -> set[tuple[Any, ...]]:
+    """Return what a rank launches until it serves; one of several stages has `layers`, [start, end)."""
+    cpu = torch.device("cpu")
+    compute = ComputeSettings.of(spec, cpu)
+    if spec.pp == 1:
+        compute = compute._replace(queue=CpuQueue(has_triton=True))
+        (shard,) = rehearsed_shards(spec)
+    else:
+        assert layers is not None
+        shard = ShardSpec(*layers, spec.tp_rank, spec.tp, spec.ep)
+    groups = SamplingGroups(spec, cpu)
     with launched_variants() as met:
         runner = ModelRunner(
             CheckpointFolder(Path(spec.model_dir)),
             compute,
             RankCapacity.of(spec),
-            SystemClock(),
-            place=place,
+            ManualClock(),
+            place=RankPlace(shard, groups),
         )
         runner.warm_up(spec.max_batch_tokens)
     runner.close()
     return met
+
+
+class SamplingGroups(RehearsedGroups):
+    """Those of a rank that samples if it is the first of the last stage, and sends its tokens to nobody."""
+
+    def __init__(self, spec: RankSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self.is_sampler = self.is_last_stage and self.tp_rank == 0
+
+    def send_tokens(self, step: int, tokens: object) -> None: ...
+
+
+class BehindQueue(CpuQueue):
+    """Stands for a device that runs behind the host."""
+
+    runs_behind = True
+
+
+def queue_of(device: torch.device) -> DeviceQueue:
+    return BehindQueue() if device.type == "cpu" else make_queue(device)
 
 
 def rehearsed_by(spec: RankSpec) -> set[tuple[Any, ...]]:
@@ -133,6 +166,68 @@ def test_sums_of_ranks_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     met = met_by(spec)
     assert "_exchange_kernel" in {name for name, *_ in met}
     assert ("_rows_kernel" in {name for name, *_ in met}) == (rank == 0), "the first samples"
+    assert met - rehearsed_by(spec) == set()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "pp", "rank", "layers"),
+    [
+        ("qwen2_moe", DENSE_BETWEEN, 3, 0, (0, 1)),
+        ("qwen2_moe", DENSE_BETWEEN, 3, 1, (1, 3)),
+        ("qwen2_moe", DENSE_BETWEEN, 3, 1, (2, 3)),
+        ("qwen2_moe", DENSE_BETWEEN, 3, 2, (2, 4)),
+        ("gemma4_text", SCALARS, 2, 1, (1, 2)),
+    ],
+)
+def test_whatever_layers_a_stage_gets_they_are_rehearsed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    fields: dict[str, Any],
+    pp: int,
+    rank: int,
+    layers: tuple[int, int],
+) -> None:
+    """The first, middle ones, of which one begins with a dense layer, and the last, with the sampler."""
+    monkeypatch.setattr(step_runner, "make_queue", queue_of)
+    monkeypatch.setattr(choice, "_DECODE_CONTEXT", 20)
+    monkeypatch.setattr(choice, "_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(choice, "_NUM_ROUNDS", 1)
+    write_random_checkpoint(tmp_path, family, seed=3, vocab_size=VOCAB, **fields)
+    spec = cuda_spec(tmp_path, pp=pp, rank=rank)
+    met = met_by(spec, layers)
+    assert "_rotate_and_write_kernel" in {name for name, *_ in met}
+    assert "_rows_kernel" not in {name for name, *_ in met}, "the host samples"
+    assert met - rehearsed_by(spec) == set()
+
+
+@pytest.mark.parametrize(("rank", "num_copies"), [(0, 0), (1, 0), (1, 1)])
+def test_divided_experts_are_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, num_copies: int
+) -> None:
+    """Three experts on two ranks, which hold one and two of them, or a copy of another's."""
+    from workers.model.cuda import one_shot_sums
+
+    monkeypatch.setattr(one_shot_sums, "exchange", partial(one_shot_sums.exchange, writes=False, reads=False))
+    fields = {**EXPERTS, "num_experts": 3}
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=3, vocab_size=VOCAB, num_hidden_layers=1, **fields)
+    spec = cuda_spec(tmp_path, tp=2, ep=2, rank=rank, expert_copies=num_copies)
+    met = met_by(spec)
+    sorts = [dict(fields) for name, *fields in met if name == "_sort_kernel"]
+    assert {it["NUM_EXPERTS"] for it in sorts} == {1 + rank + num_copies}
+    assert met - rehearsed_by(spec) == set()
+
+
+def test_experts_beside_those_in_host_memory_are_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_experts, "_device_experts", make_experts)
+    monkeypatch.setattr(host_experts, "make_experts", TorchExperts)  # those of the CPU
+    write_random_checkpoint(tmp_path, "qwen3_moe", seed=3, vocab_size=VOCAB, num_hidden_layers=1, **EXPERTS)
+    spec = cuda_spec(tmp_path, expert_offload=1)
+    met = met_by(spec)
+    sorts = [dict(fields) for name, *fields in met if name == "_sort_kernel"]
+    assert {it["NUM_EXPERTS"] for it in sorts} == {3}
     assert met - rehearsed_by(spec) == set()
 
 

@@ -76,13 +76,17 @@ def test_the_child_ends_with_the_task(spec: RankSpec) -> None:
 
 def test_ranks_that_have_a_task(spec: RankSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    for with_task in (spec, replace(spec, tp=2, rank=1), replace(spec, gguf_file="model.gguf")):
-        assert has_task(with_task)
-    for other in (
-        replace(spec, device="cpu"),
+    for with_task in (
+        spec,
+        replace(spec, tp=2, rank=1),
         replace(spec, pp=2),
         replace(spec, tp=2, ep=2),
         replace(spec, expert_offload=1),
+        replace(spec, gguf_file="model.gguf"),
+    ):
+        assert has_task(with_task)
+    for other in (
+        replace(spec, device="cpu"),
         replace(spec, gguf_file="model.gguf", model_dir=f"{spec.model_dir}/not made here"),
     ):
         assert not has_task(other)

@@ -222,6 +222,7 @@ class WeightReader:
     def omit_values(self) -> None:
         """Read every tensor as memory of its shape and dtype in which nothing was written."""
         self._files.omit_values()
+        self._mixtures.omit_values()
 
     def stored_kinds(self) -> list[frozenset[tuple[str, Hashable]]]:
         """Return, for each layer, the names of its tensors there and how each is stored. Of experts beside

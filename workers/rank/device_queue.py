@@ -139,6 +139,23 @@ class CpuQueue(DeviceQueue):
         return _Repeater()
 
 
+class MetaQueue(CpuQueue):
+    """The device "meta", where torch computes shapes alone. Steps are launched as on a device that is behind
+    the host."""
+
+    runs_behind = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(has_triton=True)
+        self.device = device
+
+    def host_memory(self, source: Tensor) -> Tensor:
+        return torch.zeros(source.shape, dtype=source.dtype)
+
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
+        return CopiedOut(host, source, _PASSED)
+
+
 class _Passed:
     def query(self) -> bool:
         return True
@@ -255,4 +272,6 @@ def take_device(device: torch.device) -> torch.device:
 
 def make_queue(device: torch.device) -> DeviceQueue:
     """Return the queue of a device."""
+    if device.type == "meta":
+        return MetaQueue(device)
     return CudaQueue(device) if device.type == "cuda" else CpuQueue()

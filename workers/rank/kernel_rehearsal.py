@@ -7,29 +7,28 @@ whatever model and settings, and there is no list of them to keep."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import KernelInterface
 
-from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.clock import ManualClock
 from workers.messages.rank_channel import RankSpec
 from workers.model import cuda
 from workers.model.cuda import card
 from workers.model.decoder import Decoder
-from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.model_config import read_model_config
 from workers.model.quantization.exact_scales import assumptions
 from workers.model.weights import ShardSpec, WeightReader
-from workers.rank.device_queue import CopiedOut, CpuQueue
 from workers.rank.model_runner import ModelRunner
-from workers.rank.rehearsed_groups import rehearsed_place
+from workers.rank.rehearsed_groups import RehearsedGroups
+from workers.rank.rehearsed_shards import layer_kinds, num_first_layers, rehearsed_shards
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity, RankPlace
 
 _META = torch.device("meta")
@@ -58,20 +57,25 @@ def rehearse(spec: RankSpec, capability: int) -> list[KernelVariant]:
 
 @torch.inference_mode()
 def run_rehearsal(spec: RankSpec) -> None:
-    """Do what the rank does before it serves, on the device "meta"."""
-    capacity = RankCapacity.of(spec)._replace(num_offload_tokens=0, auto_kv=None, records=None)
-    shard, groups = rehearsed_place(spec, _META)
-    with contextlib.closing(groups):
-        runner = _RehearsingRunner(
-            CheckpointFolder(Path(spec.model_dir)),
-            ComputeSettings.of(spec, _META)._replace(queue=_NoDevice()),
-            capacity,
-            SystemClock(),
-            place=RankPlace(shard, groups),
-        )
-        if spec.kv_share:
-            runner.run_largest(spec.max_batch_tokens)
-        runner.warm_up(spec.max_batch_tokens)
+    """Do what the rank does before it serves, on the device "meta". Raises `CheckpointError`."""
+    for shard in rehearsed_shards(spec):
+        with contextlib.closing(RehearsedGroups(spec, _META)) as groups:
+            _rehearse_place(spec, RankPlace(shard, groups))
+
+
+def _rehearse_place(spec: RankSpec, place: RankPlace) -> None:
+    """Do the same with this part of the model. Time stands still: no measurement of the host decides which
+    kernels compute."""
+    runner = _RehearsingRunner(
+        CheckpointFolder(Path(spec.model_dir)),
+        ComputeSettings.of(spec, _META),
+        RankCapacity.of(spec)._replace(num_offload_tokens=0, auto_kv=None, records=None),
+        ManualClock(),
+        place=place,
+    )
+    if spec.kv_share:
+        runner.run_largest(spec.max_batch_tokens)
+    runner.warm_up(spec.max_batch_tokens)
 
 
 @contextlib.contextmanager
@@ -130,22 +134,6 @@ class _TargetAlone:
         return 0
 
 
-class _NoDevice(CpuQueue):
-    """The queue of the device "meta". Steps are launched as on a device that is behind the host."""
-
-    runs_behind = True
-
-    def __init__(self) -> None:
-        super().__init__(has_triton=True)
-        self.device = _META
-
-    def host_memory(self, source: Tensor) -> Tensor:
-        return torch.zeros(source.shape, dtype=source.dtype)
-
-    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
-        return CopiedOut(host, source, self.event())
-
-
 class _RehearsingRunner(ModelRunner):
     """A runner whose weights have shapes alone, and that runs a layer of each kind."""
 
@@ -155,37 +143,22 @@ class _RehearsingRunner(ModelRunner):
         config = read_model_config(checkpoint.path)
         held = shard or ShardSpec.whole(config)
         with WeightReader(
-            checkpoint.path, config, held, compute.dtype, compute.device, form=compute.weights
+            checkpoint.path,
+            config,
+            held,
+            compute.dtype,
+            compute.device,
+            expert_offload=compute.expert_offload,
+            expert_copies=compute.expert_copies,
+            form=compute.weights,
         ) as reader:
             reader.omit_values()
             decoder = Decoder(config, reader, held, is_deterministic=compute.is_deterministic)
             if not config.layer_shapes.input_size:  # else a layer's inputs are counted by the layers
-                del decoder.layers[_num_first_layers(config, reader.stored_kinds()) : -1]
+                kinds = layer_kinds(config, reader)[held.layer_start : held.layer_end]
+                del decoder.layers[num_first_layers(kinds) : -1]
         return decoder
 
     def run_largest(self, num_rows: int) -> None:
         """Run the largest steps."""
         self._run_largest(self.steps, num_rows)
-
-
-def _num_first_layers(config: ModelConfig, stored_kinds: Sequence[Hashable]) -> int:
-    """Return how many of the first layers are of all kinds that there are, each behind all kinds that it
-    follows, since a norm may add what the layer before it leaves. How the weights of a layer are stored is a
-    part of its kind."""
-    kinds = [
-        (
-            stored,
-            config.heads_of(layer),
-            config.sliding_windows[layer],
-            config.ropes[layer],
-            config.intermediate_size_of(layer),
-            config.has_experts(layer),
-            config.has_state(layer),
-            config.has_attention(layer),
-            config.has_own_kv(layer),
-            config.has_key_values(layer),
-        )
-        for layer, stored in enumerate(stored_kinds)
-    ]
-    pairs = list(zip([None, *kinds], kinds, strict=False))
-    return max(map(pairs.index, pairs)) + 1

@@ -53,13 +53,11 @@ class _Ended(NamedTuple):
 
 
 def has_task(spec: RankSpec) -> bool:
-    """Whether the kernels of this rank can be found from its configuration: on CUDA, if its device has all
-    layers and a part of every expert, and if the model's folder is on this host. A GGUF file's folder may not
-    have been made here yet."""
-    has_all_layers = spec.pp == 1 and spec.ep == 1 and not spec.expert_offload
+    """Whether the kernels of this rank can be found from its configuration: on CUDA, if the model's folder is
+    on this host. A GGUF file's folder may not have been made here yet."""
     has_folder = not spec.gguf_file or Path(spec.model_dir).is_dir()
     is_on_cuda = spec.device.partition(":")[0] == "cuda"
-    return is_on_cuda and has_all_layers and has_folder and importlib.util.find_spec("triton") is not None
+    return is_on_cuda and has_folder and importlib.util.find_spec("triton") is not None
 
 
 class KernelTask:

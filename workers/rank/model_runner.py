@@ -124,7 +124,7 @@ class ModelRunner:
             _check_deterministic(device, dtype, groups)
         self._grammars = grammars
         self._queue = compute.queue
-        if self._queue is None and device.type == "cuda" and groups.pp == 1:
+        if self._queue is None and device.type != "cpu" and groups.pp == 1:
             self._queue = make_queue(device)
         progress("loading weights")
         self._report_phase = progress

@@ -110,9 +110,10 @@ def split_experts(
     upload: Callable[[Tensor], Tensor] | None = None,
 ) -> SplitExperts:
     """Return experts with `weights` in host memory, of which `device` computes all but `num_in_host`: at
-    first those of the lowest numbers. `upload` copies a tensor to the device; None: torch does."""
-    assert all(it[0].device.type == "cpu" for it in (weights.ups, weights.downs))
-    host = make_experts(weights)
+    first those of the lowest numbers. `upload` copies a tensor to the device; None: torch does. Weights on
+    the device "meta" have no values, and the CPU computes nothing with them."""
+    assert all(it[0].device.type in ("cpu", "meta") for it in (weights.ups, weights.downs))
+    host = TorchExperts(weights) if weights.ups[0].is_meta else make_experts(weights)
     assert isinstance(host, ReadableExperts)
     num_places = host.num_experts - num_in_host
     assert 0 <= num_places <= host.num_experts, num_in_host

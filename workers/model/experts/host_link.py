@@ -58,6 +58,18 @@ class CudaLink(HostLink):
         return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
+class MetaLink(HostLink):
+    """The device "meta", whose tensors have no values: what arrives is -1, the number of no expert."""
+
+    def begin_out(self, tensors: Sequence[Tensor]) -> Arrival:
+        return lambda: [torch.tensor(-1, dtype=it.dtype).expand(it.shape) for it in tensors]
+
+    def pinned(self, host: Tensor) -> Tensor:
+        return host
+
+
 def host_link(device: torch.device) -> HostLink:
     """Return the link of a device."""
+    if device.type == "meta":
+        return MetaLink(device)
     return CudaLink(device) if device.type == "cuda" else SameMemory(device)

@@ -99,6 +99,10 @@ class MixtureWeightReader:
         self._tp_rank, self._tp, self._ep = tp_rank, tp, ep
         self._copies = CopyPlace(tp_rank // (tp // ep), ep, num_copies) if num_copies else None
 
+    def omit_values(self) -> None:
+        """Read the experts that the CPU computes like all other tensors, whose values are omitted."""
+        self._expert_files = self._files
+
     def layer(self, prefix: str) -> MixtureWeights:
         """Read the experts of the layer whose tensors begin with `prefix`."""
         shape, traits = self._config.mixture, self._config.traits.experts
