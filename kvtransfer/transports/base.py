@@ -48,6 +48,9 @@ from kvtransfer.transports.stream_sockets import (
 _NUM_ROUND_TRIPS = 8
 _NUM_RATE_PASSES = 2
 _MEASURE_PATIENCE = 10
+# A measurement by large writes takes this long, or moves so much.
+_MEASURED_S = 0.005
+_MOST_MEASURED_BYTES = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -308,6 +311,18 @@ class Channel(ABC):
         seconds = min(self._timed(clock, SCRATCH_BYTES, stopped) for _ in range(_NUM_RATE_PASSES))
         return Measured(SCRATCH_BYTES / max(seconds, 1e-9) / 1e9, latency_s * 1e6)
 
+    def _measure_large(self, clock: Clock, num_bytes: int) -> Measured:
+        """Do what `measure` does, but take the rate from writes that begin with `num_bytes` and double until
+        one takes a few milliseconds: between devices the time of a small one is that of its messages. The
+        round trip of the answer is taken off."""
+        latency_us = Channel.measure(self, clock).latency_us
+        round_trip_s = 2 * latency_us / 1e6
+        while (seconds := self._large_s(clock, num_bytes)) < _MEASURED_S:
+            if num_bytes >= _MOST_MEASURED_BYTES:
+                break
+            num_bytes *= 2
+        return Measured(num_bytes / max(seconds - round_trip_s, seconds / 4, 1e-9) / 1e9, latency_us)
+
     def check(self) -> None:
         """Raise `PeerGoneError` when the connection is lost."""
         if self.lost:
@@ -340,7 +355,8 @@ class Channel(ABC):
 
     @abstractmethod
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
-        """Write `num_bytes` (at most `SCRATCH_BYTES`) of anything into the target's scratch memory."""
+        """Write `num_bytes` of anything into the target's scratch memory, over and over where it is smaller.
+        They are `SCRATCH_BYTES`, and more only where the transport's `measure` is `_measure_large`."""
 
     # ------------------------------------------------------------------------------------------ shared
 
@@ -371,6 +387,11 @@ class Channel(ABC):
             self._write_scratch(num_bytes, stopped)
         self._sync(stopped)
         return clock.now() - started
+
+    def _large_s(self, clock: Clock, num_bytes: int) -> float:
+        """Return how long it takes to write so much scratch memory and to have that confirmed."""
+        stopped = patient()
+        return min(self._timed(clock, num_bytes, stopped) for _ in range(_NUM_RATE_PASSES))
 
     def _end(self, reason: str) -> None:
         if self._lose(reason):

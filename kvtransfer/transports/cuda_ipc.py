@@ -47,7 +47,7 @@ from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transfer_orders import BlockMove, Lane
-from kvtransfer.transports.base import Measured, TargetRank, WriterRank, patient
+from kvtransfer.transports.base import Measured, TargetRank, WriterRank
 from kvtransfer.transports.cuda_driver import CudaDriver, cuda_driver
 from kvtransfer.transports.onesided import (
     REQUEST_CODEC,
@@ -72,9 +72,6 @@ _CLOSING_POLL_MS = 200
 # under way where it is less, so that the device does not wait for the next.
 _BATCH_BYTES = 1 << 30
 _MOST_BATCHES = 2
-# A measurement of the path takes this long, or moves so much.
-_MEASURED_S = 0.005
-_MOST_MEASURED_BYTES = 1 << 30
 # A part of the scratch memory, as a block.
 _SCRATCH = BlockLayout(Shard(0, 1, 0, 1), head_dim=SCRATCH_BYTES // 2, block_tokens=1, item_bytes=1)
 
@@ -190,16 +187,9 @@ class CudaIpcChannel(OneSidedChannel):
         shape = self._mapped.scratch.num_blocks, SCRATCH_BYTES
         self._scratch = DevicePool(_SCRATCH, self._source.tensor.new_empty(shape))
         try:
-            latency_us = super().measure(clock).latency_us
-            round_trip_s = 2 * latency_us / 1e6
-            num_bytes = self._mapped.scratch.num_blocks * SCRATCH_BYTES
-            while (seconds := self._write_s(clock, num_bytes)) < _MEASURED_S:
-                if num_bytes >= _MOST_MEASURED_BYTES:
-                    break
-                num_bytes *= 2
+            return self._measure_large(clock, self._mapped.scratch.num_blocks * SCRATCH_BYTES)
         finally:
             self._scratch = None
-        return Measured(num_bytes / max(seconds - round_trip_s, seconds / 4, 1e-9) / 1e9, latency_us)
 
     def close(self) -> None:
         """Unmap the memory, report that, and close the connection. Without the report the target waits for
@@ -240,11 +230,6 @@ class CudaIpcChannel(OneSidedChannel):
         flipped[0, offset] ^= 1
         flipped[0, offset].item()  # it is there when this returns
         DevicePool(layout, flipped).copy_to([0], self._piece, self._mapped.pool, [move.dst_block]).result()
-
-    def _write_s(self, clock: Clock, num_bytes: int) -> float:
-        """Return how long it takes to write so much scratch memory and to have that confirmed."""
-        stopped = patient()
-        return min(self._timed(clock, num_bytes, stopped) for _ in range(2))
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
         """Write whole parts of it, again and again: the time of less would be that of the call."""

@@ -47,9 +47,12 @@ class NcclPair(PairGroup):
     def wait(self, work: PairWork) -> None:
         """Wait for the work. A failure that NCCL sees first counts as done here: the bytes then have wrong
         sums, and the end of the peer's control connection follows."""
-        while not work.is_completed():
-            if self._aborted.wait(_POLL_S):
-                self._check()
+        try:
+            while not work.is_completed() and not self._aborted.wait(_POLL_S):
+                pass
+        except RuntimeError as error:  # of the device
+            raise self._gone(error) from error
+        self._check()  # NCCL completes what it aborts
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         self._stream.wait_event(event)

@@ -16,16 +16,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from kvtransfer.blocks.copy_stream import Mark
 from kvtransfer.blocks.device_pool import PendingSums, StagingArea
 from kvtransfer.blocks.host_memory import SCRATCH_BYTES
+from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.transfer_memory import DEVICE_SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
+from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
+from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.transfer_orders import BlockMove, Lane
-from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
+from kvtransfer.transports.base import Channel, Listener, Measured, TargetRank, WriterRank
 from kvtransfer.transports.pair_group import TARGET, WRITER, PairGroup, PairWork, form_pair, open_store
 from kvtransfer.transports.stream_sockets import (
     ACK_CODEC,
@@ -44,6 +49,8 @@ _NUM_STAGED = 2
 _NUM_PACKED = 3
 _END_TIMEOUT_S = 10.0
 _NO_LANDING = b""
+# Pairs that did not end, with the memory that their messages may still reach.
+_left_behind: list[tuple[PairGroup, Sequence[StagingArea]]] = []
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +94,12 @@ class PairListener(Listener):
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         tune(sock)
+        staged = _stage(self._target.group_to_pool[hello.group], hello.piece, _NUM_STAGED)
         store, address = open_store(self._target.settings.data_host)
         self._send_welcome(sock, hello)
         send_frame(sock, OFFER_CODEC.encode(PairOffer(address)))
         group = form_pair(self._kind, store, TARGET, self._target.device, sock.getsockname()[0])
-        _Receiver(self._target, sock, hello, group).run()
+        _Receiver(self._target, sock, hello, group, staged).run()
 
 
 class _Receiving(NamedTuple):
@@ -107,7 +115,12 @@ class _Receiver:
     next announcement before it unpacks the one before."""
 
     def __init__(
-        self, target: TargetRank, sock: socket.socket, hello: ChannelHello, group: PairGroup
+        self,
+        target: TargetRank,
+        sock: socket.socket,
+        hello: ChannelHello,
+        group: PairGroup,
+        staged: Sequence[StagingArea],
     ) -> None:
         self._gate = target.gate
         self._sock = sock
@@ -115,10 +128,8 @@ class _Receiver:
         self._group = group
         self._piece = hello.piece
         self._layer_group = hello.group
-        pool = target.group_to_pool[hello.group]
-        self._piece_bytes = pool.piece_bytes(hello.piece)
-        num_bytes = staging_bytes(self._piece_bytes, pool.device)
-        self._staged = [StagingArea(pool, num_bytes) for _ in range(_NUM_STAGED)]
+        self._piece_bytes = target.group_to_pool[hello.group].piece_bytes(hello.piece)
+        self._staged = staged
         self._num_started = 0
         self._num_done = 0
         self._refused: list[bytes] = []
@@ -136,7 +147,7 @@ class _Receiver:
                 raise WireError(self._failure) from None
         finally:
             self._requests.put(None)
-            _end(self._group, self._thread)
+            _end(self._group, self._thread, self._staged)
 
     def _work(self) -> None:
         try:
@@ -224,6 +235,7 @@ class PairChannel(Channel):
         connection: Connection,
         num_blocks: int,
         group: PairGroup,
+        staged: Sequence[StagingArea],
         on_lost: Callable[[str], None],
     ) -> None:
         on_host = rank.pool.device == "cpu"
@@ -233,17 +245,22 @@ class PairChannel(Channel):
         self._connection = connection
         self._group = group
         self._changed = threading.Condition()
-        self._message_bytes = staging_bytes(self.piece_bytes, rank.pool.device)
-        self._free = [StagingArea(rank.pool, self._message_bytes) for _ in range(_NUM_PACKED)]
+        self._staged = staged
+        self._message_bytes = len(staged[0].data)
+        self._free = list(staged)
         self._num_unsent = 0
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name=f"{self.transport}-send", daemon=True)
         self._sender.start()
 
+    def measure(self, clock: Clock) -> Measured:
+        """Time empty round trips, and messages of full size, several where one takes too little time."""
+        return self._measure_large(clock, self._message_bytes)
+
     def close(self) -> None:
         self.interrupt()
         self._sends.put(None)
-        _end(self._group, self._sender)
+        _end(self._group, self._sender, self._staged)
         super().close()
 
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
@@ -287,9 +304,11 @@ class PairChannel(Channel):
         send_frame(connection.sock, REQUEST_CODEC.encode(Barrier()))
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
-        staging = self._take(stopped)
-        self._announce(_NO_LANDING, (), num_bytes)
-        self._submit(_Send(staging, 0, num_bytes, is_last=True))
+        for start in range(0, num_bytes, self._message_bytes):
+            staging = self._take(stopped)
+            count = min(self._message_bytes, num_bytes - start)
+            self._announce(_NO_LANDING, (), count)
+            self._submit(_Send(staging, 0, count, is_last=True))
 
     def _take(self, stopped: Stopped) -> StagingArea:
         """Return a staging area that nothing uses."""
@@ -369,21 +388,32 @@ def connect_pair(
     """Open a channel; the text of `TransferError` gives the reason of a failure."""
     if not kind.is_possible(rank.pool.device):
         raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
+    staged = _stage(rank.pool, lane.piece, _NUM_PACKED)
     with opening(kind.backend, address) as undo:
         hello = rank.hello(lane, connection_id)
         sock, welcome = greet(undo, open_socket(address), rank.trust, hello)
         store = OFFER_CODEC.decode(receive_frame(sock)).store
         group = form_pair(kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
         connection = Connection(sock, kind.backend)
-        channel = PairChannel(rank, lane, connection, welcome.num_blocks, group, on_lost)
+        channel = PairChannel(rank, lane, connection, welcome.num_blocks, group, staged, on_lost)
     channel.start()
     return channel
 
 
-def _end(group: PairGroup, thread: threading.Thread) -> None:
+def _stage(pool: KvPool, piece: Shard, count: int) -> list[StagingArea]:
+    """Return so many staging areas, before the pair forms. `PathError` when there is no memory for them."""
+    num_bytes = staging_bytes(pool.piece_bytes(piece), pool.device)
+    try:
+        return [StagingArea(pool, num_bytes) for _ in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise PathError(f"no memory for {count} messages of {num_bytes} bytes on {pool.device}") from error
+
+
+def _end(group: PairGroup, thread: threading.Thread, staged: Sequence[StagingArea]) -> None:
     """Abort, wait for the thread that this sets free, and release the pair. If something hangs all the same,
-    the pair is left behind: nothing that it holds is used again."""
+    the pair is left behind: nothing that it holds is used again, nor is its staging memory."""
     group.abort()
     thread.join(_END_TIMEOUT_S)
     if thread.is_alive() or not group.close(_END_TIMEOUT_S):
+        _left_behind.append((group, staged))
         _log.warning("%s did not end within %.0f s of its abort", thread.name, _END_TIMEOUT_S)

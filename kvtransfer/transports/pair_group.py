@@ -69,18 +69,22 @@ class PairGroup(ABC):
 
     def start_send(self, data: torch.Tensor, packed: torch.cuda.Event | None = None) -> PairWork:
         """Queue a message (uint8 [num_bytes] on the device), behind the event if there is one; `data` is in
-        use until `wait` returns."""
+        use until `wait` returns. `PeerGoneError` when it cannot be queued."""
         if packed is not None:
-            self._wait_for(packed)
+            try:
+                self._wait_for(packed)
+            except RuntimeError as error:
+                raise self._gone(error) from error
         return self._start(data, is_send=True)
 
     def start_receive(self, data: torch.Tensor) -> PairWork:
-        """Queue the receipt of a message of exactly the size of `data`."""
+        """Queue the receipt of a message of exactly the size of `data`. `PeerGoneError` when it cannot be
+        queued."""
         return self._start(data, is_send=False)
 
     @abstractmethod
     def wait(self, work: PairWork) -> None:
-        """Return when it is done; `PeerGoneError` when the peer failed or this side aborted."""
+        """Return when it is done; `PeerGoneError` when the peer or the device failed or this side aborted."""
 
     def abort(self) -> None:
         """End all waiting here, now and later; does not wait. Bytes may still arrive in the memory of a

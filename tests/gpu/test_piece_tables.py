@@ -31,7 +31,7 @@ from kvtransfer.messages import RankEndpoints, Shard
 from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.transfer_orders import BlockMove, Lane, OpenLanding
-from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports import base
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.cuda_driver import cuda_driver
 from kvtransfer.transports.cuda_ipc import CudaIpcListener, connect_over
@@ -294,7 +294,7 @@ def test_a_path_is_measured_by_launches_of_many_pieces(
         return SimpleNamespace(result=lambda: [])
 
     monkeypatch.setattr(DevicePool, "copy_to", counted)
-    monkeypatch.setattr(cuda_ipc, "_MEASURED_S", 1e9)
+    monkeypatch.setattr(base, "_MEASURED_S", 1e9)
     measured = target.channel.measure(SystemClock())
     sizes = [DEVICE_SCRATCH_BYTES << power for power in range(6)]
     assert sizes[-1] == 1 << 30
