@@ -35,6 +35,7 @@ from benchmarks.device_time import DeviceTime
 from benchmarks.gpu_kernels import kernels, mixed, needs_cuda, products, start
 from benchmarks.gpu_quantized import EXPERT_BATCHES, engine_fp8, engine_int4, quantized, quantized_experts
 from benchmarks.gpu_served import MODEL_TO_SERVED, ServedSizes, served
+from benchmarks.nccl_pair_rate import nccl_pair
 from benchmarks.push_rate import copy_rate_across, make_pool, push_rate
 from benchmarks.random_checkpoint import LLAMA_8B, QWEN3_5_9B, QWEN3_30B_QUARTER, write_config
 from benchmarks.random_quantized import QuantizedForm, draw_quantized
@@ -524,7 +525,7 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 _IN_ORDER = (
     decode, prefill, experts, hybrid, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling,
-    cuda_ipc, hand_over, rank_sums, offload, deterministic, kernels, mixed, products, start, served,
+    cuda_ipc, hand_over, rank_sums, nccl_pair, offload, deterministic, kernels, mixed, products, start, served,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 

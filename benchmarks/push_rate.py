@@ -1,5 +1,5 @@
-"""The rate at which one process pushes KV blocks into the pool of another, on the same device or on two
-cards, and the rate of a plain copy between these."""
+"""The rate at which one process pushes KV blocks into the pool of another, on one device or on two, and the
+rate of a plain copy between two cards."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ def push_rate(
     *,
     is_busy: bool = False,
     is_across: bool = False,
+    transport: str | None = None,
+    writer_device: torch.device | None = None,
 ) -> float:
     """Return the bytes a second at which another process writes blocks into a pool of this one, all of them
     at once. With `is_busy`, a thread of the writer computes at the same time, as a rank does, and each push
-    begins a landing. With `is_across` the writer has the next card, which it alone sees, as under Ray."""
-    transport = "cuda_ipc" if device.type == "cuda" else "shm"
+    begins a landing. The transport is that of pools on one device, and the writer's device this one, unless
+    they are given. With `is_across` the writer has the next card, which it alone sees, as under Ray."""
+    transport = transport or ("cuda_ipc" if device.type == "cuda" else "shm")
     trust = draw_trust()
     gate = Gate(lambda _: None)
     pool = make_pool(device, layout, num_blocks)
@@ -67,8 +70,8 @@ def push_rate(
     receiver, sender = context.Pipe(duplex=False)
     address = listener.endpoint.address
     environment = own_card((device.index or 0) + 1) if is_across else {}
-    writer_device = "cuda:0" if is_across else str(device)
-    order = PushRate(writer_device, layout, num_blocks, transport, address, trust, landing_ids, is_busy)
+    writes_from = "cuda:0" if is_across else str(writer_device or device)
+    order = PushRate(writes_from, layout, num_blocks, transport, address, trust, landing_ids, is_busy)
     with contextlib.closing(listener):
         writer = context.Process(target=_report_rate, args=(order, sender))
         with mock.patch.dict(os.environ, environment):  # which the process inherits

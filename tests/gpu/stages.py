@@ -41,7 +41,7 @@ FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts",
 ALL_FIGURES = (
     "served", "decode", "prefill", "kernels", "deterministic", "cuda_ipc", "hand_over", "start", "mixed",
     "products", "idle", "hybrid", "experts", "engine_int4", "engine_fp8", "quantized", "quantized_experts",
-    "sampling", "offload", "rank_sums",
+    "sampling", "offload", "rank_sums", "nccl_pair",
 )  # fmt: skip
 NUM_AT_ONCE = 8
 TOTAL_S = 480.0
