@@ -525,7 +525,8 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 _IN_ORDER = (
     decode, prefill, experts, hybrid, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling,
-    cuda_ipc, hand_over, rank_sums, nccl_pair, offload, deterministic, kernels, mixed, products, start, served,
+    cuda_ipc, hand_over, rank_sums, nccl_pair, offload, deterministic, kernels, mixed, products, start,
+    served,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 

@@ -398,6 +398,10 @@ class StagingArea:
             self.data = torch.frombuffer(pool.allocate_staging(num_bytes), dtype=torch.uint8)
         else:
             self.data = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
+            # What is queued may still use this memory, which it has freed for its own stream; copies run in
+            # other streams.
+            if self.data.is_cuda:
+                torch.cuda.current_stream(self.data.device).synchronize()
 
     def gather(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         """Pack the blocks' pieces one after another; returns their checksums."""

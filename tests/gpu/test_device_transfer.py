@@ -31,6 +31,7 @@ from trust_files import FILES
 
 from benchmarks.rank_cards import own_card
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.device_pool import DevicePool, StagingArea
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.transports.nccl import make_group
@@ -148,6 +149,20 @@ def test_a_stopped_writer_is_not_gone(processes: RankProcesses) -> None:
         assert not reports.gone
         writer.signal(signal.SIGKILL)
         eventually(lambda: target.reports().gone, "the proof of its death")
+
+
+def test_what_is_queued_no_longer_uses_new_memory_for_pieces() -> None:
+    """A step has freed it for its own stream alone."""
+    pool = DevicePool(LAYOUT, torch.zeros(NUM_BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8, device="cuda:0"))
+    freed = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
+    torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
+    freed.fill_(1)
+    del freed
+    area = StagingArea(pool, 1 << 20)
+    with torch.cuda.stream(torch.cuda.Stream(area.data.device)):  # type: ignore[no-untyped-call]
+        area.data.fill_(2)
+    torch.cuda.synchronize()
+    assert int(area.data.min()) == 2
 
 
 def test_nccl_sends_to_itself_on_one_device() -> None:
