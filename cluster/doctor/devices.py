@@ -14,7 +14,7 @@ from cluster.doctor.checks import CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import Machine, read, whole_number
 
 _DEVICES = "devices"
-# The GPU that everything has run on.
+# The GPU that a whole cluster has run on.
 _VALIDATED_GPU = "NVIDIA H100"
 
 _GPU_CLASSES = ("0x0300", "0x0302")
@@ -146,7 +146,7 @@ def cuda_validation(context: CheckContext) -> Iterator[CheckResult]:
         unrun.append("several ranks a replica")
     if unrun:
         yield note(
-            f"not yet validated on GPUs: {', '.join(unrun)} (one {_VALIDATED_GPU} was at hand)",
+            f"not yet validated on GPUs: {', '.join(unrun)} (a cluster has run on one {_VALIDATED_GPU})",
             "kernels, graphs, offloading and `cuda_ipc` have run on one GPU",
             "run tests/gpu/run on one of the GPUs first",
         )

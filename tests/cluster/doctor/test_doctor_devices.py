@@ -103,7 +103,10 @@ def test_what_has_not_been_validated_on_gpus_is_said(tmp_path: Path) -> None:
     h200 = FakeMachine(tmp_path / "a", commands={names: "NVIDIA H200\nNVIDIA H200\n"}).view()
     h100 = FakeMachine(tmp_path / "b", commands={names: "NVIDIA H100 80GB HBM3\n"}).view()
     config = config_of(pools=ON_GPUS)
-    assert "NVIDIA H200 (one NVIDIA H100" in only(devices.cuda_validation, context_of(h200, config)).seen
+    assert (
+        "NVIDIA H200 (a cluster has run on one NVIDIA H100)"
+        in only(devices.cuda_validation, context_of(h200, config)).seen
+    )
     assert not said(devices.cuda_validation, context_of(h100, config))
     wide = config_of(pools=[ON_GPUS[0] | {"tp": 2}])
     assert "several ranks a replica" in only(devices.cuda_validation, context_of(h100, wide)).seen
