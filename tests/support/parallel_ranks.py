@@ -1,20 +1,24 @@
 """The ranks of a replica in processes of their own, without engine core or runner: model, groups, greedy
 choice.
 
-`python parallel_ranks.py RANK STORE_ADDRESS` runs the cases it reads from standard input, one JSON line each.
+The processes are forks of one that has imported this module: a start costs no import of torch.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import functools
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from child_processes import killed_on_error
 from hybrid_attention import attention_over, with_state_tables
 from patience import WAIT_S
 from safetensors.torch import save_file
@@ -192,28 +196,21 @@ class RankProcesses:
 
     def __init__(self, count: int) -> None:
         self._store, address = open_store(HOST)
-        command = [sys.executable, __file__]
-        self._processes: list[subprocess.Popen[str]] = []
-        with killed_on_error(self._processes):
+        self._ranks: list[_Rank] = []
+        with _killed_on_error(self._ranks):
             for rank in range(count):
-                self._processes.append(
-                    subprocess.Popen(
-                        [*command, str(rank), address],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                )
+                ours, theirs = _forks().Pipe()
+                process = _forks().Process(target=_serve, args=(rank, address, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append(_Rank(process, ours))
 
     def run(self, case: ParallelCase) -> None:
         """Run the case; return when all of its ranks are done; their errors are on standard error."""
-        ranks = self._processes[: case.num_ranks]
-        for process in ranks:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(case).decode() + "\n")
-            process.stdin.flush()
-        answers = [process.stdout.readline() for process in ranks if process.stdout is not None]
-        assert answers == [f"{case.name}\n"] * case.num_ranks
+        ranks = self._ranks[: case.num_ranks]
+        for rank in ranks:
+            rank.connection.send_bytes(msgspec.json.encode(case))
+        assert [rank.connection.recv() for rank in ranks] == [case.name] * case.num_ranks
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -221,30 +218,50 @@ class RankProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with killed_on_error(self._processes):
-            for process in self._processes:
-                assert process.stdin is not None
-                process.stdin.close()  # upon which it ends
-            for process in self._processes:
-                process.wait(WAIT_S)
-                assert process.stdout is not None
-                process.stdout.close()
+        with _killed_on_error(self._ranks):
+            for rank in self._ranks:
+                rank.connection.close()  # upon which it ends
+            for rank in self._ranks:
+                rank.process.join(WAIT_S)
+                assert kind is not None or rank.process.exitcode == 0
 
 
-def _serve(rank: int, address: str) -> None:
+class _Rank(NamedTuple):
+    process: ForkServerProcess
+    connection: Connection
+
+
+@functools.cache
+def _forks() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@contextlib.contextmanager
+def _killed_on_error(ranks: list[_Rank]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for rank in ranks:
+            rank.process.kill()
+        raise
+
+
+def _serve(rank: int, address: str, connection: Connection) -> None:
+    """Run the cases that come, until the connection ends."""
     torch.set_num_threads(1)
     store = find_store(address)
     groups: RankGroups | None = None
-    for line in sys.stdin:
+    while True:
+        try:
+            order = connection.recv_bytes()
+        except EOFError:
+            return
         if groups is not None:
             groups.close()  # all ranks are done with the last case, else the next would not have come
-        case = msgspec.json.decode(line, type=ParallelCase)
+        case = msgspec.json.decode(order, type=ParallelCase)
         groups = form(case, PrefixStore(case.name, store), rank)
         results = run_case(case, groups)
         save_file(results, str(Path(case.output_dir) / f"{rank}.safetensors"))
-        sys.stdout.write(case.name + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+        connection.send(case.name)
