@@ -52,7 +52,7 @@ from workers.model.sizes import ModelWork
 from workers.model.tensor_files import TensorFiles, WeightSlice
 from workers.rank.device_accounts import CudaAccounts
 from workers.rank.model_runner import ModelRunner
-from workers.rank.probe import MeasureSizes, best_s, measure_limits
+from workers.rank.probe import MeasureSizes, best_s, measure_limits, synchronize
 from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, RankCapacity
 
 CLOCK = SystemClock()
@@ -60,6 +60,11 @@ BLOCK_TOKENS = 64
 PART_TIMEOUT_S = 240
 # Three clusters start.
 SERVED_TIMEOUT_S = 400
+
+
+# The batches with long contexts, and the tokens of a chunk behind one.
+_LONG_BATCHES = (1, 8)
+_SHORT_CHUNK_TOKENS = 64
 
 
 class Limits(NamedTuple):
@@ -79,6 +84,8 @@ class Sizes(NamedTuple):
     copied_bytes: int
     gemm: int
     prefill_tokens: int
+    # Of the part about long contexts.
+    long_context: int
     num_steps: int
     num_pushed_blocks: int
     served: ServedSizes
@@ -94,8 +101,10 @@ _TINY_STATES = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 MODEL_TO_SIZES = {
-    "8b": Sizes(LLAMA_8B, QWEN3_30B_QUARTER, QWEN3_5_9B, 2 << 30, 8192, 4096, 64, 128, MODEL_TO_SERVED["8b"]),
-    "tiny": Sizes({}, _TINY_EXPERTS, _TINY_STATES, 8 << 20, 128, 96, 8, 16, MODEL_TO_SERVED["tiny"]),
+    "8b": Sizes(
+        LLAMA_8B, QWEN3_30B_QUARTER, QWEN3_5_9B, 2 << 30, 8192, 4096, 30_000, 64, 128, MODEL_TO_SERVED["8b"]
+    ),
+    "tiny": Sizes({}, _TINY_EXPERTS, _TINY_STATES, 8 << 20, 128, 96, 1000, 8, 16, MODEL_TO_SERVED["tiny"]),
 }
 
 
@@ -279,6 +288,10 @@ class Bench:
         sizes = self.sizes._replace(shape=self.sizes.experts, family="qwen3_moe")
         return Bench(self.device, sizes, self.limits, EXPERT_BATCHES, self.context)
 
+    def with_long_context(self) -> Bench:
+        """Return a bench of few sequences with long contexts."""
+        return Bench(self.device, self.sizes, self.limits, _LONG_BATCHES, self.sizes.long_context)
+
     def with_states(self) -> Bench:
         """Return a bench of the model most of whose layers keep a state."""
         sizes = self.sizes._replace(shape=self.sizes.states, family="qwen3_5_text")
@@ -393,6 +406,21 @@ def _prefill_line(bench: Bench, target: float) -> Line:
     return _time_line(figure, prompt_s * 1e3, limit_s * 1e3, target)
 
 
+def long_context(bench: Bench) -> Iterator[Line]:
+    """Decode steps, and a short chunk, behind 30,000 tokens: the time to copy their bytes, over their own."""
+    long = bench.with_long_context()
+    yield from _decode_lines(long, 0.88)
+    long.driver.chunk_s(long.context, _SHORT_CHUNK_TOKENS, 2)
+    num_steps = long.sizes.num_steps
+    step_s = (
+        min(long.driver.chunk_s(long.context, _SHORT_CHUNK_TOKENS, num_steps) for _ in range(3)) / num_steps
+    )
+    work = long.work.of([(long.context, _SHORT_CHUNK_TOKENS)], 1)
+    limit_s = max(work.read_bytes / bench.limits.byte_s, work.flops / bench.limits.flop_s)
+    figure = f"step_ms of {_SHORT_CHUNK_TOKENS} tokens behind {long.context}"
+    yield _time_line(figure, step_s * 1e3, limit_s * 1e3, 0.6)
+
+
 def idle(bench: Bench) -> Iterator[Line]:
     """The share of a decode step in which the device does nothing: at most 5 %."""
     needs_cuda(bench)
@@ -411,6 +439,15 @@ def idle(bench: Bench) -> Iterator[Line]:
             "ratio": device_s / step_s,
             "target": 0.95,
         }
+
+
+def host(bench: Bench) -> Iterator[Line]:
+    """What a decode step costs the process of its rank while the device computes: at most 0.5 ms."""
+    needs_cuda(bench)
+    for batch in bench.batches:
+        wait = partial(synchronize, bench.device)
+        host_ms = 1e3 * bench.driver.host_s(batch, bench.context, bench.sizes.num_steps, wait)
+        yield _time_line(f"host_ms of a rank's step at batch {batch}", host_ms, 0.5, 1.0)
 
 
 def sampling(bench: Bench) -> Iterator[Line]:
@@ -524,9 +561,9 @@ def offload(bench: Bench) -> Iterator[Line]:
 
 
 _IN_ORDER = (
-    decode, prefill, experts, hybrid, quantized, quantized_experts, engine_fp8, engine_int4, idle, sampling,
-    cuda_ipc, hand_over, rank_sums, nccl_pair, offload, deterministic, kernels, mixed, products, start,
-    served,
+    decode, prefill, long_context, experts, hybrid, quantized, quantized_experts, engine_fp8, engine_int4,
+    idle, host, sampling, cuda_ipc, hand_over, rank_sums, nccl_pair, offload, deterministic, kernels, mixed,
+    products, start, served,
 )  # fmt: skip
 PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {part.__name__: part for part in _IN_ORDER}
 

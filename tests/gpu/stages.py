@@ -40,8 +40,8 @@ FIGURES = ("cuda_ipc", "hand_over", "rank_sums", "decode", "prefill", "experts",
 # All parts, those first that say the most of a whole cluster and of a decode step.
 ALL_FIGURES = (
     "served", "decode", "prefill", "kernels", "deterministic", "cuda_ipc", "hand_over", "start", "mixed",
-    "products", "idle", "hybrid", "experts", "engine_int4", "engine_fp8", "quantized", "quantized_experts",
-    "sampling", "offload", "rank_sums", "nccl_pair",
+    "products", "idle", "host", "long_context", "hybrid", "experts", "engine_int4", "engine_fp8",
+    "quantized", "quantized_experts", "sampling", "offload", "rank_sums", "nccl_pair",
 )  # fmt: skip
 NUM_AT_ONCE = 8
 TOTAL_S = 480.0
@@ -225,6 +225,9 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
     what.add_argument("--figures", help="parts of benchmarks.gpu (served,start, or all) instead of the tests")
+    parser.add_argument(
+        "--minutes", type=float, default=TOTAL_S / 60, help="what no longer fits is not run; default: 8"
+    )
     parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
     args = parser.parse_args()
     if args.packages and not args.packages.is_file():
@@ -240,12 +243,12 @@ def main() -> int:
         print(f"{sys.executable} finds no CUDA device (or no torch and triton): nothing was run")
         return 2
     print(found or "no CUDA device: kernels are interpreted", flush=True)
-    stages = Stages(out, env)
+    stages = Stages(out, env, 60 * args.minutes)
     if args.only:
         stages.run_files(parts(args.only.split(",")), NUM_AT_ONCE)
     elif args.figures:
         for part in ALL_FIGURES if args.figures == "all" else args.figures.split(","):
-            stages.run_figures(part, TOTAL_S)
+            stages.run_figures(part, stages.left_s)
     else:
         has_ray = packages is not None and (packages / "ray").is_dir()
         run_all(stages, has_ray=has_ray or importlib.util.find_spec("ray") is not None)

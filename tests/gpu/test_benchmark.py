@@ -44,19 +44,23 @@ def test_the_parts_are_listed() -> None:
 
 def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device) -> None:
     tiny = ("--device", str(device), "--model", "tiny", "--batches", "2", "--context", "64")
-    found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", "hybrid", *tiny)
+    found = lines("decode", "idle", "cuda_ipc", "hand_over", "experts", "long_context", "hybrid", *tiny)
     pushes = ["cuda_ipc"] * (2 if torch.cuda.device_count() > 1 else 1)
-    parts = ["decode", "idle", *pushes, "hand_over", "experts", "experts", "hybrid", "hybrid"]
+    models = [*["experts"] * 2, *["long_context"] * 3, *["hybrid"] * 2]
+    parts = ["decode", "idle", *pushes, "hand_over", *models]
     kernels, found = found[3 + len(parts) :], found[: 3 + len(parts)]
     assert [line["part"] for line in found] == ["limits"] * 3 + parts
     for line in found[1:3]:
         assert line["value"] > 0
     decode, idle, push, *others = found[3:]
-    across, (landing, *models) = others[: len(pushes) - 1], others[len(pushes) - 1 :]
-    for line in (decode, landing, *models):
+    across, (landing, *of_models) = others[: len(pushes) - 1], others[len(pushes) - 1 :]
+    for line in (decode, landing, *of_models):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
-    assert [line["figure"] for line in models] == [
-        *(f"decode_ms at batch {batch}, context 64" for batch in (*EXPERT_BATCHES, 2)),
+    assert [line["figure"] for line in of_models] == [
+        *(f"decode_ms at batch {batch}, context 64" for batch in EXPERT_BATCHES),
+        *(f"decode_ms at batch {batch}, context 1000" for batch in (1, 8)),
+        "step_ms of 64 tokens behind 1000",
+        "decode_ms at batch 2, context 64",
         "prefill_ms of 96 tokens",
     ]
     assert any(line["figure"] == "states_us of a step at batch 2" for line in kernels) == (

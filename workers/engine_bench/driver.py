@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,39 @@ class EngineDriver:
         decodes = np.arange(num_decodes, dtype="<u4").tobytes()
         plan = StepPlan(0, entries=(chunk,), decodes=decodes)
         return self._steps_s(tokens, max(context_tokens, chunk_tokens), plan, num_steps)
+
+    def chunk_s(self, num_before: int, num_tokens: int, num_steps: int) -> float:
+        """Return the seconds of `num_steps` steps, each of which computes the same chunk of one sequence
+        behind `num_before` tokens and samples; their KV is as in `decode_s`."""
+        tokens = self.draw(num_tokens)
+        entry = BatchEntry(0, num_before, num_tokens, tokens, (0,))
+        with self.started([tokens[-4:]], num_before + num_tokens + 1):
+            self._run(entries=(entry,))
+            started_at = self._clock.now()
+            for _ in range(num_steps):
+                self._run(entries=(entry,))
+            return self._clock.now() - started_at
+
+    def host_s(self, batch: int, context_tokens: int, num_steps: int, wait: Callable[[], object]) -> float:
+        """Return the seconds of such a step in which the rank's process works and the device need not have
+        done anything: the least of `num_steps`. `wait` returns when the device has done all that is queued.
+        """
+        tokens = [self.draw(1) for _ in range(batch)]
+        plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
+        first = context_tokens - 1
+        entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
+        least_s = float("inf")
+        with self.started(tokens, context_tokens + num_steps + 1):
+            self._run(entries=tuple(entries))
+            for _ in range(num_steps):
+                began_at = self._clock.now()
+                ticket = self.runner.steps.launch(plan)
+                launched_at = self._clock.now()
+                wait()
+                waited_at = self._clock.now()
+                self.runner.steps.collect(ticket)
+                least_s = min(least_s, launched_at - began_at + self._clock.now() - waited_at)
+        return least_s
 
     def _steps_s(self, tokens: Sequence[bytes], context_tokens: int, plan: StepPlan, num_steps: int) -> float:
         """Return the seconds of `num_steps` of a plan, whose slots decode first, each after one token."""
