@@ -58,8 +58,8 @@ from workers.rank.runner_settings import CheckpointFolder, ComputeSettings, Rank
 CLOCK = SystemClock()
 BLOCK_TOKENS = 64
 PART_TIMEOUT_S = 240
-# Three clusters start.
-SERVED_TIMEOUT_S = 400
+# Five clusters start.
+SERVED_TIMEOUT_S = 560
 
 
 # The batches with long contexts, and the tokens of a chunk behind one.

@@ -3,7 +3,8 @@
 Clusters run one after the other: one replica that plays both roles, and a prefill and a decode replica with
 half of the card each, which therefore take time slices. Each is asked over gRPC by processes of their own, so
 that no client is the limit. Prompts are drawn tokens, and answers have the length that is asked for. The
-halves also land long prompts, and a last cluster, whose replica has half of the card, gets a second one.
+halves also land long prompts, one replica is asked again behind two gateways, and a last cluster, whose
+replica has half of the card, gets a second one.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ def cluster_lines(bench: Bench) -> Iterator[dict[str, object]]:
             "ratio": what_to_rate["one replica"] / what_to_rate["two halves"],
             "target": 1.0,
         }
+        two_gateways = _config(bench, folder, ("both",), num_gateways=2)
+        last = bench.sizes.served._replace(loads=bench.sizes.served.loads[-1:])
+        with serving("--file", str(two_gateways), variables=kernels) as service:
+            yield from _loads(last, service, "one replica behind two gateways", prefill_ms)
         half = _config(bench, folder, ("both",), gpus_per_rank=0.5)
         with serving("--file", str(half), variables=kernels) as service:
             start_s = asyncio.run(added_replica_s(service, "both"))
@@ -170,7 +175,9 @@ def _ms(seconds: list[float], share: float) -> float:
     return float(f"{1e3 * float(np.quantile(seconds, share)):.4g}") if seconds else 0.0
 
 
-def _config(bench: Bench, folder: Path, roles: tuple[str, ...], gpus_per_rank: float = 0.0) -> Path:
+def _config(
+    bench: Bench, folder: Path, roles: tuple[str, ...], *, gpus_per_rank: float = 0.0, num_gateways: int = 1
+) -> Path:
     """Write the cluster's file; its replicas share the card, in equal parts (0)."""
     is_on_cuda = bench.device.type == "cuda"
     pool: dict[str, object] = {"device": bench.device.type, "engine": bench.sizes.served.engine}
@@ -178,10 +185,10 @@ def _config(bench: Bench, folder: Path, roles: tuple[str, ...], gpus_per_rank: f
     pool |= {"dtype": "bf16", "gpus_per_rank": share} if is_on_cuda else {"dtype": "fp32"}
     config = {
         "model": str(folder / "model"),
-        "gateway": {"console_port": None},
+        "gateway": {"console_port": None, "replicas": num_gateways},
         "pools": [{"name": role, "role": role, "cpus_per_rank": 0.5, **pool} for role in roles],
     }
-    file = folder / f"{'-'.join(roles)}-{share:g}.yaml"
+    file = folder / f"{'-'.join(roles)}-{share:g}-{num_gateways}.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
 
@@ -190,14 +197,17 @@ def _config(bench: Bench, folder: Path, roles: tuple[str, ...], gpus_per_rank: f
 
 
 async def _ask(service: Service, load: ServedLoad, seed: int) -> Asked:
-    """Send the load from several processes at once."""
+    """Send the load from several processes at once, which take the gateways in turn."""
+    addresses = service.address.split(", ")
     num_clients = min(_MOST_CLIENTS, load.num_at_once, max((os.cpu_count() or 1) // 4, 1))
     async with AsyncExitStack() as running:
         clients = [
             await running.enter_async_context(
-                part_process("benchmarks.served_card", "client", {"address": service.address})
+                part_process(
+                    "benchmarks.served_card", "client", {"address": addresses[number % len(addresses)]}
+                )
             )
-            for _ in range(num_clients)
+            for number in range(num_clients)
         ]
         orders = []
         for number in range(num_clients):

@@ -32,6 +32,7 @@ def test_both_clusters_answer_every_request_and_each_line_has_its_limit() -> Non
         "output_tok_s of two halves, 10 at once, 20 + 8 tokens on average",
         "landing_ms of 96 tokens in service",
         "output_tok_s of one replica beside two halves, 10 at once, 20 + 8 tokens on average",
+        "output_tok_s of one replica behind two gateways, 10 at once, 20 + 8 tokens on average",
         "start_s of a cluster that gets a second replica",
     ]
     for line in served:
@@ -39,10 +40,10 @@ def test_both_clusters_answer_every_request_and_each_line_has_its_limit() -> Non
         if "requests" in line:
             assert line["failed"] == 0
             assert 0 < line["ttft_ms"][0] <= line["ttft_ms"][2]
-    start, _, alone, at_once, *halves, landing, beside, second = served
+    start, _, alone, at_once, *halves, landing, beside, gateways, second = served
     for line in (start, alone, landing, second):
         assert line["ratio"] == pytest.approx(line["limit"] / line["value"], rel=0.01)
     for line in (at_once, beside):
         assert line["ratio"] == pytest.approx(line["value"] / line["limit"], rel=0.01)
     assert (beside["value"], beside["limit"]) == (at_once["value"], halves[-1]["value"])
-    assert not any("limit" in line for line in halves), "the target is that of one replica"
+    assert not any("limit" in line for line in (*halves, gateways)), "the target is that of one gateway, too"
