@@ -60,8 +60,6 @@ BLOCK_TOKENS = 64
 PART_TIMEOUT_S = 240
 # Five clusters start.
 SERVED_TIMEOUT_S = 560
-
-
 # The batches with long contexts, and the tokens of a chunk behind one.
 _LONG_BATCHES = (1, 8)
 _SHORT_CHUNK_TOKENS = 64
@@ -170,9 +168,12 @@ def run_in_process(name: str, limits: Limits) -> None:
             print_line(name, error=f"not done within {timeout_s} s")
             return
         finally:  # whatever it started, too, would keep the device's memory from the next part
-            for member in members({process.pid}):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member, signal.SIGKILL)
+            killed = set[int]()
+            while found := set(members({process.pid})) - killed:  # also what starts in the meantime
+                for member in found:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(member, signal.SIGKILL)
+                killed |= found
     if process.returncode:
         ends = [line.strip() for line in errors.strip().splitlines()[-3:]]
         print_line(name, error=" | ".join(ends) or f"ended with status {process.returncode}")
@@ -469,7 +470,7 @@ def sampling(bench: Bench) -> Iterator[Line]:
             "figure": f"sampling_share at batch {batch}",
             "value": share,
             "limit": 0.05,
-            "ratio": 0.05 / share,
+            "ratio": 0.05 / max(share, 1e-9),
             "target": 1.0,
         }
 

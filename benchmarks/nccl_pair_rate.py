@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,8 @@ CLOCK = SystemClock()
 _TARGET, _WRITER = 0, 1
 # The first connects and takes the pages.
 _NUM_SENDS = 6
+# Of a process whose other one has failed.
+_TIMEOUT = timedelta(seconds=60)
 
 
 class PairRate(NamedTuple):
@@ -70,7 +73,9 @@ def plain_rate(backend: str, devices: tuple[torch.device, torch.device], num_byt
     with tempfile.TemporaryDirectory() as folder:
         order = PlainSends(backend, str(Path(folder) / "store"), num_bytes)
         ranks = [
-            context.Process(target=_send_plainly, args=(order, rank, str(device), sender))
+            context.Process(
+                target=_send_plainly, args=(order, rank, str(device), sender if rank == _WRITER else None)
+            )
             for rank, device in enumerate(devices)
         ]
         for rank in ranks:
@@ -92,13 +97,13 @@ class PlainSends(NamedTuple):
     num_bytes: int
 
 
-def _send_plainly(order: PlainSends, rank: int, device_name: str, sender: Connection) -> None:
+def _send_plainly(order: PlainSends, rank: int, device_name: str, sender: Connection | None) -> None:
     """Be one rank. The writer sends what a send takes until the target has answered it."""
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(order.store_path, 2)  # type: ignore[attr-defined]  # not in the stubs
-    dist.init_process_group(order.backend, store=store, rank=rank, world_size=2)
+    dist.init_process_group(order.backend, timeout=_TIMEOUT, store=store, rank=rank, world_size=2)
     data = torch.zeros(order.num_bytes, dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     times: list[float] = []
@@ -112,6 +117,6 @@ def _send_plainly(order: PlainSends, rank: int, device_name: str, sender: Connec
             dist.send(answer, _WRITER)
         synchronize(device)
         times.append(CLOCK.now() - started_at)
-    if rank == _WRITER:
+    if sender is not None:
         sender.send(min(times[1:]))
     dist.destroy_process_group()

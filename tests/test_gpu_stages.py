@@ -66,6 +66,8 @@ def test_each_part_of_the_benchmark_has_its_turn_and_each_target_its_verdict() -
         '{"part": "decode", "figure": "decode_ms", "value": 5, "limit": 4.5, "ratio": 0.9, "target": 0.88}',
         '{"part": "limits", "figure": "copy_gb_s", "value": 3000}',
         "a line of a library",
+        "{another}",
+        "3",
         '{"part": "served", "figure": "start_s", "value": 50, "limit": 40, "ratio": 0.8, "target": 1.0}',
         '{"part": "start", "error": "no memory"}',
     ]

@@ -63,6 +63,7 @@ class QueuePlacement:
             better = self._better(queued, now)
             if better is not None:
                 self._router.place(queued.route_request, better, is_queued=True)
+                queued.tests_price &= better.compute_id == queued.decision.compute_id
                 self._set_decision(queued, better)
                 self._waiting.set_bound(queued)
         finally:

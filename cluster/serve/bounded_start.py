@@ -36,16 +36,17 @@ def bounded_start(
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     command = [sys.executable, "-I", "-S", str(Path(start_watch.__file__))]
-    watch = subprocess.Popen(
-        [*command, str(os.getpid()), str(start_s), str(interrupted_s)], stdin=reader, start_new_session=True
-    )
-    os.close(reader)
-    kept = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
+    with contextlib.ExitStack() as closing:
+        watched = closing.enter_context(contextlib.ExitStack())  # left after all else: it waits for the watch
+        with open(reader, "rb"):
+            closing.callback(os.close, writer)
+            closing.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+            watch = subprocess.Popen(
+                [*command, str(os.getpid()), str(start_s), str(interrupted_s)],
+                stdin=reader,
+                start_new_session=True,
+            )
+        watched.callback(watch.wait)
         if interrupted.is_set():
             os.write(writer, bytes([signal.SIGINT]))
         yield
-    finally:
-        signal.set_wakeup_fd(kept)
-        os.close(writer)
-        watch.wait()

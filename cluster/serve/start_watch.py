@@ -14,6 +14,13 @@ from types import FrameType
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def is_stopped(process_id: int) -> bool:
+    """Whether somebody has stopped the process."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{process_id}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def main() -> None:
     """Wait for the end of standard input, or kill the process with the reason on standard error."""
     process_id, start_s, interrupted_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -23,6 +30,9 @@ def main() -> None:
     )
 
     def end(number: int, frame: FrameType | None) -> None:
+        if is_stopped(process_id):  # by Ctrl-Z: its time begins anew
+            signal.setitimer(signal.ITIMER_REAL, start_s)
+            return
         print(f"tandem: {reason}", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)

@@ -49,10 +49,17 @@ _NUM_STAGED = 2
 _NUM_PACKED = 3
 _END_TIMEOUT_S = 10.0
 _NO_LANDING = b""
-# Pairs that did not end, with the memory that their messages may still reach.
-_left_behind: list[tuple[PairGroup, Sequence[StagingArea]]] = []
+# Pairs that did not end, with their threads and the memory that their messages may still reach.
+_left_behind: list[_LeftBehind] = []
+_left_behind_lock = threading.Lock()
 
 _log = logging.getLogger(__name__)
+
+
+class _LeftBehind(NamedTuple):
+    group: PairGroup
+    thread: threading.Thread
+    staged: Sequence[StagingArea]
 
 
 class PairOffer(Message, frozen=True):
@@ -405,15 +412,24 @@ def _stage(pool: KvPool, piece: Shard, count: int) -> list[StagingArea]:
     num_bytes = staging_bytes(pool.piece_bytes(piece), pool.device)
     try:
         return [StagingArea(pool, num_bytes) for _ in range(count)]
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise PathError(f"no memory for {count} messages of {num_bytes} bytes on {pool.device}") from error
 
 
 def _end(group: PairGroup, thread: threading.Thread, staged: Sequence[StagingArea]) -> None:
     """Abort, wait for the thread that this sets free, and release the pair. If something hangs all the same,
-    the pair is left behind: nothing that it holds is used again, nor is its staging memory."""
+    the pair is left behind: nothing that it holds is used again, nor is its staging memory, until a later
+    end finds that it has ended."""
+    release_left_behind()
     group.abort()
     thread.join(_END_TIMEOUT_S)
     if thread.is_alive() or not group.close(_END_TIMEOUT_S):
-        _left_behind.append((group, staged))
+        with _left_behind_lock:
+            _left_behind.append(_LeftBehind(group, thread, staged))
         _log.warning("%s did not end within %.0f s of its abort", thread.name, _END_TIMEOUT_S)
+
+
+def release_left_behind() -> None:
+    """Release the pairs that did not end in time and have ended since."""
+    with _left_behind_lock:
+        _left_behind[:] = [it for it in _left_behind if it.thread.is_alive() or not it.group.close(0.0)]

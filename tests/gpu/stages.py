@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,8 @@ NUM_AT_ONCE = 8
 TOTAL_S = 480.0
 FILE_S = 170.0
 CLUSTER_S = 120.0
+# How long a command that ran out of time may take to end.
+END_S = 15.0
 # What of TOTAL_S a stage must find left, or it is not begun.
 _LEAST_S = 15.0
 
@@ -115,7 +119,11 @@ class Stages:
                 status: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 status = None
-                os.killpg(process.pid, 9)
+                process.send_signal(signal.SIGINT)  # so that it ends what it has started in other groups
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - started_at
         row = Row(name, *_outcome(status, log.read_text(errors="replace"), limit_s, seconds))
@@ -143,9 +151,12 @@ class Stages:
 def figures_in(text: str) -> Iterator[Figure]:
     """Yield the figures with a target, and the errors, of what `benchmarks.gpu` has printed."""
     for line in text.splitlines():
-        if not line.startswith("{"):
+        try:
+            found = json.loads(line)
+        except ValueError:  # a library's
             continue
-        found = json.loads(line)
+        if not isinstance(found, dict):
+            continue
         if error := found.get("error"):
             yield Figure(found["part"], "", 0.0, 0.0, error)
         elif "target" in found:

@@ -157,8 +157,10 @@ def test_what_is_queued_no_longer_uses_new_memory_for_pieces() -> None:
     freed = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
     torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
     freed.fill_(1)
+    address = freed.data_ptr()
     del freed
     area = StagingArea(pool, 1 << 20)
+    assert area.data.data_ptr() == address
     with torch.cuda.stream(torch.cuda.Stream(area.data.device)):  # type: ignore[no-untyped-call]
         area.data.fill_(2)
     torch.cuda.synchronize()

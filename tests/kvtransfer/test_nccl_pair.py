@@ -343,8 +343,12 @@ def test_an_abort_that_hangs_keeps_the_memory_that_messages_may_still_reach(
     harness.close()
     eventually(lambda: set(pair_threads()) == {"nccl-abort"}, "the end of all that does not hang")
     assert len(left_over(StagingArea) - before) == 5, "three of the writer, two of the target"
+    pair.release_left_behind()
+    assert len(left_over(StagingArea) - before) == 5, "the aborts still hang"
     device.abort_returns.set()
-    pair._left_behind.clear()
+    eventually(lambda: pair_threads() == [], "the end of the aborts")
+    pair.release_left_behind()
+    assert left_over(StagingArea) == before
 
 
 # ---------------------------------------------------------------------------------------- the rate

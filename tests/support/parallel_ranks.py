@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
 import torch
 from hybrid_attention import attention_over, with_state_tables
+from import_path import import_path
 from patience import WAIT_S
 from safetensors.torch import save_file
 from torch import Tensor
@@ -43,6 +47,7 @@ HOST = "127.0.0.1"
 TRUST = Trust.of(b"the ranks' own secret")
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
+_IMPORTED_BY = os.getpid()
 
 
 class ParallelCase(msgspec.Struct, frozen=True):
@@ -233,8 +238,13 @@ class _Rank(NamedTuple):
 
 @functools.cache
 def _forks() -> ForkServerContext:
+    """Return the context of the fork server, which has this module before it forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    folder = Path(__file__).parent
+    path = import_path(folder.parent.parent, folder)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):  # it looks nowhere else
+        forkserver.ensure_running()
     return context
 
 
@@ -245,11 +255,14 @@ def _killed_on_error(ranks: list[_Rank]) -> Iterator[None]:
     except BaseException:
         for rank in ranks:
             rank.process.kill()
+        for rank in ranks:
+            rank.process.join(WAIT_S)
         raise
 
 
 def _serve(rank: int, address: str, connection: Connection) -> None:
     """Run the cases that come, until the connection ends."""
+    assert os.getpid() != _IMPORTED_BY, "the fork server has not imported this module"
     torch.set_num_threads(1)
     store = find_store(address)
     groups: RankGroups | None = None

@@ -37,6 +37,7 @@ def test_equal_layers_are_taken_once(tmp_path: Path) -> None:
 
 def test_layers_that_share_keys_and_values_are_on_the_last_stage(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 7}
+    fields |= {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
     fields["layer_types"] = ["sliding_attention", "full_attention"] * 3
     write_random_checkpoint(tmp_path, "gemma4_text", seed=1, **fields)
     assert layers_of(tmp_path, pp=2, rank=0) == [(0, 2)]

@@ -116,18 +116,32 @@ def test_nothing_is_told_before_enough_steps() -> None:
     assert known["prefill_token_s"] > 0
 
 
-@pytest.mark.parametrize("index", [0, 7, 15])
-def test_a_first_step_that_was_disturbed_does_not_price_the_others(index: int) -> None:
-    """It would be predicted of every prompt, and refuse those that could not come in time then."""
+@pytest.mark.parametrize("disturbed_steps", [{0}, {7}, {15}, {0, 1}, {2, 3, 4, 11, 15}])
+def test_first_steps_that_were_disturbed_do_not_price_the_others(disturbed_steps: set[int]) -> None:
+    """They would be predicted of every prompt, and refuse those that could not come in time then."""
     costs = StepCosts()
     for step in range(16):
-        disturbed = 200.0 if step == index else 1.0
+        disturbed = 200.0 if step in disturbed_steps else 1.0
         costs.add(plan(num_decodes=4), [500] * 4, [disturbed * decode_s([500] * 4)])
         costs.add(plan((entry(64 * step, 64),)), [], [disturbed * chunk_s(64 * step, 64)])
     known = costs.coefficients()
-    assert known["decode_base_s"] < 1.3 * decode_s([500] * 4)
+    # Each disturbed one counts as three.
+    most = 1.05 * (1 + 2 * len(disturbed_steps) / 16)
+    assert known["decode_base_s"] < most * decode_s([500] * 4)
     prompt_s = known["prefill_token_s"] * 1024 + known["attention_token_s"] * 1024 * 512
-    assert prompt_s == pytest.approx(chunk_s(0, 1024), rel=0.3)
+    assert 0.95 * chunk_s(0, 1024) < prompt_s < most * chunk_s(0, 1024)
+
+
+@pytest.mark.parametrize("num_long", [1, 3, 8, 15])
+def test_first_chunks_behind_long_contexts_were_not_disturbed(num_long: int) -> None:
+    """Attention is most of what they take, and prompts behind long contexts must not seem cheap."""
+    costs, context = StepCosts(), 2_000_000
+    for step in range(16):
+        start, num_tokens = (context, 2048) if step >= 16 - num_long else (0, 512)
+        costs.add(plan((entry(start, num_tokens),)), [], [chunk_s(start, num_tokens)])
+    known = costs.coefficients()
+    prompt_s = known["prefill_token_s"] * 2048 + known["attention_token_s"] * 2048 * (context + 1024)
+    assert prompt_s == pytest.approx(chunk_s(context, 2048), rel=0.15)
 
 
 def test_a_chunk_beside_decodes_of_unknown_cost_teaches_nothing() -> None:

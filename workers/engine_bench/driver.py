@@ -77,9 +77,9 @@ class EngineDriver:
             return self._clock.now() - started_at
 
     def host_s(self, batch: int, context_tokens: int, num_steps: int, wait: Callable[[], object]) -> float:
-        """Return the seconds of such a step in which the rank's process works and the device need not have
-        done anything: the least of `num_steps`. `wait` returns when the device has done all that is queued.
-        """
+        """Return what a step of `decode_s` costs the process of the rank, without the time in which it waits
+        for the device, in seconds: the least of `num_steps`. `wait` returns when the device has done all that
+        is queued."""
         tokens = [self.draw(1) for _ in range(batch)]
         plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
         first = context_tokens - 1

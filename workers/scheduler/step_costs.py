@@ -18,10 +18,8 @@ predicted from a fit of their own, with a base.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from itertools import combinations
-from statistics import median
 from typing import Any, NamedTuple
 
 from workers.messages.rank_channel import StepPlan
@@ -45,6 +43,7 @@ _FIRST_CHUNK_RATIO = (64.0, 1.0, 0.0)
 # A step that takes this many times its prediction was disturbed, and counts as one that took this much. The
 # first steps are compared with each other: one that also loaded a library must not price all that follow.
 _MOST_RATIO = 3.0
+_NUM_REWEIGHTED = 12
 
 
 class _Observation(NamedTuple):
@@ -94,11 +93,24 @@ class NonNegativeFit:
             self._fit()
 
     def _add_first(self, steps: Sequence[_Observation]) -> None:
-        """Count the first steps, and none for much more than most of them took."""
-        sizes = [sum(map(operator.mul, self._first, step.terms)) for step in steps]
-        typical = median(step.observed / size for step, size in zip(steps, sizes, strict=True))
-        for step, size in zip(steps, sizes, strict=True):
-            self._count(step, _MOST_RATIO * typical * size)
+        """Count the first steps, and none for much more than the others explain: coefficients with the least
+        sum of errors, not of their squares, follow most of the steps (by squares that are weighted anew, see
+        https://en.wikipedia.org/wiki/Iteratively_reweighted_least_squares)."""
+        weights = [step.weight for step in steps]
+        for _ in range(_NUM_REWEIGHTED):
+            fit = NonNegativeFit(self._first)
+            for step, weight in zip(steps, weights, strict=True):
+                fit._count(step._replace(weight=weight), step.observed)
+            fit._fit()
+            errors = [
+                max(abs(step.observed - fit.predict(step.terms)), 1e-3 * step.observed) for step in steps
+            ]
+            weights = [
+                step.weight**0.5 / max(error, _LEAST_S) for step, error in zip(steps, errors, strict=True)
+            ]
+        for step in steps:
+            predicted = fit.predict(step.terms)
+            self._count(step, _MOST_RATIO * predicted if predicted > 0 else step.observed)
 
     def _count(self, step: _Observation, most: float) -> None:
         """Add a step that took at most `most` to the squares."""

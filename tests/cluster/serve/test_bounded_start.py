@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from patience import WAIT_S
 
@@ -57,6 +58,43 @@ def test_a_start_that_hangs_is_ended_with_its_reason(
     assert process.returncode == -signal.SIGKILL
     assert errors.startswith(said)
     assert errors.count("\n") == 1
+
+
+def test_a_start_that_somebody_has_stopped_is_not_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HANG, "0.3", "60", "never"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starts\n"
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_a_start_that_fails_leaves_no_watch() -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(OSError, match="for the test"), bounded_start(threading.Event()):
+        raise OSError("for the test")
+    assert set(psutil.Process().children()) <= before
+
+
+def test_outside_the_main_thread_it_is_refused_and_leaves_nothing() -> None:
+    descriptors, refusals = os.listdir("/proc/self/fd"), list[str]()
+
+    def start() -> None:
+        try:
+            with bounded_start(threading.Event()):
+                pass
+        except ValueError as error:
+            refusals.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "main thread" in refusals[0]
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
 def test_a_start_that_returns_ends_nothing_and_leaves_nothing() -> None:
