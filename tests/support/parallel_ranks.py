@@ -242,8 +242,8 @@ def _forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     folder = Path(__file__).parent
-    path = import_path(folder.parent.parent, folder)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):  # it looks nowhere else
+    # It looks nowhere else.
+    with mock.patch.dict(os.environ, {"PYTHONPATH": import_path(folder.parent.parent, folder)}):
         forkserver.ensure_running()
     return context
 

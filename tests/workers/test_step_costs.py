@@ -132,6 +132,18 @@ def test_first_steps_that_were_disturbed_do_not_price_the_others(disturbed_steps
     assert 0.95 * chunk_s(0, 1024) < prompt_s < most * chunk_s(0, 1024)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_short_prompts_do_not_make_attention_dear(seed: int) -> None:
+    """Reading the weights is most of what they take, and noise the rest. A long prompt has thirty times the
+    tokens, but a thousand times the pairs."""
+    replica = Replica(seed)
+    for _ in range(64):
+        num_tokens = replica.random.randint(20, 30)
+        seconds = 0.02 * replica.random.uniform(0.5, 2.5) * (num_tokens / 25) ** 2
+        replica.costs.add(plan((entry(0, num_tokens),)), [], [seconds])
+    assert replica.predicted_chunk_s(0, 900) < 2 * (0.03 / 25) * 900
+
+
 @pytest.mark.parametrize("num_long", [1, 3, 8, 15])
 def test_first_chunks_behind_long_contexts_were_not_disturbed(num_long: int) -> None:
     """Attention is most of what they take, and prompts behind long contexts must not seem cheap."""

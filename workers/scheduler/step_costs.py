@@ -37,6 +37,9 @@ _LEAST_S = 1e-9
 # The ratio of a decode's coefficients until steps with fewer and more sequences tell them apart. If a
 # sequence added nothing, all streams would be sent to the first replica that has measured its base.
 FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
+# Chunks behind fewer tokens than this, or shorter ones, hardly tell attention from the rest: what they take
+# would make attention to a long prompt as much too dear as that is longer. It is learned slowly from them.
+_TELLING_CONTEXT = 400.0
 # The ratio of the coefficients of a step with chunks, until long and short ones tell them apart: its base, a
 # token, and a token attended to.
 _FIRST_CHUNK_RATIO = (64.0, 1.0, 0.0)
@@ -61,8 +64,11 @@ class NonNegativeFit:
     the beginning they have the ratio `first`. So nothing that was learned is lost by an hour of equal steps.
     """
 
-    def __init__(self, first: Sequence[float]) -> None:
+    def __init__(self, first: Sequence[float], *, has_attention: bool = False) -> None:
+        """`has_attention`: the last coefficient is a token's attention to another one, and the one before it
+        a token's."""
         self._first = tuple(first)
+        self._has_attention = has_attention
         self._num = num_coefficients = len(first)
         self._products = [[0.0] * num_coefficients for _ in range(num_coefficients)]
         self._moments = [0.0] * num_coefficients
@@ -98,7 +104,7 @@ class NonNegativeFit:
         https://en.wikipedia.org/wiki/Iteratively_reweighted_least_squares)."""
         weights = [step.weight for step in steps]
         for _ in range(_NUM_REWEIGHTED):
-            fit = NonNegativeFit(self._first)
+            fit = NonNegativeFit(self._first, has_attention=self._has_attention)
             for step, weight in zip(steps, weights, strict=True):
                 fit._count(step._replace(weight=weight), step.observed)
             fit._fit()
@@ -127,6 +133,8 @@ class NonNegativeFit:
         moments = self._moments.copy()
         for index in range(self._num):
             inertia = _INERTIA * self._products[index][index]
+            if self._has_attention and index == self._num - 1:
+                inertia += _TELLING_CONTEXT**2 * self._products[index - 1][index - 1]
             matrix[index][index] += inertia
             moments[index] += inertia * last[index]
         self.coefficients = _least(matrix, moments)
@@ -194,8 +202,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decode = NonNegativeFit(FIRST_DECODE_RATIO)
-        self._prefill = NonNegativeFit((1.0, 0.0))
-        self._chunks = NonNegativeFit(_FIRST_CHUNK_RATIO)
+        self._prefill = NonNegativeFit((1.0, 0.0), has_attention=True)
+        self._chunks = NonNegativeFit(_FIRST_CHUNK_RATIO, has_attention=True)
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> float:
         """Note a finished step: its decodes computed the tokens at `decode_starts`, and each stage's slowest
