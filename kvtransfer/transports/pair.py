@@ -8,6 +8,7 @@ named in the next Ack as refused. The end of this connection, at either side, en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -290,9 +291,11 @@ class PairChannel(Channel):
                 self._announce(landing_id, part, num_bytes)
                 packed = None if pending is None else pending.mark
                 self._submit(_Send(staging, 0, num_bytes, is_last=True, packed=packed))
-        finally:  # nothing reads the pool after, however this ends
-            packed_sums = [each.result() for each in packing]
-        return sums + [checksum for each in packed_sums for checksum in each]
+        finally:  # nothing reads the pool after, however this ends, also where one of these fails
+            with contextlib.ExitStack() as awaited:
+                for each in reversed(packing):
+                    awaited.callback(lambda it: sums.extend(it.result()), each)
+        return sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         staging = self._take(stopped)
