@@ -37,8 +37,8 @@ _LEAST_S = 1e-9
 # The ratio of a decode's coefficients until steps with fewer and more sequences tell them apart. If a
 # sequence added nothing, all streams would be sent to the first replica that has measured its base.
 FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
-# Chunks behind fewer tokens than this, or shorter ones, hardly tell attention from the rest: what they take
-# would make attention to a long prompt as much too dear as that is longer. It is learned slowly from them.
+# Contexts of fewer tokens than this hardly tell attention from the rest of a chunk. Noise there would make
+# long prompts many times too dear, so attention is learned slowly from such contexts.
 _TELLING_CONTEXT = 400.0
 # The ratio of the coefficients of a step with chunks, until long and short ones tell them apart: its base, a
 # token, and a token attended to.
@@ -46,6 +46,7 @@ _FIRST_CHUNK_RATIO = (64.0, 1.0, 0.0)
 # A step that takes this many times its prediction was disturbed, and counts as one that took this much. The
 # first steps are compared with each other: one that also loaded a library must not price all that follow.
 _MOST_RATIO = 3.0
+# The rounds in which the fit of the first steps finds those that were disturbed.
 _NUM_REWEIGHTED = 12
 
 
